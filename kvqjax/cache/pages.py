@@ -29,6 +29,7 @@ from kvqjax._arguments import check_integer, check_integers, check_within, is_kn
 from kvqjax._errors import UserError
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
+from kvqjax.cache.shapes import row_axes
 from kvqjax.cache.state import NO_PAGE, Cache, pages_needed
 from kvqjax.ops.packing import Packing, Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
@@ -36,11 +37,13 @@ from kvqjax.ops.xla_workarounds import floor_divide, modulo
 __all__ = [
     "PagePool",
     "PoolExhausted",
+    "adopt",
     "check_pages",
     "copy_page",
     "joined_pages",
     "read_page",
     "require_own_bodies",
+    "taken_row",
     "with_bodies_of",
     "with_pages",
     "without_bodies",
@@ -66,6 +69,9 @@ class PagePool:
     def __init__(self, pages: int):
         self._users = [0] * check_integer("pages", pages)
         self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
+
+    def __len__(self) -> int:
+        return len(self._users)
 
     @property
     def free(self) -> int:
@@ -270,6 +276,32 @@ def with_bodies_of(cache: Cache, other: Cache) -> Cache:
     return cache.replace(
         runs=tuple(state.replace(body=source.body) if run.page else state for state, run, source in bodies)
     )
+
+
+def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
+    """Replace a row by the one row of another cache, whose pages are in this cache's pool.
+
+    Args:
+        cache: of many rows.
+        row: the row that is replaced.
+        other: of one row and the same layout. Its bodies may be left out; where rows have bodies of their own, they
+            come along.
+
+    Returns:
+        The cache, whose pages are as they were, with the row's table.
+    """
+
+    def put(axis: int, array: Array, line: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, line, row, axis)
+
+    rows, line = without_bodies(cache), without_bodies(other)
+    return with_bodies_of(jax.tree.map(put, row_axes(rows), rows, line), cache)
+
+
+def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """Copy one row without what lies in pages: for `adopt`."""
+    rows = without_bodies(cache)
+    return jax.tree.map(lambda axis, x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), row_axes(rows), rows)
 
 
 def read_page(cache: Cache, page: Int[Array, ""]) -> tuple[dict, ...]:

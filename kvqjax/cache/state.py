@@ -36,6 +36,7 @@ __all__ = [
     "check_alive",
     "due",
     "finite_tokens",
+    "pages_complete",
     "pages_needed",
     "ring_tokens",
     "room",
@@ -158,6 +159,29 @@ def room(cache: Cache) -> Int[Array, " B"] | int:
     assert layout.pool is not None
     pages = jnp.cumprod(cache.pages >= 0, axis=1, dtype=jnp.int32).sum(1)
     return jnp.minimum(layout.capacity, pages * layout.pool.tokens + _exact_beside_pages(layout))
+
+
+def pages_complete(layout: CacheLayout, tokens: int) -> int:
+    """Count the pages of a row of so many tokens in which nothing is written any more: those that other rows may have
+    too, while the row goes on.
+
+    Args:
+        layout: of a cache whose rows have pages.
+        tokens: of the row, appended and not cropped.
+
+    Returns:
+        The number of pages, at most `pages_needed(layout, tokens)`.
+    """
+    if layout.pool is None or not table_width(layout):
+        return 0
+    runs = [run for run in runs_of(layout) if run.page]
+    body = min(tokens, layout.capacity) - layout.method.sinks
+    encoded = (
+        max(0, (body - clock.window) // clock.unit * clock.unit)
+        for run in runs
+        for clock in run.wiring.storage.clocks
+    )  # fmt: skip
+    return min(encoded) // layout.pool.tokens
 
 
 def pages_needed(layout: CacheLayout, tokens: int) -> int:

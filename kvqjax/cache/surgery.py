@@ -33,6 +33,7 @@ from kvqjax.model.rope import check_length
 __all__ = [
     "Snapshot",
     "crop",
+    "emptied",
     "evict",
     "fork",
     "gather",
@@ -227,6 +228,11 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
         kind = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
         raise UserError(f"rows is {kind}; wanted bool[{cache.batch}]: True for each row to empty")
+    return emptied(cache, rows)
+
+
+def emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
+    """Do `evict`, also of rows without their pages."""
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)

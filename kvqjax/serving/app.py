@@ -355,6 +355,10 @@ class _Counts:
             "waiting": ("requests that wait for a row", now.waiting),
             "rows": ("requests that can be answered at a time", now.rows),
             "cache_bytes": ("bytes of the cache", now.cache_bytes),
+            "pages": ("pages of the cache", now.pages),
+            "pages_free": ("pages that no row has", now.pages_free),
+            "pages_shared": ("pages that several rows or kept prefixes have", now.pages_shared),
+            "prefixes": ("beginnings of prompts that are kept", now.prefixes),
             "cache_bits": ("bits of the cache per number of a key or value", now.bits),
         }
         counters = {
@@ -362,8 +366,9 @@ class _Counts:
             "aborted": ("requests that were given up", now.aborted),
             "failed": ("requests that ended with an error", now.failed),
             "prompt_tokens": ("tokens of prompts that were fed", now.prompt_tokens),
-            "reused_tokens": ("tokens of prompts that a kept row held already", now.reused_tokens),
+            "reused_tokens": ("tokens of prompts that were kept from earlier ones", now.reused_tokens),
             "tokens": ("tokens that were made", now.tokens),
+            "preempted": ("times that a request made way for others", now.preempted),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(f"kvqjax_{name}", about, value=value)

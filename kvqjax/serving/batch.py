@@ -2,12 +2,15 @@
 
 A prompt is fed to a cache of one row, on a grid of positions: chunks begin at multiples of the chunk's length, whatever
 else runs. What a row holds, and so its text, does not depend on its neighbours. When its first token is drawn the row
-is copied into the batch, which makes some tokens of all its rows per call.
+joins the batch, which makes some tokens of all its rows per call.
+
+Where rows have pages, all of them lie in one pool, the prompt's too: what joins or leaves the batch is what a row has
+beside its pages. The host says before every call which pages a row has (kvqjax/cache/pages.py).
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,17 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
 from kvqjax.cache.length_bound import bound_for, bounded
-from kvqjax.cache.surgery import evict, insert
+from kvqjax.cache.pages import (
+    adopt,
+    copy_page,
+    read_page,
+    taken_row,
+    with_bodies_of,
+    without_bodies,
+    write_page,
+)
+from kvqjax.cache.state import NO_PAGE
+from kvqjax.cache.surgery import emptied
 from kvqjax.generation.loop import (
     LoopState,
     Scores,
@@ -40,6 +53,7 @@ __all__ = ["MOST_ENDS", "MOST_LIKELIEST", "Made", "RunningBatch"]
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
 NO_TOKEN = -1
+OF_ROWS = ("newest", "owed", "left", "done", "seen", "key")  # of a state, what each row has of its own
 WIDTHS = 4  # a prompt's last chunk is as wide as the others, or narrower by this factor, or by its square
 
 
@@ -78,16 +92,29 @@ def _joined(
     def put(many, one):
         return jax.tree.map(lambda a, b: a.at[row].set(b[0]), many, one)
 
-    names = ("newest", "owed", "left", "done", "seen", "key")
-    changed = {name: put(getattr(state, name), getattr(single, name)) for name in names}
-    cache = insert(state.cache, row, single.cache)
+    changed = {name: put(getattr(state, name), getattr(single, name)) for name in OF_ROWS}
+    cache = adopt(state.cache, row, single.cache)
     sampling, eos = put((sampling, eos), of_single)
     return state.replace(cache=cache, **changed), sampling, eos
 
 
+@jax.jit
+@jax.enable_x64(False)
+def _left(state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]):
+    """Copy a row of a state of many: what `_joined` wants of it, beside its pages."""
+    changed, of_single = jax.tree.map(
+        lambda x: x[row][None], ({name: getattr(state, name) for name in OF_ROWS}, (sampling, eos))
+    )
+    return taken_row(state.cache, row), changed, of_single
+
+
+_read_page = jax.jit(read_page)
+_write_page = jax.jit(write_page, donate_argnames="cache")
+
+
 @functools.partial(jax.jit, donate_argnames="cache")
-def _emptied(cache: Cache) -> Cache:
-    return evict(cache, jnp.ones((cache.batch,), bool))
+def _emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
+    return emptied(cache, rows)
 
 
 @jax.jit
@@ -109,6 +136,17 @@ def _scored_feed(
     return last, (chosen, ids, values), cache
 
 
+class Parked(NamedTuple):
+    """A row that left the batch with its request unfinished, in the host's memory: nothing has to be computed anew."""
+
+    cache: Cache
+    changed: dict
+    of_single: tuple
+    pages: list[tuple]
+    places: Any  # where the arrays of `cache` lay
+    held: int
+
+
 class RunningBatch:
     """Rows that make tokens together, and one row beside them into which prompts are fed.
 
@@ -120,17 +158,31 @@ class RunningBatch:
         chunk: tokens of a prompt that are fed at a time.
         stride: tokens of a row that a call makes at most.
         kernels: as in `kvqjax.init_cache`.
+        pages: of the pool that all rows and the prompt take pages of; 0: rows have bodies of their own.
     """
 
     def __init__(
-        self, model: Model, method: MethodLike, rows: int, capacity: int, *, chunk: int, stride: int, kernels: str
+        self,
+        model: Model,
+        method: MethodLike,
+        rows: int,
+        capacity: int,
+        *,
+        chunk: int,
+        stride: int,
+        kernels: str,
+        pages: int = 0,
     ):
         self.chunk, self.stride = chunk, stride
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
-        # The copy compiles here what rows kept for later prompts need.
-        self._prompt: Cache = _copied(init_cache(model, method, 1, capacity, kernels=kernels))
-        self._state = self._unbegun(init_cache(model, method, rows, capacity, kernels=kernels), [0] * rows)
+        pool = {"pages": pages} if pages else {}
+        cache = init_cache(model, method, rows, capacity, kernels=kernels, **pool)
+        # The prompt's row borrows the batch's pages whenever it is fed. The copy compiles what kept rows need.
+        single = init_cache(model, method, 1, capacity, kernels=kernels, **(pool and {"pages": 1}))
+        self._prompt: Cache = _copied(without_bodies(single.replace(layout=cache.layout)))
+        self._state = self._unbegun(cache, [0] * rows)
+        self._table = None if cache.pages is None else np.full(cache.pages.shape, NO_PAGE, np.int32)
         self._sampling = self._place(of_rows([make_sampling()] * rows))
         self._eos = self._place(np.full((rows, MOST_ENDS), NO_TOKEN, np.int32))
         self._held = np.zeros((rows,), np.int64)  # tokens of every row
@@ -145,13 +197,16 @@ class RunningBatch:
         """How wide a chunk of a prompt can be: a program each."""
         return tuple(sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk}))
 
-    def feed(self, prompt: Sequence[int], start: int, scored: bool) -> tuple[Float[Array, "1 V"], list[TokenScore]]:
+    def feed(
+        self, prompt: Sequence[int], start: int, scored: bool, pages: Sequence[int] = ()
+    ) -> tuple[Float[Array, "1 V"], list[TokenScore]]:
         """Feed the chunk of a prompt that begins at `start`.
 
         Args:
             prompt: token ids of the whole prompt.
             start: a multiple of `chunk`.
             scored: whether the prompt's tokens are to be scored.
+            pages: of the prompt's row, as many as it needs with this chunk.
 
         Returns:
             Logits of the chunk's last token, and the scores of the tokens that follow those of the chunk.
@@ -160,21 +215,39 @@ class RunningBatch:
         width = next(width for width in self.widths if width >= len(piece))
         padded = lambda ids: np.asarray([[*ids, *[0] * (width - len(ids))]], np.int32)  # noqa: E731
         tokens, counts = self._place((padded(piece), np.asarray([len(piece)], np.int32)))
-        cache = bounded(self._prompt, bound_for(self._prompt.layout, [start]))
+        cache = bounded(self._lent(pages), bound_for(self._prompt.layout, [start]))
         if not scored:
             logits, cache = feed(self._model, tokens, counts, cache, last=True)
-            self._prompt = bounded(cache, None)
+            self._returned(bounded(cache, None))
             return logits, []
         following = list(prompt[start + 1 : start + 1 + len(piece)])
         logits, scores, cache = _scored_feed(
             self._model, tokens, counts, self._place(padded(following)), cache, self._likeliest
         )
-        self._prompt = bounded(cache, None)
+        self._returned(bounded(cache, None))
         return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
 
+    def _lent(self, pages: Sequence[int]) -> Cache:
+        """Give the row into which prompts are fed its pages. The batch has none until `_returned`."""
+        if self._table is None:
+            return self._prompt
+        table = np.full((1, self._table.shape[1]), NO_PAGE, np.int32)
+        table[0, : len(pages)] = pages
+        return with_bodies_of(self._prompt.replace(pages=self._place(table)), self.cache)
+
+    def _returned(self, cache: Cache) -> None:
+        """Take the row into which prompts are fed, and the pages, back."""
+        self._prompt = without_bodies(cache)
+        self._state = self._state.replace(cache=with_bodies_of(self.cache, cache))
+
     def prompt_row(self) -> Cache:
-        """Copy the row into which prompts are fed."""
+        """Copy the row into which prompts are fed, without its pages."""
         return _copied(self._prompt)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page, so that two rows can go on from it."""
+        cache = copy_page(self.cache, *self._place((np.int32(source), np.int32(target))))
+        self._state = self._state.replace(cache=cache)
 
     def go_on_from(self, row: Cache) -> None:
         """Let the row into which prompts are fed hold what `row` does, which stays as it is."""
@@ -182,10 +255,60 @@ class RunningBatch:
 
     def drop_prompt(self) -> None:
         """Empty the row into which prompts are fed."""
-        self._prompt = _emptied(self._prompt)
+        self._prompt = _emptied(self._prompt, self._place(np.ones((1,), bool)))
 
-    def join(self, row: int, request: Request, logits: Float[Array, "1 V"]) -> Made:
-        """Draw the first token of the prompt that was fed, and let it join the batch as `row`."""
+    def give_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Say which pages a row has from now on."""
+        if self._table is not None:
+            self._table[row] = NO_PAGE
+            self._table[row, : len(pages)] = pages
+
+    def drop_row(self, row: int) -> None:
+        """Empty a row. Whoever had its pages may give them to others."""
+        gone = np.arange(len(self._held)) == row
+        self._state = self._state.replace(cache=_emptied(self.cache, self._place(gone)))
+        self._held[row] = 0
+        self.give_pages(row, ())
+
+    def held(self, row: int) -> int:
+        """Count the tokens of a row."""
+        return int(self._held[row])
+
+    def leave(self, row: int, pages: Sequence[int]) -> Parked:
+        """Move a row to the host's memory, and empty it."""
+        cache, changed, of_single = self._taken(row)
+        content = [jax.device_get(_read_page(self.cache, self._place(np.int32(page)))) for page in pages]
+        places = jax.tree.map(lambda x: x.sharding, cache)
+        parked = Parked(jax.device_get(cache), changed, of_single, content, places, self.held(row))
+        self.drop_row(row)
+        return parked
+
+    def _taken(self, row: int) -> tuple[Cache, dict, tuple]:
+        """Copy what a row has beside its pages."""
+        return _left(self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row)))
+
+    def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
+        """Let a row that left the batch go on, as `row` and in other pages."""
+        cache = self.cache
+        for page, content in zip(pages, parked.pages, strict=False):
+            cache = _write_page(cache, self._place(np.int32(page)), content)
+        self._state = self._state.replace(cache=cache, scores=None)
+        single = self._unbegun(jax.device_put(parked.cache, parked.places), [0]).replace(**parked.changed)
+        self._join(row, single, parked.of_single)
+        self._held[row] = parked.held
+        self.give_pages(row, pages)
+
+    def warm(self) -> None:
+        """Compile what moves rows and pages, on an empty batch."""
+        first = self._place(np.int32(0))
+        self._taken(0)
+        if self._table is not None:
+            content = jax.device_get(_read_page(self.cache, first))
+            self._state = self._state.replace(cache=_write_page(self.cache, first, content))
+            self.copy_page(0, 0)
+
+    def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> Made:
+        """Draw the first token of the prompt that was fed, and let it join the batch as `row`, with its pages."""
         state = self._unbegun(self._prompt, [request.seed])
         seen = np.zeros((1, self._model.config.vocab_size), bool)
         seen[0, list(request.prompt)] = True
@@ -200,14 +323,19 @@ class RunningBatch:
             scores = self._place(_scores_of(1, self.stride, self._likeliest))
         single = first_token(state.replace(left=left, done=alive, seen=seen, scores=scores), logits, sampling, eos)
         made = self._read(single)[0]
-        single, self._state = single.replace(scores=None), self._state.replace(scores=None)
-        place = self._place(np.int32(row))
-        self._state, self._sampling, self._eos = _joined(
-            self._state, self._sampling, self._eos, place, single, (sampling, eos)
-        )
-        self._prompt = _emptied(single.cache)
+        self._join(row, single.replace(scores=None), (sampling, eos))
+        self._prompt = single.cache
+        self.drop_prompt()
         self._held[row] = len(request.prompt) + 1
+        self.give_pages(row, pages)
         return made
+
+    def _join(self, row: int, single: LoopState, of_single: tuple) -> None:
+        """Put a state of one row into the batch's."""
+        self._state = self._state.replace(scores=None)
+        self._state, self._sampling, self._eos = _joined(
+            self._state, self._sampling, self._eos, self._place(np.int32(row)), single, of_single
+        )
 
     def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[Made]:
         """Make up to `stride` tokens of every running row.
@@ -225,7 +353,8 @@ class RunningBatch:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
         # Two arrays, for both are donated.
         done, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
-        state = self._state.replace(done=done, owed=owed, scores=scores, cache=bounded(self.cache, bound))
+        cache = self.cache if self._table is None else self.cache.replace(pages=self._place(self._table.copy()))
+        state = self._state.replace(done=done, owed=owed, scores=scores, cache=bounded(cache, bound))
         state = decode_steps(self._model, state, self._sampling, self._eos, limit)
         self._state = state.replace(cache=bounded(state.cache, None))
         rows = self._read(self._state)

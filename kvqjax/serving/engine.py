@@ -2,6 +2,10 @@
 
 Between two strides of tokens for the rows that run, the thread feeds about one chunk of the prompts that wait, so that
 nobody waits for a long prompt. A request's text depends on its own prompt, options and seed alone.
+
+Rows take pages of one pool as they grow, and share those that their prompts begin with. Where pages run out, what is
+kept of earlier prompts goes first; then the request that came last makes way, moves to the host's memory, and goes on
+from there once there are pages again.
 """
 
 import heapq
@@ -10,13 +14,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.accounting import array_bytes, ledger
+from kvqjax.cache.accounting import ledger
+from kvqjax.cache.pages import PagePool
+from kvqjax.cache.state import pages_complete, pages_needed
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
 from kvqjax.generation.sampling import make_sampling
@@ -24,19 +29,21 @@ from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
-from kvqjax.serving.batch import Made, RunningBatch, check_request
-from kvqjax.serving.prefixes import Prefixes
+from kvqjax.serving.batch import Made, Parked, RunningBatch, check_request
+from kvqjax.serving.memory import ROWS, memory_for
+from kvqjax.serving.prefixes import Prefix, Prefixes
 from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
-from kvqjax.step.new_cache import init_cache
 
-__all__ = ["Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
+__all__ = ["ROWS", "Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
 
 CAPACITY = 4096  # tokens of a row where nobody says; less where the model was trained for less
-ROWS = 8
 CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 QUEUE = 1024  # requests that wait
-PREFIXES = 2  # rows kept for prompts that begin alike: a system prompt, and the newest conversation
+PREFIXES = 2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
+
+
+COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted")
 
 
 class EngineFull(UserError):
@@ -58,16 +65,19 @@ class Stats(NamedTuple):
     waiting: int  # requests that wait for a row, or whose prompt is being fed
     rows: int
     capacity: int  # tokens of a row
-    cache_bytes: (
-        int  # of the rows, of the row into which prompts are fed and of those kept for prompts that begin alike
-    )
+    cache_bytes: int  # of the pages, of what rows and the prompt have beside them, and of kept prefixes
     bits: float  # per number of a key or value, with all that a row keeps beside its codes
     requests: int  # ended ones
     aborted: int  # of these, those that were given up
     failed: int  # of these, those that ended with an error
     prompt_tokens: int  # of prompts that were fed
-    reused_tokens: int  # of these, those that a kept row held already
+    reused_tokens: int  # of these, those that were kept from an earlier prompt
     tokens: int  # made
+    preempted: int  # how often a request made way for others
+    pages: int  # of the pool; 0 where rows have none
+    pages_free: int
+    pages_shared: int  # that several rows or kept prefixes have
+    prefixes: int  # kept
 
 
 class _Feeding:
@@ -75,31 +85,35 @@ class _Feeding:
 
     def __init__(self, handle: Handle, row: int):
         self.handle, self.row = handle, row
-        self.start = self.keep_at = 0
+        self.start = 0
+        self.keep_at: set[int] = set()
+        self.pages: list[int] = []
         self.begun = False
 
 
 class Engine:
-    """Serve requests through one running batch whose rows share a compressed cache.
+    """Serve requests through one running batch whose rows share the pages of one compressed cache.
 
         with kvq.Engine(model, "kivi:bits=2", rows=16, capacity=4096) as engine:
             handles = [engine.submit(text, max_new_tokens=64) for text in texts]
             answers = [handle.result().text for handle in handles]
 
-    Every row reserves `capacity` tokens. Prompts enter the cache chunk by chunk, so that later chunks see earlier ones
-    compressed: the answer to one is that of `kvqjax.generate` with its options and the engine's `chunk` and `capacity`.
+    A row may hold `capacity` tokens, and takes pages as it grows. Prompts enter the cache chunk by chunk, so that later
+    chunks see earlier ones compressed: the answer to one is that of `kvqjax.generate` with its options and the engine's
+    `chunk` and `capacity`.
 
     Args:
         model: what `kvqjax.load` gives, with the constants of a calibrated method. On a mesh, one without a data axis.
         method: of the cache, such as "kivi:bits=2"; None: exact.
-        rows: requests that make tokens at a time; default 8, or as many as `pool_bytes` holds.
+        rows: requests that make tokens at a time; default 8, or as many full ones as `pool_bytes` holds. There may be
+            more: those that find no page make way for the others.
         capacity: tokens of a row, prompt and answer together; default 4096, or what the model was trained for.
-        pool_bytes: memory for the cache in bytes, in place of `rows`.
+        pool_bytes: memory for the cache in bytes; default: as much as `rows` full rows take, and those beside them.
         chunk: tokens of a prompt that are fed between two strides.
         stride: tokens of a row between two looks at the text.
         queue: requests that may wait; a further one is refused.
-        prefixes: rows kept for prompts that begin with the same chunks, which are then not read again. They take memory
-            as other rows do; 0: none.
+        prefixes: memory for what prompts begin with, in full rows: chunks that are then not read again; 0: nothing is
+            kept.
         kernels: as in `kvqjax.init_cache`.
 
     Raises:
@@ -126,22 +140,24 @@ class Engine:
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
         self._queue = queue
-        beside = 1 + prefixes  # rows that make no tokens
-        rows = _rows_of(model, self.method, rows, self.capacity, pool_bytes, beside, kernels)
-        self._batch = RunningBatch(
-            model, self.method, rows, self.capacity, chunk=chunk, stride=stride, kernels=kernels
-        )  # fmt: skip
-        book = ledger(self._batch.cache)
-        self._bytes, self._bits = book.bytes + beside * (book.bytes // rows), book.bits_stored
-        self._rows: list[Handle | None] = [None] * rows
+        memory = memory_for(model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels)
+        options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
+        self._batch = RunningBatch(model, self.method, memory.rows, self.capacity, **options)
+        self._layout = self._batch.cache.layout
+        self._bytes, self._bits = memory.bytes, ledger(self._batch.cache).bits_stored
+        self._rows: list[Handle | None] = [None] * memory.rows
+        self._pages: list[list[int]] = [[] for _ in self._rows]  # of every row
+        self._pool = PagePool(memory.pages) if memory.pages else None
+        self._parked: list[tuple[Handle, Parked]] = []
         self._feeding: _Feeding | None = None
-        self._prefixes = Prefixes(chunk, prefixes)
+        self._prefixes = Prefixes(chunk, memory.snapshots, self._pool)
         self._waiting: list[tuple[int, int, Handle]] = []  # a heap: priority, number, handle
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
         self._fault: BaseException | None = None
-        self._counts = dict.fromkeys(("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens"), 0)
+        self._warming = threading.Event()
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._thread = threading.Thread(target=self._run, name="kvqjax-engine", daemon=True)
         self._thread.start()
 
@@ -220,7 +236,8 @@ class Engine:
                 raise EngineClosed("this engine is closed") from self._fault
             if len(self._waiting) >= self._queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already")
-            heapq.heappush(self._waiting, (priority, next(self._numbers), handle))
+            handle.rank = (priority, next(self._numbers))
+            heapq.heappush(self._waiting, (*handle.rank, handle))
             self._changed.notify_all()
         return handle
 
@@ -233,7 +250,8 @@ class Engine:
         """Count what runs, what waits, and what was done."""
         with self._changed:
             running = sum(handle is not None for handle in self._rows)
-            waiting = len(self._waiting) + (self._feeding is not None)
+            waiting = len(self._waiting) + len(self._parked) + (self._feeding is not None)
+            pool = self._pool
             return Stats(
                 running=running,
                 waiting=waiting,
@@ -241,12 +259,17 @@ class Engine:
                 capacity=self.capacity,
                 cache_bytes=self._bytes,
                 bits=self._bits,
+                pages=0 if pool is None else len(pool),
+                pages_free=0 if pool is None else pool.free,
+                pages_shared=0 if pool is None else pool.shared,
+                prefixes=len(self._prefixes),
                 **self._counts,
             )
 
     def warm(self) -> None:
         """Compile every program, so that no request waits for it: a request of each width of a chunk, with and without
-        scores. They are not counted. Other requests may come meanwhile."""
+        scores, and what moves pages. They are not counted. Other requests may come meanwhile."""
+        self._warming.set()
         room = min(2, self.capacity - 1)
         options = {"max_new_tokens": room, "temperature": 1.0, "eos_ids": (), "beyond_trained": True}
         for width in self._batch.widths:
@@ -282,6 +305,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._admitted():
+                if self._warming.is_set() and not any(self._rows):
+                    self._warming.clear()
+                    self._batch.warm()
+                self._bring_back()
                 self._feed_some()
                 if any(self._rows):
                     self._step()
@@ -300,7 +327,7 @@ class Engine:
             while True:
                 self._drop_aborted()
                 self._choose()
-                if self._feeding is not None or any(self._rows):
+                if self._feeding is not None or self._parked or any(self._rows):
                     return True
                 if self._closing:
                     return False
@@ -308,14 +335,19 @@ class Engine:
 
     def _choose(self) -> None:
         """Choose whose prompt is fed next, where none is and a row is free."""
+        # A request that made way goes on before one that came after it begins.
+        first = min((handle.rank for handle, _ in self._parked), default=None)
         if self._feeding is None and self._waiting and None in self._rows:
+            if first is not None and first < self._waiting[0][2].rank:
+                return
             self._feeding = _Feeding(heapq.heappop(self._waiting)[2], self._rows.index(None))
 
     def _handles(self) -> list[Handle]:
         """List the requests that run, whose prompt is fed, or that wait."""
         feeding = [] if self._feeding is None else [self._feeding.handle]
         running = [handle for handle in self._rows if handle is not None]
-        return [*running, *feeding, *(handle for _, _, handle in self._waiting)]
+        parked = [handle for handle, _ in self._parked]
+        return [*running, *parked, *feeding, *(handle for _, _, handle in self._waiting)]
 
     def _count(self, **more: int) -> None:
         """Add to what `stats` says."""
@@ -333,12 +365,15 @@ class Engine:
             self._ended(handle, "aborted")
         if self._feeding is not None and self._feeding.handle.aborted:
             self._ended(self._feeding.handle, "aborted")
-            self._feeding = None
-            self._batch.drop_prompt()
+            self._stop_feeding()
+        for handle, _ in self._parked:
+            if handle.aborted:
+                self._ended(handle, "aborted")
+        self._parked = [entry for entry in self._parked if not entry[0].aborted]
         for row, handle in enumerate(self._rows):
             if handle is not None and handle.aborted:
                 self._ended(handle, "aborted")
-                self._rows[row] = None
+                self._free(row)
 
     def _ended(self, handle: Handle, reason: str, piece: ServedPiece | None = None) -> None:
         self._count(requests=1, aborted=int(reason == "aborted"))
@@ -349,39 +384,160 @@ class Engine:
         budget = self._batch.chunk
         while self._feeding is not None and budget > 0:
             feeding, request = self._feeding, self._feeding.handle.request
-            if not feeding.begun:
-                self._begin(feeding)
+            if not feeding.begun and not self._begin(feeding):
+                return
             count = min(self._batch.chunk, len(request.prompt) - feeding.start)
-            logits, scores = self._batch.feed(request.prompt, feeding.start, request.prompt_scores)
+            if not self._grow(feeding.pages, feeding.start + count, feeding.handle):
+                return
+            logits, scores = self._batch.feed(request.prompt, feeding.start, request.prompt_scores, feeding.pages)
             feeding.handle.prompt_scores += _at_most(scores, request.likeliest)
             feeding.start += count
             budget -= count
             self._count(prompt_tokens=count)
-            if feeding.start == feeding.keep_at:
-                self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row())
+            if feeding.start in feeding.keep_at:
+                self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row(), feeding.pages)
             if feeding.start == len(request.prompt):
-                made = self._batch.join(feeding.row, request, logits)
+                made = self._batch.join(feeding.row, request, logits, feeding.pages)
                 self._feeding = None
-                self._rows[feeding.row] = feeding.handle
+                self._rows[feeding.row], self._pages[feeding.row] = feeding.handle, feeding.pages
                 self._tell(feeding.row, made)
                 with self._changed:
                     self._choose()  # a further prompt, while the turn's budget lasts
 
-    def _begin(self, feeding: _Feeding) -> None:
-        """Go on from the kept row that the prompt begins with, and choose where to keep one. Where the prompt's tokens
-        are to be scored, all of them are read."""
-        feeding.begun, request = True, feeding.handle.request
+    def _begin(self, feeding: _Feeding) -> bool:
+        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep one. Where the
+        prompt's tokens are to be scored, all of them are read.
+
+        Returns:
+            False while there are no pages for the prompt: a prompt that begins nevertheless would soon make way.
+        """
+        request = feeding.handle.request
+        if any(self._rows) and not self._spare(self._needed(len(request.prompt) + self._batch.stride), feeding.handle):
+            return False
+        feeding.begun = True
         if request.prompt_scores:
-            return
-        length, row = self._prefixes.longest(request.prompt)
-        if row is not None:
-            self._batch.go_on_from(row)
-            feeding.start = feeding.handle.reused_tokens = length
+            return True
+        prefix, length = self._prefixes.longest(request.prompt), 0
+        if prefix is not None and self._take_over(prefix, feeding):
+            length = feeding.start = feeding.handle.reused_tokens = prefix.length
             self._count(prompt_tokens=length, reused_tokens=length)
-        repeated = self._prefixes.repeated(request.prompt)
-        feeding.keep_at = repeated if repeated > length else 0
+        feeding.keep_at = {end for end in self._prefixes.worth_keeping(request.prompt) if end > length}
+        return True
+
+    def _take_over(self, prefix: Prefix, feeding: _Feeding) -> bool:
+        """Let the prompt's row go on from a prefix: in its complete pages, and in copies of the others. False where
+        there is no page for these."""
+        if self._pool is not None:
+            complete = pages_complete(self._layout, prefix.length)
+            shared = self._pool.share(prefix.pages)  # none of them is dropped meanwhile
+            if not self._spare(len(shared) - complete, feeding.handle):
+                self._pool.drop(shared)
+                return False
+            copies = self._pool.take(len(shared) - complete)
+            for source, target in zip(shared[complete:], copies, strict=True):
+                self._batch.copy_page(source, target)
+            self._pool.drop(shared[complete:])
+            feeding.pages = [*shared[:complete], *copies]
+        self._batch.go_on_from(prefix.row)
+        return True
+
+    # --- Pages ---
+
+    def _needed(self, tokens: int) -> int:
+        return pages_needed(self._layout, min(tokens, self.capacity))
+
+    def _spare(self, count: int, handle: Handle) -> bool:
+        """Make `count` pages free for a request: prefixes go first, then what came after it makes way. False where that
+        is not enough."""
+        while self._pool is not None and self._pool.free < count:
+            if not self._prefixes.drop() and not self._make_way(handle):
+                return False
+        return True
+
+    def _grow(self, pages: list[int], tokens: int, handle: Handle) -> bool:
+        """Give a request the pages for so many tokens; False where it has to wait for them."""
+        more = self._needed(tokens) - len(pages)
+        if more <= 0 or self._pool is None:
+            return True
+        if not self._spare(more, handle):
+            return False
+        pages += self._pool.take(more)
+        return True
+
+    def _make_way(self, handle: Handle) -> bool:
+        """Let the last of the requests that came after this one give its pages back. False where there is none."""
+        last = max((other.rank for other in self._rows if other is not None), default=handle.rank)
+        feeding = self._feeding
+        if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
+            self._count(preempted=1, prompt_tokens=-feeding.start, reused_tokens=-feeding.handle.reused_tokens)
+            feeding.handle.prompt_scores.clear()
+            again = _Feeding(feeding.handle, feeding.row)
+            self._stop_feeding()
+            self._feeding = again
+            return True
+        if last <= handle.rank:
+            return False
+        self._park(next(row for row, other in enumerate(self._rows) if other is not None and other.rank == last))
+        return True
+
+    def _park(self, row: int) -> None:
+        """Move a running request to the host's memory."""
+        handle = self._rows[row]
+        assert handle is not None
+        self._count(preempted=1)
+        self._parked.append((handle, self._batch.leave(row, self._pages[row])))
+        self._give_back(row)
+
+    def _bring_back(self) -> None:
+        """Let requests that made way go on, the first of them first, where there is a row and pages for a while."""
+        self._parked.sort(key=lambda entry: entry[0].rank)
+        while self._parked and None in self._rows:
+            handle, parked = self._parked[0]
+            count = max(len(parked.pages), self._needed(parked.held + self._batch.stride))
+            if self._feeding is not None and self._rows.count(None) == 1:
+                return  # the prompt that is being fed has that row
+            if self._pool is not None and not self._spare(count, handle):
+                return
+            reserved = self._feeding.row if self._feeding is not None else None
+            row = next(row for row, other in enumerate(self._rows) if other is None and row != reserved)
+            self._pages[row] = [] if self._pool is None else self._pool.take(count)
+            self._batch.come_back(row, parked, self._pages[row])
+            self._rows[row] = handle
+            self._parked.pop(0)
+
+    def _free(self, row: int) -> None:
+        """Empty a row whose request has ended."""
+        self._batch.drop_row(row)
+        self._give_back(row)
+
+    def _give_back(self, row: int) -> None:
+        """Take the pages of an empty row back."""
+        if self._pool is not None:
+            self._pool.drop(self._pages[row])
+        self._rows[row], self._pages[row] = None, []
+
+    def _stop_feeding(self) -> None:
+        """Empty the row into which prompts are fed."""
+        assert self._feeding is not None
+        self._batch.drop_prompt()
+        if self._pool is not None:
+            self._pool.drop(self._feeding.pages)
+        self._feeding = None
+
+    def _page_rows(self) -> None:
+        """Give the rows pages for the next stride, the requests that came first before the others."""
+        running = sorted((handle.rank, row) for row, handle in enumerate(self._rows) if handle is not None)
+        for _, row in running if self._pool is not None else ():
+            handle = self._rows[row]
+            if handle is None:  # it made way for one before it
+                continue
+            if self._grow(self._pages[row], self._batch.held(row) + self._batch.stride, handle):
+                self._batch.give_pages(row, self._pages[row])
+            else:
+                self._park(row)
 
     def _step(self) -> None:
+        self._page_rows()
         running = np.asarray([handle is not None for handle in self._rows])
         scored = any(handle is not None and handle.request.likeliest is not None for handle in self._rows)
         for row, made in enumerate(self._batch.step(running, scored)):
@@ -395,7 +551,7 @@ class Engine:
         if made.broken:
             why = "a key or value is NaN or infinite; check the model's weights, or try dtype='f32'"
             self._count(requests=1, failed=1)
-            self._rows[row] = None
+            self._free(row)
             handle.failed(RequestFailed(why))
             return
         request = handle.request
@@ -405,7 +561,7 @@ class Engine:
         if reason is None:
             handle.told(piece, None)
             return
-        self._rows[row] = None
+        self._free(row)
         self._ended(handle, reason, piece)
 
 
@@ -419,30 +575,3 @@ def _at_most(scores: list[TokenScore], likeliest: int | None) -> list[TokenScore
 def _capacity_of(model: Model) -> int:
     lengths = (CAPACITY, model.config.trained_length, longest_text(model.config))
     return min(length for length in lengths if length is not None)
-
-
-def _rows_of(
-    model: Model,
-    method: MethodLike,
-    rows: int | None,
-    capacity: int,
-    pool_bytes: int | None,
-    beside: int,
-    kernels: str,
-) -> int:
-    """Count the rows that are asked for, or that the memory holds with `beside` others that make no tokens.
-
-    Raises:
-        UserError: both are given, or the memory does not hold one row more than these.
-    """
-    if pool_bytes is None:
-        return ROWS if rows is None else rows
-    if rows is not None:
-        raise UserError("rows= and pool_bytes= both say how many rows there are; give one of them")
-    row = array_bytes(jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels)))
-    if pool_bytes <= beside * row:
-        raise UserError(
-            f"pool_bytes={pool_bytes} hold {pool_bytes // row} rows of {capacity} tokens ({row} bytes each); wanted "
-            f"{beside + 1} at least, of which {beside} take prompts and what several begin with (prefixes=0: 1)"
-        )
-    return pool_bytes // row - beside

@@ -1,71 +1,95 @@
-"""Prompts that begin alike are read once: rows are kept as they are at the end of a chunk, and later prompts go on
-from there.
+"""Prompts that begin alike are read once: what a row holds at the end of a chunk is kept, and later prompts go on from
+there.
 
-Chunks stand on a grid of positions, so that a kept row is to the bit what reading the same tokens anew would give. A
-row is kept when a second prompt begins with the same chunks: one that nobody repeats takes no memory.
+Chunks stand on a grid of positions, so that what is kept is to the bit what reading the same tokens anew would give. A
+prefix is kept as the numbers of its pages, which other rows go on using, and a snapshot of what is a row's own. The
+prefixes form a tree: each is named by a trace of all its tokens, made from the trace of the chunk before.
 """
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvqjax.cache import Cache
+from kvqjax.cache.pages import PagePool
 
-__all__ = ["Prefixes"]
+__all__ = ["Prefix", "Prefixes"]
 
 REMEMBERED = 4096  # beginnings of prompts of which a trace of 16 bytes is remembered
 
 
+class Prefix(NamedTuple):
+    """The first `length` tokens of some prompts: what a row holds beside its pages, and the pages."""
+
+    length: int
+    row: Cache
+    pages: list[int]
+
+
 class Prefixes:
-    """Rows kept for prompts that begin alike; those used least recently go first.
+    """What is kept of prompts that begin alike; those used least recently go first.
 
     Args:
         chunk: tokens of a chunk.
-        most: rows that may be kept.
+        most: prefixes that may be kept.
+        pool: of the pages, of which each prefix is a user; None where rows have none.
     """
 
-    def __init__(self, chunk: int, most: int):
-        self._chunk, self._most = chunk, most
-        self._kept: OrderedDict[bytes, Cache] = OrderedDict()
+    def __init__(self, chunk: int, most: int, pool: PagePool | None = None):
+        self._chunk, self._most, self._pool = chunk, most, pool
+        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def longest(self, prompt: Sequence[int]) -> tuple[int, Cache | None]:
-        """Find the kept row that most of a prompt begins with: (its tokens, the row), or (0, None)."""
-        best: tuple[int, bytes | None] = (0, None)
-        for length, trace in self._ends(prompt):
+    def longest(self, prompt: Sequence[int]) -> Prefix | None:
+        """Find the longest kept prefix that a prompt begins with."""
+        best = None
+        for _, trace in self._ends(prompt):
             if trace in self._kept:
-                best = length, trace
-        length, trace = best
-        if trace is None:
-            return 0, None
-        self._kept.move_to_end(trace)
-        return length, self._kept[trace]
+                best = trace
+        if best is None:
+            return None
+        self._kept.move_to_end(best)
+        return self._kept[best]
 
-    def repeated(self, prompt: Sequence[int]) -> int:
-        """Remember how a prompt begins, and count the tokens with which an earlier one began too: chunks alone, and
-        fewer than the prompt has. 0 where no row is kept."""
-        length = 0
-        for end, trace in self._ends(prompt) if self._most else ():
+    def worth_keeping(self, prompt: Sequence[int]) -> set[int]:
+        """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping: where an earlier
+        prompt that began alike went on otherwise, and the last one, from which the next turn of a conversation goes
+        on."""
+        ends, repeated = list(self._ends(prompt)) if self._most else [], 0
+        for end, trace in ends:
             if trace in self._remembered:
-                length = end
+                repeated = end
             self._remembered[trace] = None
             self._remembered.move_to_end(trace)
         while len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
-        return length
+        return {end for end in (repeated, ends[-1][0] if ends else 0) if end}
 
-    def keep(self, prompt: Sequence[int], length: int, row: Cache) -> None:
-        """Keep a row that holds the first `length` tokens of a prompt."""
+    def keep(self, prompt: Sequence[int], length: int, row: Cache, pages: Sequence[int]) -> None:
+        """Keep the first `length` tokens of a prompt, which lie in `pages`."""
         trace = next(trace for end, trace in self._ends(prompt) if end == length)
-        self._kept[trace] = row
-        self._kept.move_to_end(trace)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        if trace in self._kept:
+            self._kept.move_to_end(trace)
+            return
+        while len(self._kept) >= self._most:
+            self.drop()
+        shared = [] if self._pool is None else self._pool.share(pages)
+        self._kept[trace] = Prefix(length, row, shared)
+
+    def drop(self) -> bool:
+        """Let go of the prefix that was used least recently. False where there is none."""
+        if not self._kept:
+            return False
+        _, prefix = self._kept.popitem(last=False)
+        if self._pool is not None:
+            self._pool.drop(prefix.pages)
+        return True
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to it. The last token

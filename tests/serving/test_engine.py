@@ -190,8 +190,6 @@ def test_what_cannot_be_is_one_line(model):
             engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
     with pytest.raises(kvq.UserError, match="wanted 4 at least"):
         kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
-    with pytest.raises(kvq.UserError, match="give one of them"):
-        kvq.Engine(model, "exact", pool_bytes=10**6, rows=2)
 
 
 @pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
@@ -210,17 +208,73 @@ def test_what_prompts_begin_with_is_read_once(model, method):
         assert answer.tokens == alone(model, prompt, method, max_new_tokens=8).tokens[0]
 
 
-def test_rows_used_least_recently_go_first(model):
-    first, second = [3] * 40, [7] * 40
+def test_prefixes_used_least_recently_go_first(model):
+    """The next prompt that begins so goes on from the last one's end; the memory of one row holds two prefixes."""
+    begins = [[number] * 40 for number in (3, 7, 9)]
     with engine_of(model, "exact", prefixes=1) as engine:
         reused = [
-            engine.submit([*begins, 1], max_new_tokens=2, eos_ids=()).result().reused_tokens
-            for begins in (first, first, first, second, second, second, first)
+            engine.submit([*begins[number], 1], max_new_tokens=2, eos_ids=()).result().reused_tokens
+            for number in (0, 0, 1, 0, 1, 2, 2, 1, 0)
         ]
-    assert reused == [0, 0, 32, 0, 0, 32, 0]
+        assert engine.stats().prefixes == 2
+    assert reused == [0, 32, 0, 32, 32, 0, 32, 32, 0]
     with engine_of(model, "exact", prefixes=0) as engine:
-        answers = [engine.submit(first, max_new_tokens=2, eos_ids=()).result() for _ in range(3)]
+        answers = [engine.submit([3] * 41, max_new_tokens=2, eos_ids=()).result() for _ in range(3)]
     assert {answer.reused_tokens for answer in answers} == {0}
+
+
+LONG = {"capacity": 1024, "chunk": 64}
+
+
+def alone_long(model, prompt, method, **options):
+    return kvq.generate(model, [prompt], method, **LONG, eos_ids=(), **options).tokens[0]
+
+
+@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32,sinks=4"])
+def test_prompts_that_begin_alike_share_pages(model, method):
+    """Each goes on in pages of its own; the last page of what they share is copied, for all write there."""
+    begins = [token % 49 for token in range(645)]
+    prompts = [[*begins, *tail] for tail in ([1] * 10, [2, 3] * 20, [4], [5] * 70)]
+    with kvq.Engine(model, method, rows=3, prefixes=1, **LONG) as engine:
+        engine.submit(prompts[0], max_new_tokens=4, eos_ids=()).result()
+        handles = [engine.submit(prompt, max_new_tokens=100, eos_ids=()) for prompt in prompts[1:]]
+        for handle in handles:
+            next(iter(handle))
+        assert engine.stats().pages_shared >= 1
+        answers = [handle.result() for handle in handles]
+        kept = {page for prefix in engine._prefixes._kept.values() for page in prefix.pages}
+        stats = engine.stats()
+    assert stats.pages_free + len(kept) == stats.pages
+    assert [answer.reused_tokens for answer in answers] == [640] * 3
+    for answer, prompt in zip(answers, prompts[1:], strict=True):
+        assert answer.tokens == alone_long(model, prompt, method, max_new_tokens=100)
+
+
+def test_requests_make_way_when_pages_run_out(model):
+    """More rows than pages: those that came last wait in the host's memory. All get what they get alone, drawn too."""
+    method, rows = "exact", 4
+    cache = jax.eval_shape(lambda: kvq.init_cache(model, method, rows, 1024, pages=2))
+    room = kvq.ledger(cache).bytes + 4 * kvq.ledger(kvq.init_cache(model, method, 1, 64)).bytes
+    prompts = [[number] * (200 + 50 * number) for number in range(1, 6)]
+    draws = [SAMPLED | {"seed": number} if number % 2 else {} for number in range(len(prompts))]
+    with kvq.Engine(model, method, rows=rows, pool_bytes=room, prefixes=1, **LONG) as engine:
+        assert 4 <= engine.stats().pages <= 7
+        handles = [
+            engine.submit(prompt, max_new_tokens=300, eos_ids=(), priority=number == 1, scores=0, **draw)
+            for number, (prompt, draw) in enumerate(zip(prompts, draws, strict=True))
+        ]
+        given_up = engine.submit([7] * 500, max_new_tokens=400, eos_ids=())
+        next(iter(handles[0]))
+        given_up.abort()
+        answers = [handle.result() for handle in handles]
+        stats = engine.stats()
+    assert stats.preempted > 0
+    assert (stats.requests, stats.aborted, stats.failed) == (6, 1, 0)
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert stats.tokens == 5 * 300
+    for answer, prompt, draw in zip(answers, prompts, draws, strict=True):
+        assert answer.tokens == alone_long(model, prompt, method, max_new_tokens=300, **draw)
+        assert len(answer.scores) == 300
 
 
 def test_memory_says_how_many_rows_there_are(model):
@@ -232,8 +286,19 @@ def test_memory_says_how_many_rows_there_are(model):
 
 
 def test_a_warm_engine_compiles_nothing_for_a_request(model):
-    """Of any length, greedy or drawn, with scores or without."""
-    programs = (loop.feed, loop.first_token, loop.decode_steps, batch._joined, batch._scored_feed, batch._emptied)
+    """Of any length, greedy or drawn, with scores or without; nor for what pages need."""
+    programs = (
+        loop.feed,
+        loop.first_token,
+        loop.decode_steps,
+        batch._joined,
+        batch._scored_feed,
+        batch._emptied,
+        batch._left,
+        batch._read_page,
+        batch._write_page,
+        batch.copy_page,
+    )
 
     def compiled():
         return [program._cache_size() for program in programs]
