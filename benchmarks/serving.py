@@ -20,7 +20,17 @@ from benchmarks.tables import table
 from kvqjax._options import byte_count
 
 CACHES = ("exact", "kivi:bits=4", "kivi:bits=2", "higgs:bits=2")
-HEAD = ["cache", "bits", "rows", "tokens/s", "requests/s", "first token, median s", "95 % s", "reused prompt tokens"]
+HEAD = [
+    "cache",
+    "bits",
+    "rows",
+    "tokens/s",
+    "requests/s",
+    "first token, median s",
+    "95 % s",
+    "reused prompt tokens",
+    "made way",
+]
 
 
 def workload(vocabulary: int, options: argparse.Namespace) -> list[tuple[float, list[int], int]]:
@@ -41,9 +51,8 @@ def workload(vocabulary: int, options: argparse.Namespace) -> list[tuple[float, 
 
 def measure(model: kvq.Model, method: str, requests, options: argparse.Namespace) -> dict[str, float | int | str]:
     """Serve the workload once."""
-    with kvq.Engine(
-        model, method, pool_bytes=options.pool, capacity=options.capacity, chunk=options.chunk, prefixes=1
-    ) as engine:
+    memory = {"pool_bytes": options.pool, "rows": options.rows, "prefixes": 1}
+    with kvq.Engine(model, method, capacity=options.capacity, chunk=options.chunk, **memory) as engine:
         engine.warm()
         handles: list = []
 
@@ -69,6 +78,7 @@ def measure(model: kvq.Model, method: str, requests, options: argparse.Namespace
         "first_token_median_s": round(float(np.median(first)), 2),
         "first_token_95_s": round(float(np.quantile(first, 0.95)), 2),
         "reused_tokens": stats.reused_tokens,
+        "preempted": stats.preempted,
         "seconds": round(seconds, 1),
     }
 
@@ -78,6 +88,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cache", action="append")
     parser.add_argument("--pool", type=byte_count, default=byte_count("512M"), help="bytes of each cache")
+    parser.add_argument("--rows", type=int, help="requests at a time; default: as many as are full rows")
     parser.add_argument("--capacity", type=int, default=2048)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--requests", type=int, default=64)

@@ -36,18 +36,21 @@ __all__ = [
 Sources = dict  # source name -> array
 Pages = Int[Array, "B N"] | None  # the page of each row's first, second, ... `RunLayout.page` slots; -1: none
 MOST_AT_ONCE = 2048  # tokens of a tile
+IN_PAGES = 128  # tokens of a tile, at most, where it must end with a page: chunks of prompts begin at such multiples
 
 
 class Schedule(NamedTuple):
     """List the units of one clock that a call encodes: of row b numbers `start[b]` to `stop[b] - 1`, in this order.
     `place(row, number)` gives the body token that a unit begins with and the body slot that it is written to. Up to
-    `at_once` consecutive units are encoded as one tile."""
+    `at_once` consecutive units are encoded as one tile. `aligned`: these begin at a multiple of as many, because pages
+    end there."""
 
     clock: Clock
     start: Int[Array, " B"]
     stop: Int[Array, " B"]
     place: Callable
     at_once: int = 1
+    aligned: bool = False
 
     @property
     def anything(self) -> Bool[Array, ""]:
@@ -55,9 +58,12 @@ class Schedule(NamedTuple):
         return (self.stop > self.start).any()
 
 
-def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], at_once: int = 1) -> Schedule:
-    """Schedule the units of a body that keeps all tokens in their order: token t goes to slot t."""
-    return Schedule(clock, start, stop, lambda row, number: (number * clock.unit, number * clock.unit), at_once)
+def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], runs: Sequence[RunLayout], length: int):
+    """Schedule the units of bodies that keep all tokens in their order: token t goes to slot t. `length` new tokens may
+    complete units of these `runs`."""
+    place = lambda row, number: (number * clock.unit, number * clock.unit)  # noqa: E731
+    aligned = any(run.page for run in runs)
+    return Schedule(clock, start, stop, place, units_at_once(runs, clock, length), aligned)
 
 
 def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
@@ -66,9 +72,13 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
     alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
-    beside = not any(run.wraps or run.page or run.deal.parts > 1 for run in runs)
+    beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
     fine = alone and beside and all(codec.apart for codec in codecs)
     most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
+    pages = [run.page for run in runs if run.page]
+    if pages:
+        count = min(most, IN_PAGES) // clock.unit if clock.unit > 1 else 1
+        return max((n for n in range(1, count + 1) if pages[0] % (n * clock.unit) == 0), default=1) if fine else 1
     # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
     count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
     return count if fine and count * clock.unit > FEW else 1
@@ -115,6 +125,7 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
     here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
     if run.page:
+        assert pages is not None
         page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
         at, here = (at[0], jnp.maximum(page, 0)), page >= 0
     put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, here)  # noqa: E731
@@ -154,10 +165,14 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
     unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
     if unit > 1 or most < PLANE:
         if at_once > 1:
-            many = (stop - start) // at_once
-            step = lambda j, s: body_fn(start + j * at_once, at_once * unit, s)  # noqa: E731
+            edge = start
+            if schedule.aligned:
+                edge = jnp.minimum(stop, -(-start // at_once) * at_once)
+                state = jax.lax.fori_loop(start, edge, lambda j, s: body_fn(j, unit, s), state)
+            many = (stop - edge) // at_once
+            step = lambda j, s: body_fn(edge + j * at_once, at_once * unit, s)  # noqa: E731
             state = jax.lax.fori_loop(0, many, step, state)
-            first = start + many * at_once
+            first = edge + many * at_once
         else:
             first = start
         return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
-from kvqjax.cache.encoding import Schedule, in_order, units_at_once
+from kvqjax.cache.encoding import Schedule, in_order
 from kvqjax.cache.eviction import Kept, Moves, Received, choose, enter
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
@@ -29,7 +29,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         parts = zip(runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True)
-        return tuple(in_order(c, first, stop, units_at_once(runs, c, length)) for c, first, stop in parts)
+        return tuple(in_order(c, first, stop, runs, length) for c, first, stop in parts)
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
@@ -77,7 +77,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         parts = zip(runs[0].wiring.storage.clocks, units_due(runs[0], state, counts - sinks), strict=True)
-        return tuple(in_order(clock, empty, stop, units_at_once(runs, clock, length)) for clock, stop in parts)
+        return tuple(in_order(clock, empty, stop, runs, length) for clock, stop in parts)
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
@@ -93,7 +93,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
     def fresh(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         own = runs[0].wiring.storage.clocks[0]
-        return (in_order(own, empty, chosen.units, units_at_once(runs, own, chosen.token.shape[1])),)
+        return (in_order(own, empty, chosen.units, runs, chosen.token.shape[1]),)
 
     return Entering(empty, fresh, picked, lambda new, encoded: new, chosen.token.shape[1], kept)
 

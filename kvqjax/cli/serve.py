@@ -65,7 +65,7 @@ def serve(
             min=1,
             max=MOST_BYTES,
             metavar="BYTES",
-            help="memory for the cache in place of --rows, as 2G",
+            help="memory for the cache, as 2G; default: as much as --rows full rows take",
         ),
     ] = None,
     chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
@@ -73,7 +73,7 @@ def serve(
     queue: Annotated[int, number("--queue", help="requests that may wait; a further one is refused")] = QUEUE,
     prefixes: Annotated[
         int,
-        number("--prefixes", least=0, most=2**16, help="rows kept for prompts that begin alike, which are read once"),
+        number("--prefixes", least=0, most=2**16, help="memory for what prompts begin with, in full rows; 0: none"),
     ] = PREFIXES,
     served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
     mesh: Mesh = "",

@@ -176,10 +176,9 @@ class RunningBatch:
         self.chunk, self.stride = chunk, stride
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
-        pool = {"pages": pages} if pages else {}
-        cache = init_cache(model, method, rows, capacity, kernels=kernels, **pool)
+        cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
         # The prompt's row borrows the batch's pages whenever it is fed. The copy compiles what kept rows need.
-        single = init_cache(model, method, 1, capacity, kernels=kernels, **(pool and {"pages": 1}))
+        single = init_cache(model, method, 1, capacity, kernels=kernels, pages=1 if pages else None)
         self._prompt: Cache = _copied(without_bodies(single.replace(layout=cache.layout)))
         self._state = self._unbegun(cache, [0] * rows)
         self._table = None if cache.pages is None else np.full(cache.pages.shape, NO_PAGE, np.int32)
