@@ -360,7 +360,7 @@ def fit_layer(
     dtype,
     exact_below: Pair,
     seed: int = 0,
-    costs: dict[str, Matrix] | None = None,
+    costs: dict[str, Matrix] = {},  # noqa: B006 - never written to
 ) -> tuple[dict, Pair, dict]:
     """Fit one layer.
 
