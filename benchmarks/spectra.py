@@ -44,7 +44,7 @@ def main() -> None:
         for source, x in (("k", keys), ("v", seen.v)):
             x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
             mean, covariance = klt.covariance_of(x)
-            costs = klt.costs_of(source, seen, shape)
+            costs = klt.costs_of(source, klt.energy_of(seen.q), seen.o, shape)
             into, back = klt.transform_of(covariance, costs, width)
             variance = np.einsum("ri,ij,rj->r", back, costs, back)
             spectra[source].append(np.log2(variance) / 2)

@@ -3,6 +3,9 @@ cache will have reconstructed of the layer below, so that fitting meets the erro
 
 Of all sequences one layer's hidden states, keys and values are held, on the host. Hidden states are clean: no layer
 sees compressed keys. Linear predictors need only second moments. The state can be kept on disk after each layer.
+
+Where what the predictors miss is coded by a transform (kvqjax.codecs.klt), it is the transform of that: its second
+moments are taken once the layer's predictor is fitted.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
@@ -22,8 +25,10 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.activations import Captured, cached
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
+from kvqjax.calibrate.klt import costs_of, energy_of
 from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
+from kvqjax.codecs.klt import Klt
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.methods.papers.aqua import AquaLayer
@@ -42,17 +47,29 @@ CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, an
 # --- What is read: keys and values of one layer after the other
 
 
+class Row(NamedTuple):
+    """One layer on one sequence: keys and values as cached, the mean squares of its query channels (without rows where
+    no transform asks, or they are not known), and the next layer's h (None where nothing is above)."""
+
+    k: Float[Array, "T W"]
+    v: Float[Array, "T W"]
+    energy: Float[Array | np.ndarray, "H D"]
+    above: Float[Array, "1 T E"] | None
+
+
 class Layers(NamedTuple):
     """N sequences of T tokens for a calibration that reads one layer after the other. Layer `index` of sequence
     `number` is
 
-        read(index, number, h [1, T, E]) -> (keys [T, W] and values [T, W] as cached, the layer above's h or None)
+        read(index, number, h [1, T, E]) -> a `Row`
 
-    `h` is the first layer's, of all sequences; `parts` are what `identity` takes of them."""
+    `h` is the first layer's, of all sequences; `outputs(index)` gives a layer's output projection [H*D, E], without
+    rows where it is not known; `parts` are what `identity` takes of them."""
 
     layout: CacheLayout
     h: Float[np.ndarray, "N T E"]
-    read: Callable[[int, int, Any], tuple[Any, Any, Any]]
+    read: Callable[[int, int, Any], Row]
+    outputs: Callable[[int], Any]
     fingerprint: str
     parts: tuple[Any, ...]
 
@@ -62,19 +79,28 @@ def _run_of(layout: CacheLayout, index: int) -> int:
     return next(number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "number", "last"))
-def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool):
-    """One clean layer, of run `number`, on one sequence [1, T, E]: what the cache is given of keys and values, [T, W],
-    and the next h; no layer is above the last one, so its h is None."""
+def _transformed(layout: CacheLayout, index: int) -> list[str]:
+    """List the sources of layer `index` that are coded by a transform."""
+    layer = layout.method.layers(layout.shape)[index]
+    return [source for source in ("k", "v") if isinstance(layer, AquaLayer) and isinstance(layer.codec(source), Klt)]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "number", "last", "transformed"))
+def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool, transformed: bool) -> Row:
+    """One clean layer, of run `number`, on one sequence [1, T, E]; no layer is above the last one."""
     length, run = h.shape[1], runs_of(layout)[number]
-    h = decoder.up_to(model.params, index, h, model.config)
+    h, energy = decoder.up_to(model.params, index, h, model.config), jnp.zeros((0, model.config.head_dim))
+    if transformed:
+        positions, weights = jnp.arange(length)[None], decoder.layer(model.params, index)
+        q = decoder.project(weights, h, positions, model.config, run.first).q
+        energy = jnp.square(q[0].astype(jnp.float32)).mean(0)
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
     keep = lambda *captured: captured  # noqa: E731
     (new, finite), above, _ = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep=keep)
     seen = finite[0, :length, None]  # the cache would be given 0; constants made of it must not look sound
     k, v = (jnp.where(seen, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
-    return k, v, None if last else above[:, :length]
+    return Row(k, v, energy, None if last else above[:, :length])
 
 
 def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
@@ -89,9 +115,11 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
 
     def read(index: int, number: int, h):
         run, last = _run_of(layout, index), index == config.num_layers - 1
-        return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last)
+        transformed = bool(_transformed(layout, index))
+        return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last, transformed)
 
-    return Layers(layout, h, read, model.fingerprint, (repr(config), tokens))
+    outputs = lambda index: decoder.layer(model.params, index)["o"]  # noqa: E731
+    return Layers(layout, h, read, outputs, model.fingerprint, (repr(config), tokens))
 
 
 def _of_captured(data: Captured, method: Method) -> Layers:
@@ -101,9 +129,12 @@ def _of_captured(data: Captured, method: Method) -> Layers:
     def read(index: int, number: int, h):
         run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
         k, v = cached(run, data.keys[index][rows], data.values[index][rows])
-        return k[0], v[0], None
+        # RoPE turns queries and leaves the energy of a pair as it is, which is all that counts (`key_costs`).
+        energy = np.zeros((0, 1)) if data.queries is None else energy_of(jnp.asarray(data.queries[index][rows]))
+        return Row(k[0], v[0], energy, None)
 
-    return Layers(layout, np.zeros((*data.size, 0), np.float32), read, "", data.parts)
+    outputs = lambda index: np.zeros((0, 1)) if data.outputs is None else data.outputs[index]  # noqa: E731
+    return Layers(layout, np.zeros((*data.size, 0), np.float32), read, outputs, "", data.parts)
 
 
 # --- Layer after layer
@@ -122,7 +153,7 @@ class _Task(NamedTuple):
 
 def _prepare(data: Layers, recipe: Recipe) -> _Task:
     method, shape, size = data.layout.method, data.layout.shape, data.h.shape[:2]
-    layers = tuple(layer for layer in method.layers(shape) if isinstance(layer, AquaLayer))
+    layers = tuple(layer.sized(shape) for layer in method.layers(shape) if isinstance(layer, AquaLayer))
     if len(layers) != shape.num_layers:
         raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
     first = layers[0]
@@ -151,17 +182,32 @@ def _fresh_state(task: _Task) -> dict:
     }
 
 
+def _costs(data: Layers, index: int, energy: Float[np.ndarray, "H D"]) -> dict[str, Float[np.ndarray, "W W"]]:
+    """What errors cost of those sources of a layer that are coded by a transform."""
+    sources = _transformed(data.layout, index)
+    return {source: costs_of(source, energy, data.outputs(index), data.layout.shape) for source in sources}
+
+
 def _advance_layer(task: _Task, state: dict) -> dict:
     """The state with one more layer fitted."""
     index, h = int(state["done"]), np.empty_like(state["h"])
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
+    energies = []
     for i in range(len(h)):
-        k, v, above = task.data.read(index, i, state["h"][i : i + 1])
-        exact["k"][i], exact["v"][i] = k[task.span], v[task.span]
-        if above is not None:
-            h[i] = above[0]
+        row = task.data.read(index, i, state["h"][i : i + 1])
+        exact["k"][i], exact["v"][i] = row.k[task.span], row.v[task.span]
+        energies.append(np.asarray(row.energy, np.float64))
+        if row.above is not None:
+            h[i] = row.above[0]
     constants, recon, report = fit_layer(
-        task.layers[index], exact, state["recon"], task.recipe, task.dtype, exact_below=state["exact"], seed=index
+        task.layers[index],
+        exact,
+        state["recon"],
+        task.recipe,
+        task.dtype,
+        exact_below=state["exact"],
+        seed=index,
+        costs=_costs(task.data, index, np.mean(energies, 0)),
     )
     measures = state["measures"].copy()
     for row, source in enumerate(("k", "v")):

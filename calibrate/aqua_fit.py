@@ -16,10 +16,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
+from kvqjax.calibrate import klt
+from kvqjax.codecs import Centred
+from kvqjax.codecs.klt import Klt
 from kvqjax.methods.papers.aqua import (
-    PREDICTOR_DTYPES,
+    CONSTANT_DTYPES,
     AquaLayer,
     encode_source,
+    missed,
     predict,
     predictor_inputs,
     predictor_shapes,
@@ -262,7 +266,7 @@ def train_mlp(
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
     """Constants as a model of compute dtype `dtype` holds them."""
-    return {name: jnp.asarray(a, PREDICTOR_DTYPES.get(name, dtype)) for name, a in constants.items()}
+    return {name: jnp.asarray(a, CONSTANT_DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
@@ -325,7 +329,7 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
 def _reconstruct(layer: AquaLayer, source: str, constants, x, carry, keys):
     """What the cache will hold of one sequence [n, W], tile by tile, in the carry's dtype."""
-    codec = (layer.key if source == "k" else layer.value).build(x.shape[-1])
+    codec = layer.codec(source).build(x.shape[-1])
     tiles = jax.tree.map(lambda a: a.reshape(-1, layer.unit, a.shape[-1]), (x, carry, keys))
     step = lambda tile: encode_source(layer, codec, source, {source: constants}, *tile)[1]  # noqa: E731
     return jax.lax.map(step, tiles).reshape(x.shape)
@@ -336,11 +340,43 @@ def _inputs(names: str, keys: np.ndarray, values: np.ndarray, i: int) -> jax.Arr
     return predictor_inputs(names, jnp.asarray(keys[i]), jnp.asarray(values[i]))
 
 
+def _given(exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int) -> tuple[Array, dict[str, Array], Array]:
+    """What the cache is given of sequence i: one source, the carry and this layer's reconstructed keys."""
+    carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
+    return jnp.asarray(exact[i]), carry, jnp.asarray(keys[i], dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("layer", "source"))
+def _missed(layer: AquaLayer, source: str, constants, x, carry, keys):
+    """What the predictor misses of one sequence [n, W], float32."""
+    return missed(layer, source, {source: constants}, x, carry, keys)
+
+
 def fit_layer(
-    layer: AquaLayer, exact: Pair, below: Pair, recipe: Recipe, dtype, exact_below: Pair, seed: int = 0
+    layer: AquaLayer,
+    exact: Pair,
+    below: Pair,
+    recipe: Recipe,
+    dtype,
+    exact_below: Pair,
+    seed: int = 0,
+    costs: dict[str, Matrix] = {},  # noqa: B006 - never written to
 ) -> tuple[dict, Pair, dict]:
-    """One layer's constants, reconstructions and measures. `exact` are its keys and values, `below` the reconstructions
-    of the layer below for the same tokens, `exact_below` the exact ones (used by a clean fit only)."""
+    """Fit one layer.
+
+    Args:
+        layer: with codecs that leave nothing open.
+        exact: its keys and values.
+        below: the reconstructions of the layer below for the same tokens.
+        recipe: the settings.
+        dtype: the model's compute dtype.
+        exact_below: the exact ones of the layer below, used by a clean fit only.
+        seed: of an MLP's first weights.
+        costs: what an error costs of each source that is coded by a transform (`costs_of` of kvqjax.calibrate.klt).
+
+    Returns:
+        The layer's constants, reconstructions and measures.
+    """
     constants, recon, report = {}, {}, {}
     seen = exact_below if recipe.clean else below
     for source in ("k", "v"):
@@ -349,14 +385,18 @@ def fit_layer(
         if layer.inputs(source) != "none":
             inputs = functools.partial(_inputs, layer.inputs(source), keys, seen["v"])
             constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
-        elif "mean" in layer.needs(source, exact[source].shape[-1]):
+        elif isinstance(layer.codec(source), Centred):
             constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
-        ready, current_keys = cast(constants[source], dtype), recon.get("k", below["k"])
+        given = functools.partial(_given, exact[source], below, recon.get("k", below["k"]), dtype)
+        if isinstance(layer.codec(source), Klt):
+            ready, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
+            rest = [_missed(layer, source, ready, *given(i)) for i in range(train)]
+            kept = layer.needs(source, exact[source].shape[-1])["into"][1]
+            constants[source] |= klt.constants_of(jnp.stack(rest), costs[source], kept)
+        ready = cast(constants[source], dtype)
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):
-            carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
-            x, keys_now = jnp.asarray(exact[source][i]), jnp.asarray(current_keys[i], dtype)
-            out[i] = _reconstruct(layer, source, ready, x, carry, keys_now)
+            out[i] = _reconstruct(layer, source, ready, *given(i))
         recon[source] = out
         error = ((out - exact[source]) ** 2).sum() / max((exact[source] ** 2).sum(), 1e-30)
         report[source]["reconstruction_mse"] = float(error)

@@ -23,7 +23,7 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.activations import Captured
-from kvqjax.calibrate.layerwise import Activations, Layers, of_captured, of_model
+from kvqjax.calibrate.layerwise import Layers, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
@@ -34,8 +34,10 @@ __all__ = [
     "DEFAULT_LENGTH",
     "DEFAULT_SEQUENCES",
     "calibrate",
+    "constants_of",
     "costs_of",
     "covariance_of",
+    "energy_of",
     "fit",
     "fit_captured",
     "key_costs",
@@ -72,7 +74,7 @@ def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "
     return x.sum(0), jnp.einsum("ni,nj->ij", x, x, precision="highest")
 
 
-def covariance_of(x: Float[Array, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
+def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
     """Mean and covariance over all tokens, float64."""
     moments = [_moments(row) for row in x]
     count = x.shape[0] * x.shape[1]
@@ -122,6 +124,16 @@ def transform_of(
     return half @ vectors[:, order] / deviation, (inverse @ vectors[:, order] * deviation).T
 
 
+def constants_of(
+    x: Float[Array | np.ndarray, "N T W"], costs: Float[np.ndarray, "W W"], kept: int
+) -> dict[str, np.ndarray]:
+    """The constants of `kept` coefficients of vectors like `x`, whose errors cost `costs` (M): `mean` [W], `into`
+    [W, R] and `back` [R, W], float32."""
+    mean, covariance = covariance_of(x)
+    into, back = transform_of(covariance, costs, kept)
+    return {name: array.astype(np.float32) for name, array in (("mean", mean), ("into", into), ("back", back))}
+
+
 def fit(
     data: Layers,
     method: Method,
@@ -160,11 +172,10 @@ def fit(
         new = {"h": np.asarray(above, np.float32)}
         for source in run_of[number].wiring.wanted():
             x = keys if source == "k" else seen.v
-            mean, covariance = covariance_of(jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width))
+            body = jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width)
             kept = now[f"{number}.{source}.into"].shape[1]
-            into, back = transform_of(covariance, costs_of(source, seen, shape), kept)
-            arrays = {"mean": mean, "into": into, "back": back}
-            new |= {f"{number}.{source}.{name}": array.astype(np.float32) for name, array in arrays.items()}
+            arrays = constants_of(body, costs_of(source, energy_of(seen.q), seen.o, shape), kept)
+            new |= {f"{number}.{source}.{name}": array for name, array in arrays.items()}
         return now | new
 
     now = stepped(start, shape.num_layers, step, state, owner, advance)
@@ -182,11 +193,16 @@ def _stacked(run: RunLayout, now: dict) -> dict:
     }
 
 
-def costs_of(source: str, seen: Activations, shape: KVShape) -> Float[np.ndarray, "W W"]:
-    """M of one layer's keys ("k") or values ("v"); without queries and outputs the identity."""
-    if seen.q.shape[2] == 0:
+def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
+    """Mean square of every query channel, float64."""
+    return np.asarray(jnp.square(queries.astype(jnp.float32)).mean((0, 1)), np.float64)
+
+
+def costs_of(
+    source: str, energy: Float[np.ndarray, "H D"], outputs: Float[Array | np.ndarray, "HD E"], shape: KVShape
+) -> Float[np.ndarray, "W W"]:
+    """M of one layer's keys ("k") or values ("v"), from what `energy_of` gives and the output projection; without
+    either the identity."""
+    if not len(energy):
         return np.eye(shape.kv_width)
-    if source == "v":
-        return value_costs(np.asarray(seen.o), shape)
-    energy = np.asarray(jnp.square(seen.q.astype(jnp.float32)).mean((0, 1)), np.float64)
-    return np.diag(key_costs(energy, shape))
+    return value_costs(np.asarray(outputs), shape) if source == "v" else np.diag(key_costs(energy, shape))

@@ -39,13 +39,15 @@ CASES: dict[str, tuple[str, dict]] = {
     "klt": ("klt:bits=2,buffer=32,sinks=3", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
     "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),
+    "aqua-klt": ("aqua:bits=2,first_bits=16,backbone=klt,buffer=32,sinks=3", {}),
     "xquant-latents": ("xquant:bits=2,group=32,latent=true,outliers=1,sinks=2", {}),
     "xquant-cl": ("xquant_cl:bits=3,group=32,base=0,protected=1,latent=true", {}),
 }
 
 # For tests of what every cache goes through: without those that differ from others in the numbers of a codec alone (its
-# bits, groups, the dtype of scales), or that put together what two others have (a rotation; a window in all layers).
-SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4")
+# bits, groups, the dtype of scales), or that put together what two others have (a rotation; a window in all
+# layers; predictors and transforms).
+SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4", "aqua-klt")
 GENERAL = tuple(name for name in CASES if name not in SAME)
 
 # One of every family: the tests of general behaviour run over these with every change, and over the others nightly.

@@ -38,7 +38,7 @@ NUMBERS = ("nll", "kld", "agree")
 # of its 192 channels is 64.
 CACHES = {
     16: ("exact",),
-    1: ("kivi:bits=1,window=0", "klt:bits=1.0", "commvq:bits=1,window=0", "xquant:bits=1"),
+    1: ("kivi:bits=1,window=0", "klt:bits=1.0", "aqua:bits=1,backbone=klt", "commvq:bits=1,window=0", "xquant:bits=1"),
     2: (
         "uniform:bits=2",
         "kivi:bits=2,window=0",
@@ -51,6 +51,8 @@ CACHES = {
         "klt:bits=2.0",
         "aqua:bits=2,first_bits=2",
         "aqua:bits=2",
+        "aqua:bits=2,backbone=klt",
+        "aqua:bits=2.2,backbone=klt",
         "commvq:bits=2,window=0",
         "xquant:bits=2",
         "xquant_cl:bits=2",
@@ -68,6 +70,7 @@ CACHES = {
         "higgs:bits=3",
         "klt:bits=3.0",
         "aqua:bits=3",
+        "aqua:bits=2.9,backbone=klt",
         "xquant:bits=3",
         "xquant_cl:bits=3",
         "omniscale:bits=3,group=64,window=0",

@@ -31,7 +31,7 @@ from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.words import PLANE
 
-__all__ = ["Klt", "bits_of_ranks"]
+__all__ = ["KEY_SLOPE", "VALUE_SLOPE", "Klt", "bits_of_ranks"]
 
 FIT = Fit("kvqjax.calibrate.klt")
 # Bits of a coefficient -> squared error of its grid, of normally distributed numbers of variance 1 (measured again by
@@ -41,6 +41,8 @@ ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1078, 3: 0.0295, 4: 0.0078, 6: 0.0020, 8: 0.00
 DIMS = {1: 1, 2: 2, 3: 2, 4: 2, 6: 1, 8: 1}  # numbers that a grid point has
 MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothing to choose
 REACH = 16  # deviations, beyond the furthest token seen on SmolLM2-135M (python -m benchmarks.spectra)
+# Of the spectra of keys and of values (the same command).
+KEY_SLOPE, VALUE_SLOPE = 1.0, 0.5
 BEND = 48  # where a spectrum bends, as ranks are counted from 1 to 49: fitted to SmolLM2-135M's (the same command)
 
 

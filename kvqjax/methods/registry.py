@@ -8,6 +8,7 @@ Methods of other packages are found by their entry points:
 They then have a name like ours: for policies, the command line, the ledger, the planner and `kvqjax.testing`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -108,16 +109,15 @@ def _convert(value: Any, annotation, where: str) -> Any:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if type(None) in options and text.lower() == "none":
         return None
-    kind = next(t for t in options if t is not type(None))
-    if kind is bool:
+    kinds = [kind for kind in options if kind is not type(None)]
+    if kinds == [bool]:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-    else:
-        try:
+        raise UserError(f"{where}: {text!r} is not true or false")
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
-    raise UserError(f"{where}: {text!r} is not {'true or false' if kind is bool else f'of type {kind.__name__}'}")
+    raise UserError(f"{where}: {text!r} is not of type {' or '.join(kind.__name__ for kind in kinds)}")
 
 
 def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

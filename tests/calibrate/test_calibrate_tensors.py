@@ -21,6 +21,7 @@ COMMVQ = "commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32"
 QUICK = commvq.Recipe(keys=EMSettings(steps=4, batch=64), values=ValueSettings(steps=20, warmup=2), key_tokens=128)
 CENTRED = "higgs:bits=2,rope=pre,group=head,buffer=32,sinks=0,centre=mean"
 AQUA = "aqua:bits=2,backbone=token,group=32,buffer=32"
+AQUA_KLT = "aqua:bits=2,backbone=klt,buffer=32"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,25 @@ def test_aqua(captured):
     agree(artifact, wanted, atol=1e-4, rtol=1e-3)
     report = zip(artifact.about["report"], wanted.about["report"], strict=True)
     assert all(a["reconstruction_mse"] == pytest.approx(b["reconstruction_mse"], rel=1e-2) for a, b in report)
+
+
+def test_aqua_of_transforms(captured, monkeypatch):
+    """The keys, values and energies of queries that our calibration itself saw give the same transforms. Without
+    queries and outputs all errors cost the same, which gives others."""
+    model, method, seen = tiny(), kvq.parse(AQUA_KLT), []
+    plain = aqua._layer_pass
+    monkeypatch.setattr(aqua, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
+    wanted = jax.tree.leaves(aqua.calibrate(model, method, TOKENS).constants)
+    layers = [seen[: len(TOKENS)], seen[len(TOKENS) :]]
+    by_layer = lambda name: [np.stack([getattr(row, name) for row in rows]) for rows in layers]  # noqa: E731
+    keys, values = ([x.reshape(*TOKENS.shape, 2, 16) for x in by_layer(name)] for name in ("k", "v"))
+    energies = [np.sqrt(x)[:, None] for x in by_layer("energy")]
+    queries = [np.broadcast_to(x, (*TOKENS.shape, *x.shape[2:])) for x in energies]
+    for known in (True, False):
+        costs = {"queries": queries, "outputs": model.params["layers"]["o"]} if known else {}
+        artifact = kvq.calibrate.from_tensors(method, model.config, keys=keys, values=values, **costs)
+        pairs = zip(jax.tree.leaves(artifact.constants), wanted, strict=True)
+        assert all(np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max() + 1e-5) for a, b in pairs) == known
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -136,7 +156,8 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "spec", thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED, "klt:buffer=32"], 2)
+    "spec",
+    thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED, "klt:buffer=32", AQUA_KLT], 2),
 )
 def test_attention_takes_the_constants(captured, spec):
     """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention than with constants of

@@ -61,6 +61,14 @@ def test_what_cannot_be_divided_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
+def test_a_transformed_layer_joins_the_chain():
+    """AQUA-KV's calibration finds the transforms of a layer of klt too, which the layer above predicts from."""
+    text = f"{AQUA};1=klt:bits=2.5"
+    ready = learnt(text)
+    assert set(of_layer(ready, text, 1)["k"]) == {"mean", "into", "back"}
+    assert len(kvq.generate(ready, [[5, 6, 7]], text, max_new_tokens=40).tokens[0]) == 40
+
+
 def test_fits_that_cover_others_take_their_layers():
     config = tiny().config
     modules = lambda text: [fit.module.rpartition(".")[2] for fit in needed(kvq.parse(text), config)]  # noqa: E731

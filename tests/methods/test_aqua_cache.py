@@ -114,6 +114,7 @@ def encoded(runs, given, constants, dtype):
         ({"exact": "2", "predictor": "int4", "seed": 3}, "bfloat16"),
         ({"backbone": "channel", "bits": 3}, "bfloat16"),
         ({"backbone": "token", "group": 16, "first_bits": 16}, "float32"),
+        ({"backbone": "klt", "bits": 2.5}, "bfloat16"),
     ],
 )
 def test_decoder_gives_what_the_encoder_reconstructed_at_every_depth(options, dtype):

@@ -4,8 +4,8 @@
     V_pred = f_v([Kr, Vr_prev])        Vr = V_pred + Q^-1(Q(V - V_pred))        (Algorithm 1; keys first)
 
 Kr and Vr are the reconstructions, of this layer and of the layer below (`_prev`), all before RoPE and over all KV
-heads. They are the carry. The first layer has no predictor and a codec of its own. Q is any codec: HIGGS, per token,
-per channel.
+heads. They are the carry. The first layer has no predictor and a codec of its own. Q is any codec: HIGGS, transform
+coding (kvqjax.codecs.klt), per token, per channel.
 
 Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
 dtype. So they agree bit for bit, and the chain does not drift with depth. GPUs and TPUs decode all tiles of a block at
@@ -31,9 +31,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
-from kvqjax.codecs import Centred, Codec, CodecSpec, Exact, Fit, Uniform, centred
+from kvqjax.codecs import Codec, CodecSpec, Exact, Fit, Uniform, centred
 from kvqjax.codecs.base import for_heads
 from kvqjax.codecs.higgs import Higgs
+from kvqjax.codecs.klt import KEY_SLOPE, VALUE_SLOPE, Klt
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.methods.spec import LayerSpec, Method, method_factory, value_or
@@ -47,10 +48,11 @@ from kvqjax.pallas_kernels.predicted import Maps as PredictorMaps
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 
 __all__ = [
-    "PREDICTOR_DTYPES",
+    "CONSTANT_DTYPES",
     "AquaLayer",
     "aqua",
     "encode_source",
+    "missed",
     "predict",
     "predictor_inputs",
     "predictor_shapes",
@@ -59,14 +61,16 @@ __all__ = [
 ]
 
 UNIT = 128  # tokens that leave the window together
-BACKBONES = ("higgs", "token", "channel")
+BACKBONES = ("higgs", "klt", "token", "channel")
 INPUTS = ("k", "v", "kv", "none")
 PREDICTORS = ("linear", "int4", "low_rank", "mlp", "none")
 SPEC_FIELDS = {"k": "key", "v": "value"}  # source -> AquaLayer's field
-FIT = Fit("kvqjax.calibrate.aqua", also=("kvqjax.calibrate.centre",))
-# Of predictors' constants; others have the compute dtype.
-PREDICTOR_DTYPES = {"codes": "uint32", "scale": "bfloat16", "low": "bfloat16", "bias": "float32"}
-MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "codes": 8}  # multiply-accumulates per stored element
+FIT = Fit("kvqjax.calibrate.aqua", also=("kvqjax.calibrate.centre", "kvqjax.calibrate.klt"))
+# Of a layer's constants; others have the compute dtype. `into` and `back` are those of transform coding.
+CONSTANT_DTYPES = {"codes": "uint32", "scale": "bfloat16", "low": "bfloat16"} | dict.fromkeys(
+    ("bias", "into", "back"), "float32"
+)
+MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "back": 1, "codes": 8}  # multiply-accumulates per stored element
 NORM_EPS = 1e-5  # of the MLP's norm
 
 
@@ -76,10 +80,10 @@ NORM_EPS = 1e-5  # of the MLP's norm
 @method_factory
 def aqua(
     *,
-    bits: int = 2,
-    key_bits: int | None = None,
-    value_bits: int | None = None,
-    first_bits: int = 4,
+    bits: int | float = 2,
+    key_bits: int | float | None = None,
+    value_bits: int | float | None = None,
+    first_bits: int | float = 4,
     backbone: str = "higgs",
     dim: int = 2,
     group: int | None = None,
@@ -99,24 +103,32 @@ def aqua(
     those of the layer below. The error of the prediction is stored, in codes of `backbone`.
 
     - `bits` per number (`key_bits` and `value_bits` override it) by `backbone` "higgs" (in `dim` dimensions), "token"
-      or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. The first layer has no
-      predictor and `first_bits` by HIGGS; 16 means exact.
+      or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. `backbone="klt"` is
+      transform coding as in `klt`, of any number of bits from 0.125 to 6. The first layer has no predictor and
+      `first_bits` by HIGGS, or by transform coding where that is the backbone; 16 means exact.
     - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and `value_inputs` ("k", "v", "kv" or
       "none") and `rope` ("pre" or "post") give the paper's ablations.
     - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
     - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
     - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
-      calibrated mean off the first layer's (the predictors' biases do so above it); "none" nothing.
+      calibrated mean off the first layer's (the predictors' biases do so above it, and transform coding does so by
+      itself); "none" nothing.
 
     With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
     here.
     """
     shared = {"rope": rope, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
-    key, value = (_backbone(backbone, value_or(b, bits), dim, group, seed) for b in (key_bits, value_bits))
+    codec = functools.partial(_backbone, backbone, dim=dim, group=group, seed=seed)
+    key, value = codec(value_or(key_bits, bits), KEY_SLOPE), codec(value_or(value_bits, bits), VALUE_SLOPE)
     alone = {"key_inputs": "none", "value_inputs": "none"}
-    start = _backbone("higgs", first_bits, 2, group if backbone == "higgs" else None, seed)
-    first = AquaLayer(key=centred(start, centre), value=start, unbiased=unbiased, **alone, **shared)
+    transformed = backbone == "klt"
+    if not transformed:
+        codec = functools.partial(_backbone, "higgs", dim=2, group=group if backbone == "higgs" else None, seed=seed)
+    starts = codec(first_bits, KEY_SLOPE), codec(first_bits, VALUE_SLOPE)
+    # A transform takes the mean off by itself.
+    start = centred(starts[0], "none" if transformed and centre == "mean" else centre)
+    first = AquaLayer(key=start, value=starts[1], unbiased=unbiased, **alone, **shared)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
     layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
@@ -125,10 +137,17 @@ def aqua(
     return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)
 
 
-def _backbone(name: str, bits: int, dim: int, group: int | None, seed: int | None) -> CodecSpec:
-    """Choose the codec of what the predictors miss."""
+def _backbone(
+    name: str, bits: int | float, slope: float, *, dim: int, group: int | None, seed: int | None
+) -> CodecSpec:
+    """Choose the codec of what the predictors miss. `slope` is that of transform coding."""
     if bits == 16:
         return Exact()
+    if name == "klt":
+        return Klt(bits=float(bits), slope=slope)
+    if bits != int(bits):
+        raise UserError(f"bits={bits}; wanted a whole number (backbone=klt takes any)")
+    bits = int(bits)
     if name == "higgs":
         return Higgs(bits=bits, dim=dim, group=group, seed=seed)
     if name == "token":  # the uniform quantiser of the paper's "Quanto" rows
@@ -184,6 +203,15 @@ class AquaLayer:
         alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
         return dataclasses.replace(self, key=other.key, value=other.value, **alone)
 
+    def sized(self, config: KVShape) -> "AquaLayer":
+        """Fill in what the codecs of a layer that was admitted leave open."""
+        heads = config.num_kv_heads, config.head_dim
+        return dataclasses.replace(self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads))
+
+    def codec(self, source: str) -> CodecSpec:
+        """Give the codec of "k" or "v"."""
+        return getattr(self, SPEC_FIELDS[source])
+
     def inputs(self, source: str) -> str:
         """Name the inputs of the predictor of "k" or "v"."""
         return self.key_inputs if source == "k" else self.value_inputs
@@ -193,10 +221,8 @@ class AquaLayer:
         return "none" if self.inputs(source) == "none" else self.predictor
 
     def build(self, config: KVShape) -> Wiring:
-        heads, width = (config.num_kv_heads, config.head_dim), config.kv_width
-        # A layer that was admitted may have codecs that leave sizes open.
-        layer = dataclasses.replace(self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads))
-        codecs = {"k": layer.key.build(width), "v": layer.value.build(width)}
+        layer, width = self.sized(config), config.kv_width
+        codecs = {source: layer.codec(source).build(width) for source in SPEC_FIELDS}
         return _wired(layer, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
@@ -209,10 +235,10 @@ class AquaLayer:
         return _predicted_form(packed_form(self.key, self.value, self.rope, config), inputs == ("k", "kv"))
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
-        """Give the shapes of the predictor's constants by name, and of the mean of keys that are centred."""
+        """Give the shapes of the constants of the predictor and of its codec, by name."""
         inputs = len(self.inputs(source)) * width
         shapes = predictor_shapes(self.kind(source), inputs, width, self.rank)
-        return shapes | ({"mean": (width,)} if isinstance(getattr(self, SPEC_FIELDS[source]), Centred) else {})
+        return shapes | self.codec(source).build(width).needs
 
 
 def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:
@@ -250,7 +276,7 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
         return recon, recon
 
     needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
-    kinds = {name: PREDICTOR_DTYPES.get(name, "compute") for names in needs.values() for name in names}
+    kinds = {name: CONSTANT_DTYPES.get(name, "compute") for names in needs.values() for name in names}
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
@@ -306,6 +332,12 @@ def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, key
     return predict(layer.predictor, constants.get(source, {}), x)
 
 
+def missed(layer: AquaLayer, source: str, constants: dict, x, carry: dict, keys) -> Float[Array, "u W"]:
+    """Compute what the predictor misses of one source's `x` [u, W], float32. The other arguments are those of
+    `reconstruct`."""
+    return wide(x) - _prediction(layer, source, constants, carry, keys)
+
+
 def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
     """Reconstruct one source's tile. Encoder and decoder both use this one function.
 
@@ -333,7 +365,7 @@ def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, 
     Returns:
         The tile's payload and its reconstruction.
     """
-    residual = wide(x) - _prediction(layer, source, constants, carry, keys)
+    residual = missed(layer, source, constants, x, carry, keys)
     payload = codec.encode(constants.get(source, {}), residual)
     return payload, reconstruct(layer, codec, source, constants, payload, carry, keys)
 

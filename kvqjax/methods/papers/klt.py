@@ -1,6 +1,6 @@
 """Transform coding of keys and values by calibrated second moments (kvqjax.codecs.klt)."""
 
-from kvqjax.codecs.klt import Klt
+from kvqjax.codecs.klt import KEY_SLOPE, VALUE_SLOPE, Klt
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.spec import Method, method_factory, value_or
 
@@ -13,8 +13,8 @@ def klt(
     bits: float = 2.0,
     key_bits: float | None = None,
     value_bits: float | None = None,
-    key_slope: float = 1.0,
-    value_slope: float = 0.5,
+    key_slope: float = KEY_SLOPE,
+    value_slope: float = VALUE_SLOPE,
     scale: str = "token",
     scales: str = "bfloat16",
     window: int = 0,
