@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvqjax._arguments import check_integer, check_integers, check_within, is_known
+from kvqjax._arguments import check_integer, check_integers, check_within, clipped, is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import row_axes
+from kvqjax.cache.shapes import check_cache, row_axes
 from kvqjax.cache.state import NO_PAGE, Cache, pages_needed
 from kvqjax.ops.packing import Packing, Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
@@ -39,6 +39,7 @@ __all__ = [
     "PoolExhausted",
     "adopt",
     "check_pages",
+    "copied_page",
     "copy_page",
     "joined_pages",
     "read_page",
@@ -133,6 +134,14 @@ class PagePool:
                 raise UserError(f"page {page} stands twice in one list")
 
 
+def _require_pool(cache: Cache) -> int:
+    """Give the last page of a cache's pool; raise UserError where it has none."""
+    check_cache(cache)
+    if cache.pages is None or cache.layout.pool is None:
+        raise UserError("the rows of this cache have no pages; init_cache(..., pages=) makes one whose rows do")
+    return cache.layout.pool.pages - 1
+
+
 def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) -> Cache:
     """Say which pages every row of a cache has.
 
@@ -145,18 +154,18 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
         The cache, which shares its other arrays with `cache`.
 
     Raises:
-        UserError: a cache without pages; a table of another shape; a page that is not there, or twice in one row.
+        UserError: a cache without pages; a table of another shape; a page that is not there, or twice in one row. Of a
+            page that a trace hides and that is not there the row's overflow flag is raised.
     """
-    if cache.pages is None or cache.layout.pool is None:
-        raise UserError("the rows of this cache have no pages; init_cache(..., pages=) makes one whose rows do")
+    most = _require_pool(cache)
     check_integers("table", table, cache.pages.shape, "the pages of every row")
-    most = cache.layout.pool.pages - 1
     check_within("table", table, NO_PAGE, most, f"from {NO_PAGE} to {most}, the pool's pages")
     for row, pages in enumerate(np.asarray(table).tolist() if is_known(table) else ()):
         given = [page for page in pages if page >= 0]
         if len(set(given)) < len(given):
             raise UserError(f"a page stands twice in row {row} of the table: {given}")
-    return cache.replace(pages=jnp.asarray(table, jnp.int32))
+    pages, missing = clipped(jnp.asarray(table, jnp.int32), NO_PAGE, most)
+    return cache.replace(pages=pages, overflow=cache.overflow | missing.any(1))
 
 
 def check_pages(layout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]) -> None:
@@ -320,7 +329,6 @@ def write_page(cache: Cache, page: Int[Array, ""], content: tuple[dict, ...]) ->
     return cache.replace(runs=tuple(state.replace(body=body) if run.page else state for state, run, body in runs))
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
 def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> Cache:
     """Copy page `source` to page `target`, so that a row can go on in it where another one does otherwise.
 
@@ -331,5 +339,18 @@ def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""]
 
     Returns:
         The cache, whose tables are as they were.
+
+    Raises:
+        UserError: a cache without pages; a page that is not there. One that a trace hides is clipped.
     """
-    return write_page(cache, jnp.asarray(target), read_page(cache, jnp.asarray(source)))
+    most = _require_pool(cache)
+    for name, page in (("source", source), ("target", target)):
+        check_integers(name, np.asarray(page) if isinstance(page, int) else page, (), "the number of a page")
+        check_within(name, page, 0, most, f"from 0 to {most}, the pool's pages")
+    return copied_page(cache, jnp.asarray(source), jnp.asarray(target))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copied_page(cache: Cache, source: Int[Array, ""], target: Int[Array, ""]) -> Cache:
+    """Do `copy_page` of pages that are there."""
+    return write_page(cache, target, read_page(cache, source))

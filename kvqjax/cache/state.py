@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import clipped
+from kvqjax._arguments import check_integer, clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
@@ -194,6 +194,7 @@ def pages_needed(layout: CacheLayout, tokens: int) -> int:
     Returns:
         The number of pages. 0 where no body lies in pages.
     """
+    tokens = check_integer("tokens", tokens, 0)
     if layout.pool is None or not table_width(layout):
         return 0
     encoded = max(0, min(tokens, layout.capacity) - _exact_beside_pages(layout))

@@ -22,7 +22,7 @@ from kvqjax.cache import Cache
 from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.cache.pages import (
     adopt,
-    copy_page,
+    copied_page,
     read_page,
     taken_row,
     with_bodies_of,
@@ -245,7 +245,7 @@ class RunningBatch:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page, so that two rows can go on from it."""
-        cache = copy_page(self.cache, *self._place((np.int32(source), np.int32(target))))
+        cache = copied_page(self.cache, *self._place((np.int32(source), np.int32(target))))
         self._state = self._state.replace(cache=cache)
 
     def go_on_from(self, row: Cache) -> None:

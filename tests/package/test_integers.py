@@ -31,6 +31,14 @@ def held():
     return kvq.forward(TINY, tokens(ROWS, NEW), both(NEW), empty())[1]
 
 
+def paged():
+    return kvq.init_cache(TINY, "exact", ROWS, 600, pages=4)
+
+
+def table(number):
+    return jnp.full(paged().pages.shape, -1, jnp.int32).at[0, 0].set(number)
+
+
 @functools.cache
 def pending():
     return kvq.attend(TINY, tokens(ROWS, NEW), both(NEW), empty())[1]
@@ -95,6 +103,7 @@ ARRAYS = {
     ),
     ("crop", "lengths"): (lambda x: kvq.crop(held(), first(x, NEW)), (-1, -(2**31))),
     ("gather", "rows"): (lambda x: kvq.gather(held(), first(x)), (-1, ROWS)),
+    ("with_pages", "table"): (lambda x: kvq.with_pages(paged(), table(x)), (-2, 4)),
     ("insert", "rows"): (lambda x: kvq.insert(held(), x, held(), 0), (ROWS, 2**31 - 1)),
     ("insert", "other_rows"): (lambda x: kvq.insert(held(), 0, held(), x), (-1, ROWS)),
 }
@@ -103,6 +112,8 @@ UNFLAGGED = {
     ("below_first", "counts"): (lambda x: kvq.below_first(empty(), first(x), NEW), COUNTS),
     ("attend", "tokens"): (lambda x: kvq.attend(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty()), (-1, 50)),
     ("attend_layer", "layer"): (lambda x: kvq.attend_layer(empty(SHAPE), x, *heads(), both(NEW))[0], (-1, 2)),
+    ("copy_page", "source"): (lambda x: kvq.copy_page(paged(), x, 1), (-1, 4)),
+    ("copy_page", "target"): (lambda x: kvq.copy_page(paged(), 1, x), (-1, 4)),
     ("dense", "layer"): (lambda x: kvq.dense(empty(SHAPE), x), (-1, 2)),
     ("ForwardPass.attend", "counts"): (lambda x: passed(0, first(x)), COUNTS),
 }
@@ -122,6 +133,9 @@ STATIC = {
     ("ForwardPass.attend", "layer"): (lambda x: passed(x, both(NEW)), (-1, 1)),
     ("init_cache", "batch"): (lambda x: kvq.init_cache(TINY, "exact", x, 8), PAST),
     ("init_cache", "capacity"): (lambda x: kvq.init_cache(TINY, "exact", 1, x), PAST),
+    ("init_cache", "pages"): (lambda x: kvq.init_cache(TINY, "exact", 1, 600, pages=x), PAST),
+    ("init_cache", "page_tokens"): (lambda x: kvq.init_cache(TINY, "exact", 1, 600, pages=1, page_tokens=x), PAST),
+    ("pages_needed", "tokens"): (lambda x: kvq.pages_needed(paged().layout, x), (-1, 2**40)),
     ("load", "rope_length"): (lambda x: kvq.load("demo", rope_length=x), PAST),
     ("shard", "data"): (lambda x: kvq.shard(TINY, "exact", data=x), PAST),
     ("shard", "seq"): (lambda x: kvq.shard(TINY, "exact", seq=x), PAST),

@@ -297,7 +297,7 @@ def test_a_warm_engine_compiles_nothing_for_a_request(model):
         batch._left,
         batch._read_page,
         batch._write_page,
-        batch.copy_page,
+        batch.copied_page,
     )
 
     def compiled():
