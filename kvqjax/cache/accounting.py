@@ -14,7 +14,7 @@ from kvqjax._tables import Section, Table, size
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache
+from kvqjax.cache.state import Cache, most_tokens
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
 from kvqjax.ops.packing.words import array_bytes, number_bits
@@ -48,16 +48,20 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """All entries of a cache for `batch` rows of `capacity` tokens; `values` counts the key and value channels of one
-    token over all layers. `bits_method` is the method's own figure (codes, scales, minima, outliers; no sinks, window,
-    padding), averaged over layers; `bits_stored` all bytes over all values the cache has room for, but for states of
-    recurrent layers, which hold no keys or values (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the
-    operations that every layer spends on rematerialising one cached token's keys and values at every decode step, and
-    `carry` the bytes that flow between layers during one, beside the cache; `kernels` says what reads the bodies."""
+    """All entries of a cache for `batch` rows of `capacity` tokens.
+
+    `tokens` is how many all rows together have room for: as many as that, or as their pages and what they hold beside
+    them allow. `values` counts the key and value channels of one token over all layers. `bits_method` is the method's
+    own figure (codes, scales, minima, outliers; no sinks, window, padding), averaged over layers; `bits_stored` all
+    bytes over all values the cache has room for, but for states of recurrent layers, which hold no keys or values
+    (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the operations that every layer spends on
+    rematerialising one cached token's keys and values at every decode step, and `carry` the bytes that flow between
+    layers during one, beside the cache; `kernels` says what reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int
     capacity: int
+    tokens: int
     values: int
     bits_method: float
     bits_exact: int
@@ -81,12 +85,12 @@ class Ledger:
 
     @property
     def bits_stored(self) -> float:
-        return 8 * (self.bytes - self.state_bytes) / (self.batch * self.capacity * self.values)
+        return 8 * (self.bytes - self.state_bytes) / (self.tokens * self.values)
 
     @property
     def exact_bytes(self) -> int:
         """Count the bytes of keys and values of `capacity` tokens in the compute dtype, uncompressed."""
-        return self.batch * self.capacity * self.values * self.bits_exact // 8
+        return self.tokens * self.values * self.bits_exact // 8
 
     def by_role(self) -> dict[str, int]:
         """Sum bytes by class; padding is shown apart from the class it belongs to."""
@@ -100,13 +104,14 @@ class Ledger:
         """Give a row for each role, and one for all: bytes, share of all bytes, bits per key or value number. It prints
         as a table; `print(ledger)` prints it too."""
         roles = [*self.by_role().items(), ("all", self.bytes)]
-        numbers = self.batch * self.capacity * self.values
+        numbers = self.tokens * self.values
         rows = [
             {"role": ROLES.get(role, role), "bytes": count, "share": f"{count / self.bytes:.1%}"}
             | {"bits_per_number": 8 * count / numbers}
             for role, count in roles
         ]
         batch = f"{self.batch} row{'s' * (self.batch > 1)} of {self.capacity} tokens"
+        batch += f", {self.tokens} in all" if self.tokens != self.batch * self.capacity else ""
         title = f"cache of {batch}: {self.bits_stored:.4g} bits per number, {size(self.bytes)}"
         exact = (
             f"exact, in {self.bits_exact} bits: {size(self.exact_bytes)}; the method alone: {self.bits_method:.4g} bits"
@@ -201,6 +206,7 @@ def ledger(cache: Cache) -> Ledger:
         entries=tuple(entries),
         batch=cache.lengths.shape[0],
         capacity=layout.capacity,
+        tokens=most_tokens(layout, cache.lengths.shape[0]),
         values=values,
         bits_method=_method_bits(runs, values),
         bits_exact=8 * jax.numpy.dtype(layout.dtype).itemsize,

@@ -158,6 +158,7 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
             page that a trace hides and that is not there the row's overflow flag is raised.
     """
     most = _require_pool(cache)
+    assert cache.pages is not None
     check_integers("table", table, cache.pages.shape, "the pages of every row")
     check_within("table", table, NO_PAGE, most, f"from {NO_PAGE} to {most}, the pool's pages")
     for row, pages in enumerate(np.asarray(table).tolist() if is_known(table) else ()):

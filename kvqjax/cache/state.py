@@ -36,6 +36,7 @@ __all__ = [
     "check_alive",
     "due",
     "finite_tokens",
+    "most_tokens",
     "pages_complete",
     "pages_needed",
     "ring_tokens",
@@ -159,6 +160,13 @@ def room(cache: Cache) -> Int[Array, " B"] | int:
     assert layout.pool is not None
     pages = jnp.cumprod(cache.pages >= 0, axis=1, dtype=jnp.int32).sum(1)
     return jnp.minimum(layout.capacity, pages * layout.pool.tokens + _exact_beside_pages(layout))
+
+
+def most_tokens(layout: CacheLayout, batch: int) -> int:
+    """Count the tokens that `batch` rows can hold together."""
+    if layout.pool is None or not table_width(layout):
+        return batch * layout.capacity
+    return min(batch * layout.capacity, layout.pool.pages * layout.pool.tokens + batch * _exact_beside_pages(layout))
 
 
 def pages_complete(layout: CacheLayout, tokens: int) -> int:

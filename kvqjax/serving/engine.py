@@ -19,7 +19,6 @@ import numpy as np
 from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.accounting import ledger
 from kvqjax.cache.pages import PagePool
 from kvqjax.cache.state import pages_complete, pages_needed
 from kvqjax.generation.driver import read_row
@@ -144,7 +143,7 @@ class Engine:
         options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
         self._batch = RunningBatch(model, self.method, memory.rows, self.capacity, **options)
         self._layout = self._batch.cache.layout
-        self._bytes, self._bits = memory.bytes, ledger(self._batch.cache).bits_stored
+        self._bytes, self._bits = memory.bytes, memory.bits
         self._rows: list[Handle | None] = [None] * memory.rows
         self._pages: list[list[int]] = [[] for _ in self._rows]  # of every row
         self._pool = PagePool(memory.pages) if memory.pages else None
@@ -412,11 +411,15 @@ class Engine:
             False while there are no pages for the prompt: a prompt that begins nevertheless would soon make way.
         """
         request = feeding.handle.request
-        if any(self._rows) and not self._spare(self._needed(len(request.prompt) + self._batch.stride), feeding.handle):
+        prefix = None if request.prompt_scores else self._prefixes.longest(request.prompt)
+        shared = 0 if prefix is None else pages_complete(self._layout, prefix.length)
+        needed = self._needed(len(request.prompt) + self._batch.stride) - shared
+        if any(self._rows) and not self._spare(needed, feeding.handle):
             return False
         feeding.begun = True
         if request.prompt_scores:
             return True
+        # Making room drops prefixes, at last this one.
         prefix, length = self._prefixes.longest(request.prompt), 0
         if prefix is not None and self._take_over(prefix, feeding):
             length = feeding.start = feeding.handle.reused_tokens = prefix.length

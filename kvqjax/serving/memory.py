@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from kvqjax._errors import UserError
-from kvqjax.cache.accounting import array_bytes
+from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.pages import without_bodies
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -33,6 +33,7 @@ class Memory(NamedTuple):
     snapshots: int  # kept prefixes
     row_pages: int  # that a full row takes
     bytes: int
+    bits: float  # of a full row, per number of a key or value
 
 
 class _Sizes(NamedTuple):
@@ -41,6 +42,7 @@ class _Sizes(NamedTuple):
     own: int
     page: int
     row_pages: int
+    bits: float
 
     @property
     def row(self) -> int:
@@ -54,8 +56,8 @@ def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str) -> _Si
         if cache.pages is not None:
             own = array_bytes(without_bodies(cache).replace(pages=None))
             page = array_bytes(cache.replace(pages=None)) - own
-            return _Sizes(own, page, cache.pages.shape[1])
-    return _Sizes(array_bytes(plain), 0, 0)
+            return _Sizes(own, page, cache.pages.shape[1], ledger(plain).bits_stored)
+    return _Sizes(array_bytes(plain), 0, 0, ledger(plain).bits_stored)
 
 
 def memory_for(
@@ -105,9 +107,9 @@ def memory_for(
                 f"rows of {method} have no pages, so that rows={rows} need {(rows + beside) * sizes.row} bytes; "
                 f"pool_bytes is {pool_bytes}"
             )
-        return Memory(rows, 0, prefixes, 0, (rows + beside) * sizes.row)
+        return Memory(rows, 0, prefixes, 0, (rows + beside) * sizes.row, sizes.bits)
     snapshots = prefixes * max(1, min(SNAPSHOTS, sizes.row // sizes.own // SHARE))
     left = pool_bytes - (rows + 1 + snapshots) * sizes.own
     pages = max(sizes.row_pages, left // sizes.page)
     used = (rows + 1 + snapshots) * sizes.own + pages * sizes.page
-    return Memory(rows, pages, snapshots, sizes.row_pages, used)
+    return Memory(rows, pages, snapshots, sizes.row_pages, used, sizes.bits)

@@ -203,3 +203,13 @@ def test_the_pool_keeps_its_books():
         assert pool.free == 17 - len(users)
         assert pool.shared == sum(count > 1 for count in users.values())
         assert all(pool.users(page) == users.get(page, 0) for page in range(17))
+
+
+def test_the_ledger_counts_what_pages_have_room_for():
+    """Bits a number are those of the tokens that fit, not of rows that nobody could fill."""
+    rows = kvq.ledger(kvq.init_cache(tiny(), "exact", 4, 2048))
+    paged = kvq.ledger(kvq.init_cache(tiny(), "exact", 4, 2048, pages=8, page_tokens=256))
+    assert (rows.tokens, paged.tokens) == (4 * 2048, 8 * 256 + 4 * 31)
+    assert paged.bytes < 0.3 * rows.bytes
+    assert paged.bits_stored == pytest.approx(rows.bits_stored, rel=0.02)
+    assert "2172 in all" in str(paged)
