@@ -360,7 +360,7 @@ def fit_layer(
     dtype,
     exact_below: Pair,
     seed: int = 0,
-    costs: dict[str, Matrix] = {},  # noqa: B006 - never written to
+    costs: dict[str, Matrix] | None = None,
 ) -> tuple[dict, Pair, dict]:
     """Fit one layer.
 
@@ -392,6 +392,7 @@ def fit_layer(
             ready, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
             rest = [_missed(layer, source, ready, *given(i)) for i in range(train)]
             kept = layer.needs(source, exact[source].shape[-1])["into"][1]
+            assert costs is not None, f"a transform of {source} needs to know what its errors cost"
             constants[source] |= klt.constants_of(jnp.stack(rest), costs[source], kept)
         ready = cast(constants[source], dtype)
         out = np.empty(exact[source].shape, np.float32)
