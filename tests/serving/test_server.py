@@ -288,6 +288,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         process.terminate()
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
     assert (status, made["choices"][0]["text"]) == (200, "34")
-    wrong = subprocess.run([*command, "--rows", "2"], capture_output=True, text=True, check=False)
+    small = [*command, "--pool", "1K"]
+    wrong = subprocess.run(small, capture_output=True, text=True, check=False, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert "give one of them" in wrong.stderr
+    assert "wanted 4 at least" in wrong.stderr
