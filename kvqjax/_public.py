@@ -11,9 +11,9 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
+from kvqjax.cache.page_counts import pages_needed
 from kvqjax.cache.pages import PagePool, copy_page, with_pages, without_pages
 from kvqjax.cache.pieces import cut, join
-from kvqjax.cache.state import pages_needed
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes, snapshot
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream

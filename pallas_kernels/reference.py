@@ -52,8 +52,8 @@ def packed_attention(
 
     def step(j, state):
         token = jnp.minimum(j * block, body.slots - block)
-        part = _Block(body, layer, token, block, spec, start.min(1), stop.max(1))
-        return _attend_block(state, grouped, part, _seen(part, start, stop, j * block), softcap)
+        tokens = _Block(body, layer, token, block, spec, start.min(1), stop.max(1))
+        return _attend_block(state, grouped, tokens, _seen(tokens, start, stop, j * block), softcap)
 
     return _finish(jax.lax.fori_loop(first, last, step, _unseen(grouped, spec)), q.shape)
 
@@ -64,9 +64,9 @@ def _unseen(grouped: Float[Array, "B K M D"], spec: PackedSpec) -> tuple[Array, 
     return jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart))
 
 
-def _seen(part: "_Block", start: Int[Array, "B T"], stop: Int[Array, "B T"], least) -> Bool[Array, "B T n 32"]:
+def _seen(block: "_Block", start: Int[Array, "B T"], stop: Int[Array, "B T"], least) -> Bool[Array, "B T n 32"]:
     """Mark the tokens of a block that each query sees, from token `least` on."""
-    slot = (part.token + _numbers(part.size))[None, None]
+    slot = (block.token + _numbers(block.size))[None, None]
     low, high = (x[..., None, None] for x in (start, stop))
     return (slot >= low) & (slot < high) & (slot >= least)
 
@@ -81,26 +81,31 @@ def _over_pages(
     softcap: float | None,
     pages: Int[Array, "B N"],
 ) -> tuple[Array, Array, Array]:
-    """Attend row by row, in a row page by page: a page's words are read where they lie, as a row's own would be."""
+    """Attend row by row, in a row page by page, and give the online softmax of all rows.
+
+    A page's words are read where they lie, by the code that reads a row's own: pages of all rows at a time would have
+    to be gathered first."""
     page, (batch, length) = body.slots, start.shape
-    block = at_once(spec, (1, length, grouped.shape[1] * grouped.shape[2] // length, grouped.shape[3]), page)
-    parts = -(-page // block)  # of a page
+    size = at_once(spec, (1, length, grouped.shape[1] * grouped.shape[2] // length, grouped.shape[3]), page)
+    turns = -(-page // size)  # of the loop, for a page
 
     def attend_row(row, rows):
         queries = jax.lax.dynamic_slice_in_dim(grouped, row, 1)
         low, high = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (start, stop))
 
         def step(j, state):
-            number = floor_divide(j, parts)
-            first, begin, end = (j - number * parts) * block, low - number * page, high - number * page
-            token, place = jnp.minimum(first, page - block), jnp.maximum(pages[row, number], 0)
-            part = _Block(body, layer, token, block, spec, begin.min(1), end.max(1), place)
-            return _attend_block(state, queries, part, _seen(part, begin, end, first), softcap)
+            number = floor_divide(j, turns)
+            # Tokens are numbered from the page's first one on.
+            least, begin, end = (j - number * turns) * size, low - number * page, high - number * page
+            # A row that lacks a page holds no tokens there; the clip keeps the read within the array.
+            token, place = jnp.minimum(least, page - size), jnp.maximum(pages[row, number], 0)
+            block = _Block(body, layer, token, size, spec, begin.min(1), end.max(1), place)
+            return _attend_block(state, queries, block, _seen(block, begin, end, least), softcap)
 
-        # The last part of a page may begin within the one before it: parts are then counted page by page.
-        unit, each = (block, 1) if page % block == 0 else (page, parts)
+        # The last turn of a page may begin within the one before it: turns are then counted page by page.
+        unit, each = (size, 1) if page % size == 0 else (page, turns)
         first = low.min() // unit * each
-        last = jnp.minimum(-(-high.max() // unit) * each, pages.shape[1] * parts)
+        last = jnp.minimum(-(-high.max() // unit) * each, pages.shape[1] * turns)
         state = jax.lax.fori_loop(first, last, step, _unseen(queries, spec))
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0)  # noqa: E731
         return jax.tree.map(put, rows, state)

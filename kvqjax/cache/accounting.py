@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from kvqjax._tables import Section, Table, size
+from kvqjax.cache.page_counts import most_tokens
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache, most_tokens
+from kvqjax.cache.state import Cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
 from kvqjax.ops.packing.words import array_bytes, number_bits

@@ -58,7 +58,9 @@ class Schedule(NamedTuple):
         return (self.stop > self.start).any()
 
 
-def in_order(clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], runs: Sequence[RunLayout], length: int):
+def in_order(
+    clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], runs: Sequence[RunLayout], length: int
+) -> Schedule:
     """Schedule the units of bodies that keep all tokens in their order: token t goes to slot t. `length` new tokens may
     complete units of these `runs`."""
     place = lambda row, number: (number * clock.unit, number * clock.unit)  # noqa: E731
@@ -75,13 +77,15 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
     fine = alone and beside and all(codec.apart for codec in codecs)
     most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
-    pages = [run.page for run in runs if run.page]
-    if pages:
+    if not fine:
+        return 1
+    page = max(run.page for run in runs)
+    if page:  # all pages of a pool are as long; tiles of single tokens are planes then, which end with pages anyway
         count = min(most, IN_PAGES) // clock.unit if clock.unit > 1 else 1
-        return max((n for n in range(1, count + 1) if pages[0] % (n * clock.unit) == 0), default=1) if fine else 1
+        return next(n for n in range(max(1, count), 0, -1) if page % (n * clock.unit) == 0)
     # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
     count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
-    return count if fine and count * clock.unit > FEW else 1
+    return count if count * clock.unit > FEW else 1
 
 
 def at_layer(tree, index):
@@ -166,7 +170,7 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
     if unit > 1 or most < PLANE:
         if at_once > 1:
             edge = start
-            if schedule.aligned:
+            if schedule.aligned:  # single units come first, up to where a tile may begin
                 edge = jnp.minimum(stop, -(-start // at_once) * at_once)
                 state = jax.lax.fori_loop(start, edge, lambda j, s: body_fn(j, unit, s), state)
             many = (stop - edge) // at_once

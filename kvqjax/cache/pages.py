@@ -14,6 +14,7 @@ The host gives pages out (`PagePool`), because it knows how long rows are before
 `pages_needed(layout, tokens)` of them. Where it lacks one, it takes no more tokens: outside jit that is an error,
 inside jit the row's overflow flag is raised. Rows may share pages whose tokens are all encoded. A row writes behind its
 last encoded token alone, so that `copy_page` of a row's last page is all that two rows need to go on differently.
+`crop` and `evict` move that token back: a row that shares pages is given others first, or copies.
 """
 
 import dataclasses
@@ -27,24 +28,24 @@ from jaxtyping import Array, Int
 
 from kvqjax._arguments import check_integer, check_integers, check_within, clipped, is_known
 from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.page_counts import pages_needed
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache, row_axes
-from kvqjax.cache.state import NO_PAGE, Cache, pages_needed
+from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.state import NO_PAGE, Cache
 from kvqjax.ops.packing import Packing, Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 __all__ = [
     "PagePool",
     "PoolExhausted",
-    "adopt",
     "check_pages",
     "copied_page",
     "copy_page",
     "joined_pages",
     "read_page",
     "require_own_bodies",
-    "taken_row",
     "with_bodies_of",
     "with_pages",
     "without_bodies",
@@ -162,17 +163,18 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
     check_integers("table", table, cache.pages.shape, "the pages of every row")
     check_within("table", table, NO_PAGE, most, f"from {NO_PAGE} to {most}, the pool's pages")
     for row, pages in enumerate(np.asarray(table).tolist() if is_known(table) else ()):
-        given = [page for page in pages if page >= 0]
-        if len(set(given)) < len(given):
-            raise UserError(f"a page stands twice in row {row} of the table: {given}")
+        numbers = [page for page in pages if page >= 0]
+        # A row that had a page twice would overwrite its own tokens.
+        if len(set(numbers)) < len(numbers):
+            raise UserError(f"a page stands twice in row {row} of the table: {numbers}")
     pages, missing = clipped(jnp.asarray(table, jnp.int32), NO_PAGE, most)
     return cache.replace(pages=pages, overflow=cache.overflow | missing.any(1))
 
 
-def check_pages(layout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]) -> None:
+def check_pages(layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]) -> None:
     """Raise UserError where a row lacks pages for so many tokens."""
-    have = np.cumprod(table >= 0, axis=1).sum(1)
-    for row, (count, length) in enumerate(zip(have.tolist(), tokens.tolist(), strict=True)):
+    counts = np.cumprod(table >= 0, axis=1).sum(1)
+    for row, (count, length) in enumerate(zip(counts.tolist(), tokens.tolist(), strict=True)):
         if count < (needed := pages_needed(layout, length)):
             raise UserError(
                 f"row {row} would hold {length} tokens, which take {needed} pages, and it has {count}; "
@@ -199,6 +201,7 @@ def _joined(packing: Packing, page: int, stored: Stored, layer, rows: Int[Array,
     spans = packing.spans(stored, page, layer, flat, jnp.broadcast_to(first, flat.shape), size)
     axis = packing.token_axis
 
+    # Blocks follow one another along the axis of tokens in every packing, so that pages need only stand in their order.
     def join(x: Array) -> Array:
         apart = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
         return apart.reshape(*apart.shape[:axis], -1, *apart.shape[axis + 2 :])
@@ -220,12 +223,12 @@ def joined_pages(run: RunLayout, body: dict, layer, pages: Int[Array, "B N"], at
     Returns:
         A body of this layer alone, in which every row has `size` slots of its own.
     """
-    count, part = max(1, size // run.page), min(size, run.page)
+    count, of_page = max(1, size // run.page), min(size, run.page)
     rows = jax.lax.dynamic_slice_in_dim(pages, floor_divide(at, run.page), count, 1)
     first = modulo(jnp.asarray(at, jnp.int32), run.page)
     return {
         source: {
-            name: _joined(field.packing, run.page, body[source][name], layer, rows, first, part)
+            name: _joined(field.packing, run.page, body[source][name], layer, rows, first, of_page)
             for name, field in codec.fields.items()
         }
         for source, codec in run.wiring.storage.codecs.items()
@@ -261,8 +264,8 @@ def without_pages(cache: Cache) -> Cache:
         }
 
     plans = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
-    runs = [state.replace(body=moved(old, new, state.body)) if old.page else state for old, new, state in plans]
-    return cache.replace(runs=tuple(runs), pages=None, layout=layout)
+    bodies = [moved(old, new, state.body) if old.page else {} for old, new, state in plans]
+    return _with_bodies(cache, bodies).replace(pages=None, layout=layout)
 
 
 # ---- Moving pages, and rows without them ----
@@ -273,45 +276,21 @@ def _paged_bodies(cache: Cache) -> tuple[dict, ...]:
     return tuple(state.body if run.page else {} for run, state in zip(runs_of(cache.layout), cache.runs, strict=True))
 
 
+def _with_bodies(cache: Cache, bodies: Iterable[dict]) -> Cache:
+    """Put other bodies, one for each run, in the place of those that lie in pages."""
+    runs = zip(runs_of(cache.layout), cache.runs, bodies, strict=True)
+    return cache.replace(runs=tuple(state.replace(body=body) if run.page else state for run, state, body in runs))
+
+
 def without_bodies(cache: Cache) -> Cache:
     """Give a cache's rows without what lies in pages. It is no cache to attend to until `with_bodies_of`."""
-    runs = zip(runs_of(cache.layout), cache.runs, strict=True)
-    return cache.replace(runs=tuple(state.replace(body={}) if run.page else state for run, state in runs))
+    return _with_bodies(cache, ({} for _ in cache.runs))
 
 
 def with_bodies_of(cache: Cache, other: Cache) -> Cache:
     """Give a cache's rows the pages of another cache of the same layout. The other one must not be used further where a
     program is given the result to change in place."""
-    bodies = zip(cache.runs, runs_of(cache.layout), other.runs, strict=True)
-    return cache.replace(
-        runs=tuple(state.replace(body=source.body) if run.page else state for state, run, source in bodies)
-    )
-
-
-def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
-    """Replace a row by the one row of another cache, whose pages are in this cache's pool.
-
-    Args:
-        cache: of many rows.
-        row: the row that is replaced.
-        other: of one row and the same layout. Its bodies may be left out; where rows have bodies of their own, they
-            come along.
-
-    Returns:
-        The cache, whose pages are as they were, with the row's table.
-    """
-
-    def put(axis: int, array: Array, line: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(array, line, row, axis)
-
-    rows, line = without_bodies(cache), without_bodies(other)
-    return with_bodies_of(jax.tree.map(put, row_axes(rows), rows, line), cache)
-
-
-def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
-    """Copy one row without what lies in pages: for `adopt`."""
-    rows = without_bodies(cache)
-    return jax.tree.map(lambda axis, x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), row_axes(rows), rows)
+    return _with_bodies(cache, (state.body for state in other.runs))
 
 
 def read_page(cache: Cache, page: Int[Array, ""]) -> tuple[dict, ...]:
@@ -325,9 +304,7 @@ def write_page(cache: Cache, page: Int[Array, ""], content: tuple[dict, ...]) ->
     def put(x: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, part, page, 1)
 
-    bodies = jax.tree.map(put, _paged_bodies(cache), content)
-    runs = zip(cache.runs, runs_of(cache.layout), bodies, strict=True)
-    return cache.replace(runs=tuple(state.replace(body=body) if run.page else state for state, run, body in runs))
+    return _with_bodies(cache, jax.tree.map(put, _paged_bodies(cache), content))
 
 
 def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> Cache:

@@ -141,8 +141,9 @@ def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
         raise UserError(f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *wrong)}")
 
     def paged(run: RunLayout) -> RunLayout:
-        own = run.wraps or run.budget or not run.slots
-        return run if own else run._replace(slots=-(-run.slots // page) * page, page=page)
+        if run.wraps or run.budget or not run.slots:
+            return run
+        return run._replace(slots=-(-run.slots // page) * page, page=page)
 
     return tuple(map(paged, runs))
 

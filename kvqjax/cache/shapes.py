@@ -34,7 +34,8 @@ def row_axes(cache: Cache) -> Cache:
 
     Returns:
         A pytree of the same structure with an int in place of every array: 1 for arrays [layers, rows, ...], 0 for
-        arrays [rows, ...]. It is what `jax.vmap` takes as `in_axes`, and what generic tree code must map along:
+        arrays [rows, ...]. Bodies in pages have no axis of rows: their 1 counts pages. It is what `jax.vmap` takes as
+        `in_axes`, and what generic tree code must map along:
         `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
     """
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import check_integer, clipped
+from kvqjax._arguments import clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
+from kvqjax.cache.page_counts import exact_beside_pages, table_width
 from kvqjax.cache.reading import readers_text
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
@@ -36,17 +37,13 @@ __all__ = [
     "check_alive",
     "due",
     "finite_tokens",
-    "most_tokens",
-    "pages_complete",
-    "pages_needed",
     "ring_tokens",
     "room",
-    "table_width",
     "units_due",
     "window_tokens",
 ]
 
-NO_PAGE = -1
+NO_PAGE = -1  # in a table: the row has no page there
 
 Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
 
@@ -108,12 +105,12 @@ class Cache(struct.PyTreeNode):
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
-    rows, slots = lead, run.slots
-    if run.page:
+    of_body, slots = lead, run.slots
+    if run.page:  # stored as if rows were pages
         assert layout.pool is not None
-        rows, slots = (run.count, layout.pool.pages), run.page
+        of_body, slots = (run.count, layout.pool.pages), run.page
     body = {
-        name: {f: field.packing.allocate(rows, slots) for f, field in codec.fields.items()}
+        name: {f: field.packing.allocate(of_body, slots) for f, field in codec.fields.items()}
         for name, codec in run.wiring.storage.codecs.items()
     }
     return Run(
@@ -135,21 +132,9 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     states = _allocate_states(layout, batch)
-    most = table_width(layout)
-    pages = jnp.full((batch, most), NO_PAGE, jnp.int32) if most else None
+    width = table_width(layout)
+    pages = jnp.full((batch, width), NO_PAGE, jnp.int32) if width else None
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states, pages)
-
-
-def table_width(layout: CacheLayout) -> int:
-    """Count the pages that a row of `capacity` tokens takes; 0 where no body lies in pages."""
-    return max(run.slots // run.page if run.page else 0 for run in runs_of(layout))
-
-
-def _exact_beside_pages(layout: CacheLayout) -> int:
-    """Count the tokens that a row can hold without a further page: sinks, and what the window keeps before a unit is
-    due. A unit of a clock is due at `window + unit` tokens beyond those encoded."""
-    clocks = [clock for run in runs_of(layout) if run.page for clock in run.wiring.storage.clocks]
-    return layout.method.sinks + min(clock.window + clock.unit for clock in clocks) - 1
 
 
 def room(cache: Cache) -> Int[Array, " B"] | int:
@@ -158,55 +143,9 @@ def room(cache: Cache) -> Int[Array, " B"] | int:
     if cache.pages is None:
         return layout.capacity
     assert layout.pool is not None
+    # Tokens lie in a row's pages in their order, so that pages behind a missing one do not count.
     pages = jnp.cumprod(cache.pages >= 0, axis=1, dtype=jnp.int32).sum(1)
-    return jnp.minimum(layout.capacity, pages * layout.pool.tokens + _exact_beside_pages(layout))
-
-
-def most_tokens(layout: CacheLayout, batch: int) -> int:
-    """Count the tokens that `batch` rows can hold together."""
-    if layout.pool is None or not table_width(layout):
-        return batch * layout.capacity
-    return min(batch * layout.capacity, layout.pool.pages * layout.pool.tokens + batch * _exact_beside_pages(layout))
-
-
-def pages_complete(layout: CacheLayout, tokens: int) -> int:
-    """Count the pages of a row of so many tokens in which nothing is written any more: those that other rows may have
-    too, while the row goes on.
-
-    Args:
-        layout: of a cache whose rows have pages.
-        tokens: of the row, appended and not cropped.
-
-    Returns:
-        The number of pages, at most `pages_needed(layout, tokens)`.
-    """
-    if layout.pool is None or not table_width(layout):
-        return 0
-    runs = [run for run in runs_of(layout) if run.page]
-    body = min(tokens, layout.capacity) - layout.method.sinks
-    encoded = (
-        max(0, (body - clock.window) // clock.unit * clock.unit)
-        for run in runs
-        for clock in run.wiring.storage.clocks
-    )  # fmt: skip
-    return min(encoded) // layout.pool.tokens
-
-
-def pages_needed(layout: CacheLayout, tokens: int) -> int:
-    """Count the pages that a row of so many tokens needs.
-
-    Args:
-        layout: of a cache whose rows have pages.
-        tokens: of the row, sinks and window included.
-
-    Returns:
-        The number of pages. 0 where no body lies in pages.
-    """
-    tokens = check_integer("tokens", tokens, 0)
-    if layout.pool is None or not table_width(layout):
-        return 0
-    encoded = max(0, min(tokens, layout.capacity) - _exact_beside_pages(layout))
-    return min(table_width(layout), -(-encoded // layout.pool.tokens))
+    return jnp.minimum(layout.capacity, pages * layout.pool.tokens + exact_beside_pages(layout))
 
 
 def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], ...]:

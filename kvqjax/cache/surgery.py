@@ -23,7 +23,7 @@ from kvqjax._arguments import MOST, check_integer, check_integers, check_within,
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
-from kvqjax.cache.pages import require_own_bodies
+from kvqjax.cache.pages import require_own_bodies, with_bodies_of, without_bodies
 from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache, row_axes
@@ -32,6 +32,7 @@ from kvqjax.model.rope import check_length
 
 __all__ = [
     "Snapshot",
+    "adopt",
     "crop",
     "emptied",
     "evict",
@@ -42,6 +43,7 @@ __all__ = [
     "resize",
     "row_axes",
     "snapshot",
+    "taken_row",
 ]
 
 
@@ -218,6 +220,27 @@ def _inserted(
 
     joined = put(0, cache) if rows.size == 1 else jax.lax.fori_loop(0, rows.size, put, cache)
     return joined.replace(overflow=joined.overflow.at[rows].max(clipped))
+
+
+def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
+    """Replace a row by the one row of another cache of the same layout, whose pages are in this cache's pool.
+
+    Args:
+        cache: of many rows.
+        row: the row that is replaced.
+        other: of one row. What lies in pages may be left out, for it stays where it is.
+
+    Returns:
+        The cache, whose pages are as they were, with the row's table.
+    """
+    first = jnp.zeros((1,), jnp.int32)
+    rows = _inserted(without_bodies(cache), row[None], without_bodies(other), first, first > 0)
+    return with_bodies_of(rows, cache)
+
+
+def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
+    """Copy one row without what lies in pages: for `adopt`."""
+    return _taken(without_bodies(cache), row[None])
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:

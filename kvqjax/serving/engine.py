@@ -19,8 +19,8 @@ import numpy as np
 from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
+from kvqjax.cache.page_counts import pages_complete, pages_needed
 from kvqjax.cache.pages import PagePool
-from kvqjax.cache.state import pages_complete, pages_needed
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
 from kvqjax.generation.sampling import make_sampling
@@ -41,7 +41,7 @@ STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 QUEUE = 1024  # requests that wait
 PREFIXES = 2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
 
-
+# What an engine counts from its beginning on: fields of `Stats`.
 COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted")
 
 

@@ -18,9 +18,10 @@ from kvqjax.step.new_cache import init_cache
 
 __all__ = ["ROWS", "Memory", "memory_for"]
 
-ROWS = 8
-SNAPSHOTS = 8  # of prefixes that are kept in place of one row, at most
-SHARE = 4  # they take this part of what is kept, the pages that belong to them the rest
+ROWS = 8  # requests at a time where nobody says
+# A kept prefix takes a snapshot of what is a row's own. So many take the place of one row at most, and no more than a
+# quarter of its bytes: the pages that they share are most of what is kept.
+SNAPSHOTS, SHARE = 8, 4
 
 
 class Memory(NamedTuple):
@@ -39,14 +40,14 @@ class Memory(NamedTuple):
 class _Sizes(NamedTuple):
     """Bytes of what is a row's own and of a page, and the pages of a full row."""
 
-    own: int
+    private: int
     page: int
     row_pages: int
     bits: float
 
     @property
     def row(self) -> int:
-        return self.own + self.page * self.row_pages
+        return self.private + self.page * self.row_pages
 
 
 def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str) -> _Sizes:
@@ -54,9 +55,10 @@ def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str) -> _Si
     if plain.layout.dealt == 1:
         cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels, pages=1))
         if cache.pages is not None:
-            own = array_bytes(without_bodies(cache).replace(pages=None))
-            page = array_bytes(cache.replace(pages=None)) - own
-            return _Sizes(own, page, cache.pages.shape[1], ledger(plain).bits_stored)
+            # Tables, of 4 bytes a page, are left out.
+            private = array_bytes(without_bodies(cache).replace(pages=None))
+            page = array_bytes(cache.replace(pages=None)) - private
+            return _Sizes(private, page, cache.pages.shape[1], ledger(plain).bits_stored)
     return _Sizes(array_bytes(plain), 0, 0, ledger(plain).bits_stored)
 
 
@@ -94,7 +96,7 @@ def memory_for(
     elif rows is None:
         rows = pool_bytes // sizes.row - beside
     # Rows may be more than fit when all are full: what they share of the memory are pages.
-    fewest = (rows + beside) * sizes.own + sizes.row_pages * sizes.page
+    fewest = (rows + beside) * sizes.private + sizes.row_pages * sizes.page
     if rows < 1 or pool_bytes < fewest:
         raise UserError(
             f"pool_bytes={pool_bytes} hold {pool_bytes // sizes.row} rows of {capacity} tokens ({sizes.row} bytes "
@@ -108,8 +110,9 @@ def memory_for(
                 f"pool_bytes is {pool_bytes}"
             )
         return Memory(rows, 0, prefixes, 0, (rows + beside) * sizes.row, sizes.bits)
-    snapshots = prefixes * max(1, min(SNAPSHOTS, sizes.row // sizes.own // SHARE))
-    left = pool_bytes - (rows + 1 + snapshots) * sizes.own
-    pages = max(sizes.row_pages, left // sizes.page)
-    used = (rows + 1 + snapshots) * sizes.own + pages * sizes.page
+    snapshots = prefixes * max(1, min(SNAPSHOTS, sizes.row // sizes.private // SHARE))
+    # One row must be able to fill its capacity, however little memory there is.
+    snapshots = min(snapshots, prefixes + (pool_bytes - fewest) // sizes.private)
+    pages = (pool_bytes - (rows + 1 + snapshots) * sizes.private) // sizes.page
+    used = (rows + 1 + snapshots) * sizes.private + pages * sizes.page
     return Memory(rows, pages, snapshots, sizes.row_pages, used, sizes.bits)

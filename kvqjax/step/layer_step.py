@@ -61,14 +61,14 @@ def check_capacity(cache: Cache, counts) -> None:
     """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
     the row's sticky flag instead (see `Cache`)."""
     check_alive(cache)
-    if not is_known(cache.lengths, counts, *([] if cache.pages is None else [cache.pages])):
+    if not is_known(counts, *jax.tree.leaves((cache.lengths, cache.pages))):
         return
-    held = np.asarray(cache.lengths) + known_counts(counts)  # jnp would be traced inside a user's loop
-    longest = int(held.max())
+    lengths = np.asarray(cache.lengths) + known_counts(counts)  # jnp would be traced inside a user's loop
+    longest = int(lengths.max())
     if longest > cache.layout.capacity:
         raise UserError(f"a row would hold {longest} tokens; the cache was made for {cache.layout.capacity}")
     if cache.pages is not None:
-        check_pages(cache.layout, np.asarray(cache.pages), held)
+        check_pages(cache.layout, np.asarray(cache.pages), lengths)
 
 
 def slab(runs, rows: tuple[int, ...], dtype) -> dict:

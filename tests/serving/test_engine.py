@@ -283,6 +283,13 @@ def test_memory_says_how_many_rows_there_are(model):
         stats = engine.stats()
     assert (stats.rows, stats.capacity) == (2, CAPACITY)  # one takes prompts, two are kept for what prompts begin with
     assert stats.cache_bytes <= 5 * row
+    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes for pages in (1, 2))
+    least = (two - one) + 11 * (2 * one - two)
+    # More rows than are full: one row's page, and what nine rows, the prompt and a prefix have beside pages.
+    with kvq.Engine(model, "exact", pool_bytes=least, rows=9, prefixes=1, capacity=CAPACITY, chunk=CHUNK) as engine:
+        stats = engine.stats()
+    assert (stats.rows, stats.pages) == (9, 1)
+    assert stats.cache_bytes <= least
 
 
 def test_a_warm_engine_compiles_nothing_for_a_request(model):
