@@ -210,7 +210,10 @@ def mixed_form(spec: Higgs, heads: int, head_dim: int) -> tuple[np.ndarray, Call
 
     def read(tile):
         lead = tile["codes"].shape[:-1]
-        x = inverse_at_once(points, head_dim, tile["codes"].reshape(*lead, heads, -1))
+        codes = tile["codes"].reshape(*lead, heads, -1)
+        forms = {"cuda": higgs_gpu.within_heads, "default": inverse_at_once}
+        forms = {name: functools.partial(form, points, head_dim) for name, form in forms.items()}
+        x = jax.lax.platform_dependent(codes, **forms)
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
         return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)
 

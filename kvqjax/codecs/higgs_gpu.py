@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
+from kvqjax.codecs.hadamard import hadamard
 from kvqjax.codecs.higgs_tpu import Plan
 from kvqjax.ops.xla_workarounds import kept_apart
 
-__all__ = ["inverse"]
+__all__ = ["inverse", "within_heads"]
 
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
@@ -27,6 +28,16 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     y = y.reshape(*codes.shape[:-1], -1, len(matrix))
     x = jnp.einsum("...gv,vc->...gc", y, matrix, preferred_element_type=jnp.float32).astype(jnp.float16)
     return kept_apart(x).astype(jnp.float32).reshape(*codes.shape[:-1], -1)  # or XLA would write the float32 sums
+
+
+def within_heads(points: np.ndarray, group: int, codes: UInt[Array, "*B v"]) -> Float[Array, "*B D"]:
+    """As kvqjax.codecs.higgs_points.inverse_at_once: H^T y of groups as small as a head."""
+    dim = points.shape[1]
+    rows = np.concatenate([hadamard(group)[place::dim] for place in range(dim)])  # +-1
+    columns = points.T.astype(np.float16)  # what grids' numbers are rounded to when they are made (higgs_grid)
+    y = jnp.concatenate([jnp.asarray(column)[codes] for column in columns], axis=-1)
+    x = jnp.einsum("...v,vc->...c", y, jnp.asarray(rows, jnp.float16), preferred_element_type=jnp.float32)
+    return kept_apart(x.astype(jnp.float16)).astype(jnp.float32)
 
 
 def _matrix(plan: Plan) -> Float[Array, "V W"]:

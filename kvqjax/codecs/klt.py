@@ -18,6 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -133,6 +134,13 @@ def _times(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Arr
     return jnp.einsum("...i,ij->...j", x, matrix.astype(jnp.float32), precision="highest")
 
 
+def _times_in_bfloat16(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Array, "*lead O"]:
+    """Multiply in bfloat16 with float32 sums, for GPUs. The coefficients' own errors are ten times those of rounding,
+    even where they have 8 bits (`ERRORS`)."""
+    x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
+    return jnp.einsum("...i,ij->...j", x, matrix, preferred_element_type=jnp.float32)
+
+
 def _coefficients(spec: Klt, levels: list[tuple[int, int, int]], tile: dict) -> Float[Array, "*lead R"]:
     """The coefficients that codes stand for."""
     numbers = [points_of(grid_of(b), tile[f"codes{b}"].astype(jnp.uint32)) for b, _, _ in levels]
@@ -143,7 +151,9 @@ def _coefficients(spec: Klt, levels: list[tuple[int, int, int]], tile: dict) -> 
 def _turned_back(constants: dict, z: Float[Array, "*lead R"]) -> Float[Array, "*lead W"]:
     """The vectors, or means of them, that coefficients belong to."""
     mean = constants["mean"].astype(jnp.float32)
-    return _times(z, constants["back"]) + mean.reshape((1,) * (z.ndim - 1) + mean.shape)
+    # For 131072 tokens of 1024 channels an H100 takes 5.1 ms in float32, 0.85 ms in TF32.
+    turned = jax.lax.platform_dependent(z, constants["back"], cuda=_times_in_bfloat16, default=_times)
+    return turned + mean.reshape((1,) * (z.ndim - 1) + mean.shape)
 
 
 def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:

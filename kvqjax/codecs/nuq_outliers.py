@@ -8,7 +8,10 @@ Both are stored as one array of 16-bit words, [rows, u]: the n values (a float32
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt
+
+from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["restore_outliers", "split_outliers", "store_outliers"]
 
@@ -42,9 +45,18 @@ def restore_outliers(
 
 
 def _compared(dense, values, channels):
-    """Outliers set by one sum over the slots, which have a channel each: a chain of selects, one a slot, would take XLA
-    half of a step's compilation."""
+    """Outliers set by one reduction over the slots, which have a channel each: a chain of selects, one a slot, would
+    take XLA half of a step's compilation."""
     lanes = jnp.arange(dense.shape[-1]).reshape((1,) * (dense.ndim - 1) + (-1, 1))
+    if values.dtype == jnp.bfloat16:
+        # A slot as one number, its channel above the bits of its value. Two operations a slot and channel are enough:
+        # the channel's number is taken off, and the least of what remains is below 2^16 where a slot has this channel.
+        bits = jax.lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.uint32)
+        slots = kept_apart(channels.astype(jnp.uint32) << 16 | bits)[..., None, :]
+        left = slots ^ (lanes.astype(jnp.uint32) << 16)
+        left = jax.lax.reduce(left, np.uint32(2**32 - 1), jax.lax.min, (left.ndim - 1,))
+        number = jax.lax.bitcast_convert_type(left.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
+        return jnp.where(left < 1 << 16, number, dense)
     here = channels[..., None, :] == lanes
     found = jnp.where(here, values[..., None, :].astype(jnp.float32), 0.0).sum(-1)
     return jnp.where(here.any(-1), found, dense)

@@ -48,9 +48,9 @@ def nearest(u: Float[Array, "*S"], signposts: Float[Array, " M"]) -> UInt[Array,
 
 def look_up(codes: UInt[Array, "*S"], signposts: Float[Array, " M"]) -> Float[Array, "*S"]:
     """Look up `signposts[codes]` as a chain of selects: a gather of single numbers is slow on TPUs and vector units. On
-    CPUs as a tree, one comparison a bit: of M a power of two that takes half the operations."""
+    CPUs and GPUs as a tree, one comparison a bit: of M a power of two that takes half the operations."""
     tree = _by_bits if signposts.shape[0] & (signposts.shape[0] - 1) == 0 else _by_value
-    return jax.lax.platform_dependent(codes, signposts, cpu=tree, default=_by_value)
+    return jax.lax.platform_dependent(codes, signposts, cpu=tree, cuda=tree, default=_by_value)
 
 
 def _by_value(codes: UInt[Array, "*S"], signposts: Float[Array, " M"]) -> Float[Array, "*S"]:

@@ -98,10 +98,10 @@ class Decode(Protocol):
 
 class Expand(Protocol):
     def __call__(
-        self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array | None, /
+        self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array, /
     ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
         """Make keys and values as attended, keys rotated by RoPE, from sources [B, n, W], exact or decoded, and their
-        positions [B, n]. Without positions (see `Fast.before_rope`) keys are not rotated."""
+        positions [B, n], or what stands for them (`Fast.waves`)."""
         ...
 
 
@@ -202,9 +202,9 @@ class Fast(NamedTuple):
     shared: SharedValues | None = None  # values are summed before they are mapped to heads
     # The same where no kernel reads the body: on a GPU, or by few queries on a CPU.
     summed: SharedValues | None = None
-    mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU
+    mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU or GPU
     reading: int = 1  # tokens that are decoded at a time, where the body's block is smaller and divides them
-    before_rope: bool = False  # `expand` rotates keys last of all, and does not where it gets no positions
+    before_rope: bool = False  # `expand` rotates keys by RoPE
     # waves(n) makes the function from n consecutive positions to what `expand` then takes in their place
     # (kvqjax.model.rope.following). A CPU has it for keys that are kept before RoPE.
     waves: Callable | None = None

@@ -14,15 +14,12 @@ from kvqjax.ops.xla_workarounds import made_once
 
 __all__ = [
     "Waves",
-    "back",
     "check_length",
     "following",
     "inverse_frequencies",
     "positions_of_layer",
     "rotate",
-    "steps",
     "turn",
-    "turned_back",
 ]
 
 
@@ -141,14 +138,14 @@ def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves
 
 
 def rotate(
-    x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"] | Waves | None, config: KVShape
+    x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"] | Waves, config: KVShape
 ) -> Float[Array, "*B T N D"]:
-    """Rotate N heads of T tokens to their absolute positions; without positions or a rope they stay as they are.
-    Angles, cos and sin in float32, the result in x.dtype."""
+    """Rotate N heads of T tokens to their absolute positions; without a rope they stay as they are. Angles, cos and sin
+    in float32, the result in x.dtype."""
     if isinstance(positions, Waves):
         return _turned(x, positions)
     rope = config.turning
-    if rope is None or rope.kind == "none" or positions is None:
+    if rope is None or rope.kind == "none":
         return x
     return turn(x, _angles(positions, config), rope.attention_factor)
 
@@ -168,35 +165,6 @@ def positions_of_layer(
     factor = np.asarray([1.0 if layer.turning is None else layer.turning.attention_factor for layer in layers])
     angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
     return _waves(angles, jnp.asarray(factor, jnp.float32)[index])
-
-
-def steps(size: int, config: KVShape) -> Waves:
-    """Make the table that `turned_back` takes: the waves of 0 to size - 1, [1, 1, size, P]."""
-    assert config.turning is not None
-    return _waves(_angles(jnp.arange(size)[None, None], config), config.turning.attention_factor)
-
-
-def back(positions: Int[Array, "*B S"], config: KVShape) -> Waves:
-    """Make the waves that turn back by these positions."""
-    return _waves(-_angles(positions, config), 1.0)
-
-
-def turned_back(q: Float[Array, "B K X D"], first: Waves, table: Waves) -> list[Float[Array, "B S K D"]]:
-    """Turn X rotated queries of K heads, float32, back by the position of every key: their products with keys that
-    are not rotated are those with rotated ones. In each row as many positions as the table of `steps` has follow each
-    other; `first` turns `back` by the first one of each table.
-
-    With R_s the rotation of position s = f + j, f the first of these: R_-s q = R_-j (R_-f q). R_-j is one table for
-    all, so that little is read for it."""
-    batch, heads, count, dim = q.shape
-    q = q.reshape(batch, 1, heads * count, dim)
-    q = _turned(jnp.broadcast_to(q, (*first.cos.shape[:2], heads * count, dim)), first)
-    q = q.reshape(*q.shape[:2], 1, heads, count, dim)
-    lower, upper = jnp.split(q, 2, axis=-1)
-    crossed = jnp.concatenate([upper, -lower], axis=-1)
-    cos, sin = (jnp.tile(wave, 2)[..., None, :] for wave in table)  # [1, 1, size, 1, D]
-    found = [q[..., n, :] * cos + crossed[..., n, :] * sin for n in range(count)]
-    return [x.reshape(batch, -1, heads, dim) for x in found]
 
 
 def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:

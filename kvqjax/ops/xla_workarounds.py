@@ -269,7 +269,7 @@ def depending_on(x: Array, new: Tree) -> Tree:
     # What a layer outside a loop captures is ready before its attention has read the body: XLA copied the body so that
     # `append` may write at the same time. It must be data, since an optimization barrier is gone when XLA's CPU
     # backend places copies.
-    never = _never(x)
+    never = given_to_gpus(_never(x))
     return jax.tree.map(lambda y: jnp.where(never, jnp.zeros_like(y), y), new)
 
 
@@ -283,7 +283,7 @@ def entering_after(body: Tree, new: dict[str, Array]) -> dict[str, Array]:
 def known_after(x: Array, number: Int[Array, ""] | int) -> Int[Array, ""]:
     """Return `number`, which XLA cannot know before it has `x`."""
     # XLA may cut what is cut from a stored array at a known number for all unrolled layers at once.
-    return jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number))
+    return given_to_gpus(jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number)))
 
 
 def unknown_zero(counts: Int[Array, " B"]) -> Int[Array, ""]:

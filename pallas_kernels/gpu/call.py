@@ -17,9 +17,14 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def default_splits(tiles: int, pairs: int, resident: int) -> int:
-    """Return how many programs share each of the `pairs` of row and head: enough to put `resident` on every
-    multiprocessor."""
-    return max(1, min(tiles, -(-MULTIPROCESSORS * resident // pairs)))
+    """Return how many programs share the `tiles` of each of the `pairs` of row and head.
+
+    A multiprocessor holds `resident` programs; those that find no place wait for a round of their own, which lasts as
+    long as the first. So the best number makes the product of rounds and tiles of a program least. It is sought among
+    numbers that fill up to four rounds; of equal ones the fewest, whose results are quickest to merge."""
+    places = MULTIPROCESSORS * resident
+    most = max(1, min(tiles, 4 * places // pairs))
+    return min(range(1, most + 1), key=lambda splits: -(-pairs * splits // places) * -(-tiles // splits))
 
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:

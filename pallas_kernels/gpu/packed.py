@@ -11,7 +11,9 @@ Products are in bfloat16 with float32 sums. `kernel` has the body.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -115,6 +117,14 @@ def packed_attention(
     row's tokens; by default as many as fill the chip. Raise ValueError for bodies that this kernel does not read."""
     check(q, body, spec)
     _check(spec)
+    return _attend(q, body, layer, start, stop, spec, splits)
+
+
+# Jitted by itself so that a program lowers the kernel once, and not for every layer that calls it: that took half a
+# second a layer (jax 0.11.2).
+@functools.partial(jax.jit, static_argnames=("spec", "splits"))
+def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: int | None) -> Partial:
+    """Call the kernel."""
     batch, slots = q.shape[0], body.value_scale.shape[-1]
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
     tiles = slots // tile_tokens(spec.key_bits)

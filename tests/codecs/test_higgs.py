@@ -230,6 +230,17 @@ def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
     assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
 
 
+@pytest.mark.parametrize(("bits", "dim", "group"), [(2, 2, 128), (4, 1, 64), (3, 2, 96)])
+def test_heads_as_gpus_transform_them_round_nothing_but_the_result(bits, dim, group):
+    points = shipped_grid(bits, dim)
+    codes = np.random.default_rng(0).integers(0, len(points), (3, 2, group // dim))
+    y = points[codes].reshape(3, 2, group).astype(np.float64)
+    wanted = y @ hadamard(group)
+    x = np.asarray(jax.jit(functools.partial(higgs_gpu.within_heads, points, group))(jnp.asarray(codes, jnp.uint32)))
+    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True) + 2.0**-11 * np.abs(wanted)
+    assert (np.abs(x - wanted) <= bound).all()
+
+
 @pytest.mark.parametrize(
     ("width", "options"), [(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})], ids=str
 )

@@ -8,7 +8,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.calibrate import klt
-from kvqjax.codecs.klt import ERRORS, Klt, bits_of_ranks, grid_of
+from kvqjax.codecs.klt import ERRORS, Klt, _times_in_bfloat16, bits_of_ranks, grid_of
 from kvqjax.model.rope import rotate
 
 WIDTH, TOKENS = 64, 4096
@@ -107,6 +107,17 @@ def test_means_of_coefficients_are_turned_back_to_means_of_vectors():
     weights = np.random.default_rng(2).dirichlet(np.ones(64), 5).astype(np.float32)
     means = finish(constants, jnp.asarray(weights) @ numbers[0])
     np.testing.assert_allclose(means, weights @ found, rtol=0, atol=64 * 2.0**-22 * np.abs(found).max())
+
+
+def test_vectors_as_gpus_turn_them_back_round_coefficients_and_matrix_to_bfloat16():
+    """Both factors of a term are off by at most 2^-9 of it, and W + 1 float32 additions round."""
+    z = np.random.default_rng(3).normal(size=(64, WIDTH)).astype(np.float32)
+    _, constants = _coded(Klt(bits=2.0, slope=1.0), *_correlated())
+    back = np.asarray(constants["back"], np.float64)
+    z = z[:, : len(back)]
+    found = np.asarray(_times_in_bfloat16(jnp.asarray(z), constants["back"]), np.float64)
+    bound = (2.0**-8 + 2.0**-18 + WIDTH * 2.0**-23) * (np.abs(z) @ np.abs(back))
+    assert (np.abs(found - z @ back) <= bound).all()
 
 
 def test_costs_of_keys_do_not_depend_on_positions():

@@ -58,6 +58,20 @@ def test_kernel_equals_the_oracle(simulated, case, place, splits):
     near(got, want, key, value, q, within(**place))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "pairs", "splits"),
+    [
+        (256, 8, 43),  # 6 tiles each in one round; 50 programs a pair would be 400, four more than have a place
+        (64, 64, 6),  # 11 tiles; with 7 programs a pair 52 would wait for a second round
+        (64, 396, 1),
+        (1, 8, 1),
+        (3, 5000, 1),
+    ],
+)
+def test_programs_that_share_a_row_fill_whole_rounds(tiles, pairs, splits):
+    assert gpu_call.default_splits(tiles, pairs, 3) == splits
+
+
 def test_exact_kernel_equals_the_oracle(simulated):
     q, _, key, value, start, stop = inputs(FOUR)
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvqjax.cache.readers.blocks import put_into_carry
 from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.run_layout import RunLayout, few_block
+from kvqjax.cache.run_layout import MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
-from kvqjax.model.rope import Waves, back, steps, turned_back
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import (
+    all_lanes,
     cut_along,
     cut_at,
     depending_on,
@@ -38,21 +38,18 @@ __all__ = ["attend_decoded", "read_at_a_time"]
 
 PASSED = 3 * 2**16, 3 * 2**17  # the fewest body tokens of all rows that are cut in parts, and the most of a part
 PARTS = 2  # that a body is read in, between those
-MOST_SUMS = 8  # queries of a KV head whose scores are summed instead of multiplied out
 MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
 
 
 class Part(NamedTuple):
     """Body slots that are attended to together: as many as `positions` has of every row from slot `first` on, or, with
-    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees, `waves` turn queries back by the
-    first position of each table (`_with_waves`). Parts of equal sizes are one value whose arrays have an axis of P in
-    front."""
+    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees. Parts of equal sizes are one value
+    whose arrays have an axis of P in front."""
 
     first: Int[Array, "*P"] | Int[Array, "*P n"]
     positions: Int[Array, "*P n size"]
     mask: Bool[Array, "*P n T size"]
     rows: Int[Array, "*P n"] | None = None
-    waves: Waves | None = None
 
 
 def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
@@ -73,12 +70,8 @@ def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
     parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
-    q, table = scaled(q), None
-    if q.shape[1] * q.shape[2] <= MOST_SUMS * call.kv_heads:
-        parts, table = _with_waves(view, parts)
-        q = q.astype(jnp.float32)  # as sums want them, once for all parts
-    call = call._replace(q=q)
-    partial = _each(lambda part, after: _attend_part(call, constants, part, carry, table, after), parts, q)
+    call = call._replace(q=scaled(q))
+    partial = _each(lambda part, after: _attend_part(call, constants, part, carry, after), parts, q)
     if spans is None:
         return Partial(combined(partial.lse, partial.out), jax.nn.logsumexp(partial.lse, axis=0))
     return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial)), spans)
@@ -107,21 +100,17 @@ def read_at_a_time(tokens: int) -> int:
     return min(max(fewest, -(-tokens // PARTS)), most)
 
 
-def _with_waves(view: LayerView, parts: Part) -> tuple[Part, Waves | None]:
-    """Make what turns queries back by the positions of keys that are decoded before the rope: waves of every part's
-    first positions, and one table of the steps from each for all parts. No table where keys are decoded after
-    the rope, or positions do not follow each other."""
-    run, size = view.run, math.gcd(parts.positions.shape[-1], MOST_SPAN)
-    if not run.wiring.fast.before_rope or run.shape.turning is None or run.deal.parts > 1:
-        return parts, None
-    return parts._replace(waves=back(parts.positions[..., ::size], run.shape)), steps(size, run.shape)
+def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> Partial:
+    """Attend to one part, which is not read before `after` is there.
 
-
-def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, table: Waves | None, after) -> Partial:
-    """Attend to one part, which is not read before `after` is there. With a `table`, queries are turned back."""
+    Keys are written in the queries' dtype, and a product reads them. To sum them in the kernel that decodes them, for
+    each of the few queries, would spare their bytes; it took an H100 twelve times as long as writing and reading them.
+    """
     q, view, shared = call.q, call.view, call.shared
-    run, size = view.run, part.positions.shape[-1]
-    dtype = jnp.result_type(*view.new.values())  # of products with values: queries may be float32 by now
+    run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
+    # Queries that take a part of the keys' transform meet the keys of all heads: KV heads times as many rows in a
+    # product, which a GPU's matrix units pad to as many anyway.
+    mixed = run.wiring.fast.mixed if q.shape[1] * q.shape[2] <= MOST_ROWS and not carry else None
     if part.rows is not None:
         q = q[part.rows]
 
@@ -131,15 +120,17 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, table: Wav
         else:
             payload = _payload(view, part, after)
             found, _ = run.wiring.maps.decode(constants, payload, {})
+            if mixed is not None:  # keys as decoded then have no user
+                found = found | {"k": mixed.read(payload["k"])}
         found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
-        return payload, found, expanded(view, found, part.positions if table is None else None, body=True)
+        return payload, found, expanded(view, found, part.positions, body=True)
 
     def scores(rows, _):
         k = decoded(after)[2][0]
-        if table is not None and part.waves is not None:
-            return [_sums(turned_back(rows, part.waves, table), k)]
-        if rows.shape[2] <= MOST_SUMS:
-            return [_sums([rows[:, None, :, n] for n in range(rows.shape[2])], k)]
+        if mixed is not None:
+            rows = all_lanes(rows[:, :, :, None], mixed.mix).reshape(*rows.shape[:3], -1)
+            k = row_major(k.reshape(*k.shape[:2], -1))
+            return [jnp.einsum("bkxl,bsl->bkxs", rows, k, preferred_element_type=jnp.float32)]
         k = row_major(jnp.swapaxes(k, 1, 2))
         return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
 
@@ -153,16 +144,6 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, table: Wav
     piece = math.gcd(PIECE, run.slots_here // 2)
     direct = Direct(scores, values)
     return attend_whole(q, {"k": {}, "v": {}}, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap)
-
-
-def _sums(q: list[Float[Array, "B ones K D"]], k: Float[Array, "B S K D"]) -> Float[Array, "B K X S"]:
-    """Multiply each of X queries, one for all keys or one for each, with the keys by a sum, float32: one reduction for
-    all queries. XLA for GPUs makes the keys in its kernel, where it would write and read them for a product."""
-    wide = jnp.swapaxes(k, 1, 2).astype(jnp.float32)
-    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
-    zeros = (jnp.float32(0),) * len(q)
-    found = jax.lax.reduce(tuple(wide * jnp.swapaxes(x, 1, 2) for x in q), zeros, add, (3,))
-    return jnp.stack(found, 2)
 
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:

@@ -276,7 +276,7 @@ def attended(
     k: Float[Array, "B n KD"],
     v: Float[Array, "B n KD"],
     weights: Layer,
-    positions: Int[Array, "B n"] | Waves | None,
+    positions: Int[Array, "B n"] | Waves,
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
     """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE.
@@ -285,7 +285,7 @@ def attended(
         k: the layer's input times W_k.
         v: the layer's input times W_v.
         weights: the layer's.
-        positions: of the tokens, or what stands for them; None leaves keys unrotated.
+        positions: of the tokens, or what stands for them.
         config: the model's shape.
 
     Returns:
