@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["alternating_seconds", "copy_rate", "machine", "median_seconds", "memory", "product_rate"]
+__all__ = ["alternating_seconds", "machine", "median_seconds", "memory", "product_rate"]
 
 
 def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
@@ -29,19 +29,6 @@ def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> lis
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     """Median wall-clock seconds until what `call()` returns is ready, after one call that compiles and warms up."""
     return statistics.median(alternating_seconds([call], repeats)[0])
-
-
-def copy_rate(size: int, repeats: int = 10, inner: int = 8) -> float:
-    """Bytes per second that the first device reads and writes when it copies `size` bytes, `inner` times in one call:
-    the ceiling for anything bound by memory."""
-
-    @jax.jit
-    def copies(x):
-        # A changed bit each time: what is only copied is not copied at all.
-        return jax.lax.fori_loop(0, inner, lambda _, x: x ^ jnp.uint32(1), x)
-
-    x = jnp.zeros((max(1, size // 4),), jnp.uint32)
-    return 2 * x.nbytes * inner / median_seconds(lambda: copies(x), repeats)
 
 
 def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4, dtype: str = "float32") -> float:

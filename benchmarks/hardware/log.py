@@ -1,71 +1,85 @@
-"""What was measured so far, a JSON line each, so that a run can be stopped, killed and continued.
+"""The rows of a run: a JSON line when an item begins and one when it ends, so that one that ends its process is known.
+No JAX here: the parent process reads them too."""
 
-A line is written before an item begins and one when it ends. An item that began and never ended took its process with
-it: it is not tried again.
-"""
-
+import gc
 import json
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Log"]
+__all__ = ["Log", "ceiling", "read_rows"]
 
 Row = dict[str, Any]
+STICKY = ("CUDA_ERROR", "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "DEVICE_SIDE")  # after these a process measures nothing
+MOST_TRACEBACK = 20_000  # characters of a traceback that are kept
+
+
+def read_rows(out: Path, commit: str) -> list[Row]:
+    """Return the newest row of every item of this commit, in order."""
+    path, last = out / "rows.jsonl", {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut off
+            continue
+        if isinstance(row, dict) and row.get("commit") == commit:
+            last[row["block"], row["item"]] = row
+    return list(last.values())
+
+
+def ceiling(out: Path, commit: str, item: str) -> float | None:
+    """Return a figure that the block of ceilings measured; None without one."""
+    rows = [row for row in read_rows(out, commit) if row["item"] == item and row["state"] == "done"]
+    return rows[0]["median"] if rows else None
 
 
 class Log:
-    """The file `path`; `about` names the machine and versions: what was measured on others is not taken for this."""
+    """Rows of one block. What is done for this commit is not done again; what failed or ended its process is tried
+    again by the next run, but not by this one."""
 
-    def __init__(self, path: Path, about: Row) -> None:
-        self.path, self.about, text = path, about, _read(path)
-        if text and not text.endswith("\n"):  # cut off: what follows must not be taken for its end
-            path.write_text(text + "\n", encoding="utf-8")
-        self.lines = [line for line in map(_parsed, text.splitlines()) if line.get("about") == about]
+    def __init__(self, out: Path, block: str, commit: str, run: str) -> None:
+        self.out, self.block, self.path = out, block, out / "rows.jsonl"
+        self.about = {"block": block, "commit": commit, "run": run}
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):  # cut off by a crash
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        rows = [row for row in read_rows(out, commit) if row["block"] == block]
+        self.closed = {row["item"] for row in rows if row["state"] == "done" or row["run"] == run}
+        for row in rows:
+            if row["state"] == "begun" and row["run"] == run:
+                self.write({"item": row["item"], "state": "crashed", "short": "its process ended with it"})
 
-    def state(self, item: str) -> str:
-        """ "new", "done", "failed", or "crashed" for what began and never ended."""
-        states = [line["state"] for line in self.lines if line["item"] == item]
-        return {"begun": "crashed"}.get(states[-1], states[-1]) if states else "new"
-
-    def rows(self, stage: str) -> list[Row]:
-        """The figures of a stage's items that are done."""
-        done = [line for line in self.lines if line["stage"] == stage and line["state"] == "done"]
-        return [row for line in done for row in line["rows"]]
-
-    def problems(self) -> list[tuple[str, str]]:
-        """(item, one line) of all that failed or crashed."""
-        last = {line["item"]: line for line in self.lines}
-        texts = {"failed": lambda line: line["problem"], "begun": lambda line: "the process ended with it"}
-        return [(item, texts[line["state"]](line)) for item, line in last.items() if line["state"] in texts]
-
-    def run(self, stage: str, item: str, measure: Callable[[], list[Row]]) -> None:
-        """Measure one item; what it raises is written down instead of figures."""
-        self._write({"stage": stage, "item": item, "state": "begun"})
-        try:
-            end: Row = {"state": "done", "rows": measure()}
-        except Exception as error:  # a compiler, or a memory that is too small, may raise anything
-            end = {
-                "state": "failed",
-                "problem": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300],
-            }
-        self._write({"stage": stage, "item": item} | end)
-
-    def _write(self, line: Row) -> None:
-        line = line | {"about": self.about}
-        self.lines.append(line)
+    def write(self, row: Row) -> None:
+        """Append a row."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(self.about | row) + "\n")
 
+    def new(self, item: str) -> bool:
+        """Say whether an item is still to be measured."""
+        return item not in self.closed
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    def item(self, name: str, measure: Callable[[], Row]) -> None:
+        """Measure one item. What it raises becomes its row, and the traceback goes to errors.txt."""
+        if not self.new(name):
+            return
+        begun = time.monotonic()
+        self.write({"item": name, "state": "begun"})
+        try:
+            row = {"state": "done"} | measure()
+        except Exception as error:  # a compiler, a driver or a full memory may raise anything
+            row = self._failed(name, error)
+        gc.collect()
+        self.write({"item": name} | row | {"seconds": round(time.monotonic() - begun, 2)})
+        if any(word in row.get("error", "") for word in STICKY):
+            raise SystemExit(3)
 
-
-def _parsed(line: str) -> Row:
-    """A line's content; nothing for one that was cut off."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) and {"stage", "item", "state"} <= found.keys() else {}
+    def _failed(self, name: str, error: Exception) -> Row:
+        with (self.out / "errors.txt").open("a", encoding="utf-8") as file:
+            text = "".join(traceback.format_exception(error))[-MOST_TRACEBACK:]
+            file.write(f"--- {self.block}: {name}\n{text}\n")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        text = f"{type(error).__name__}: " + " | ".join(dict.fromkeys((lines[0], *lines[-2:])))[:400]
+        traceback.clear_frames(error.__traceback__)  # they hold arrays
+        return {"state": "failed", "error": text, "short": text[:70]}

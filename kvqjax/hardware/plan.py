@@ -101,7 +101,9 @@ def plan(
     Returns:
         A row for each cache. Keys that end in `_per_device` are bytes on one device, `bytes` and `classes` are the
         whole cache. `tokens_per_second` is a bound for all rows together: a step reads every byte once at the full
-        bandwidth and computes at the peak. It is None for what does not fit.
+        bandwidth and computes at the peak. It is None for what does not fit. `attention_over_16_bits` was measured
+        on an H100 (docs/speed.md): a layer's attention without our kernels, in times of what reading 16-bit keys and
+        values takes. It is None for other chips and methods.
 
     Raises:
         UserError: names and numbers that are wrong, and meshes that cannot share out the model.

@@ -7,6 +7,7 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.cache.reading import readers_text
 from kvqjax.hardware.chips import target_name
 from kvqjax.hardware.devices import DEVICES, GIB, Device
+from kvqjax.hardware.measured import attention_over_16_bits
 from kvqjax.hardware.planner import Plan, headroom, largest, plan_memory, step_bounds
 from kvqjax.hardware.prompts import estimated_seconds, prompt_operations
 from kvqjax.methods import Method
@@ -92,6 +93,7 @@ def _speed(case: Case, planned: Plan, method: Method, device: Device, fits: bool
         "tokens_per_second": case.batch / max(reading, computing) if fits else None,
         "recomputing_hidden_until": "always" if hidden == float("inf") else int(hidden),
         "bound_by": "bandwidth" if reading >= computing else "compute",
+        "attention_over_16_bits": attention_over_16_bits(str(method), case.chip or ""),
     }
 
 

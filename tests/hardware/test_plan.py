@@ -222,4 +222,13 @@ def test_a_printed_plan_fits_the_terminal_and_says_what_is_of_one_device(device,
         assert words in plain
     assert ("JAX takes 75% of a GPU" in plain) != several
     assert "estimated" in plain
-    assert ("Nothing here is measured." in plain) == (device != "t4")
+    assert ("Nothing here is measured." in plain) == (device not in ("t4", "h100"))
+    assert ("The last line was measured on such a chip" in plain) == (device == "h100")
+
+
+def test_what_attention_took_is_a_figure_of_the_chip_that_it_was_measured_on():
+    text = ["kivi:bits=2,group=128", "kvquant:bits=3", "kivi:bits=3"]
+    times = [row["attention_over_16_bits"] for row in kvq.plan("llama-3.1-8b", text, device="h100")]
+    assert times[0] < 1 < times[1]
+    assert times[2] is None
+    assert [row["attention_over_16_bits"] for row in kvq.plan("llama-3.1-8b", text, device="a100-80")] == [None] * 3

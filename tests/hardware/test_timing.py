@@ -16,8 +16,3 @@ def test_calls_take_turns():
     spent = timing.alternating_seconds([lambda: order.append("a"), lambda: order.append("b")], 2)
     assert "".join(order) == "ababab"
     assert [len(times) for times in spent] == [2, 2]
-
-
-def test_copies_are_counted_both_ways(monkeypatch):
-    monkeypatch.setattr(timing, "median_seconds", lambda call, repeats: call().nbytes and 2.0)
-    assert timing.copy_rate(4096, inner=3) == 2 * 4096 * 3 / 2.0

@@ -28,7 +28,7 @@ from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=128)
-METHOD = "kivi:bits=4,group=128,window=0"
+METHOD, THREE = (f"kivi:bits={bits},group=128,window=0" for bits in (4, 3))
 FORM = KernelForm("kivi", 4, 4)
 
 
@@ -152,8 +152,9 @@ def test_for_a_chip_that_is_not_here_the_table_counts(chip):
     cache = kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e")
     assert path_of(cache) == "tpu"
     assert "the table's word, not checked on a chip" in repr(cache)
-    hopper = kvq.init_cache(SHAPE, METHOD, 1, 2048, target="sm90", form="planes")
-    assert path_of(hopper) == "reference"  # compiled, never run
+    found = {text: kvq.init_cache(SHAPE, text, 1, 2048, target="sm90", form="planes") for text in (METHOD, THREE)}
+    assert path_of(found[METHOD]) == "gpu"  # found right on one
+    assert path_of(found[THREE]) == "reference"  # compiled, never run
     assert not checked
 
 

@@ -128,9 +128,9 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
     case = dataclasses.replace(TWO, target="sm90")
     form = KernelForm("kivi", 2, 2)
-    assert support.lookup(form, "sm90") == support.Entry("compiled", 8)
+    monkeypatch.setitem(support.TABLE[form], "sm90", support.Entry("compiled", 8))
     assert dispatch.path(case.spec, 8, case.slots) == "reference"
-    monkeypatch.setitem(support.TABLE[form], "sm90", support.Entry("simulated", 8))
+    monkeypatch.undo()
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
     assert dispatch.path(case.spec, 65, case.slots) == "reference"
     q, body, key, value, start, stop = inputs(case)
@@ -145,7 +145,9 @@ def test_the_table_names_every_form():
     forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
     forms = {form_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
     assert len(forms) == 9
-    assert {support.lookup(form, "sm90").level for form in forms} == {"compiled"}
+    run = {KernelForm("kivi", bits, bits) for bits in (2, 4)}  # on an H100 (docs/speed.md)
+    assert {support.lookup(form, "sm90").level for form in forms - run} == {"compiled"}
+    assert {support.lookup(form, "sm90").level for form in run} == {support.verified("NVIDIA H100 80GB HBM3")}
 
 
 @pytest.mark.parametrize(

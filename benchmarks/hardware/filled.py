@@ -1,0 +1,167 @@
+"""Models and caches for measuring: a geometry with random weights, and caches of any length that are full of real codes
+without a prefill. What measures uses the library's inner names here alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvqjax as kvq
+from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.runs import runs_of
+from kvqjax.cache.state import units_due
+from kvqjax.generation.loop import decode_steps, unbegun
+from kvqjax.generation.sampling import make_sampling
+from kvqjax.hardware.planner import parameter_shapes
+from kvqjax.kernel_checks.trial import made_up
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import config_of
+from kvqjax.model.weight_trees import unrolled
+from kvqjax.pallas_kernels.packed import target_of
+
+__all__ = [
+    "LAYER",
+    "PLAIN",
+    "constants_of",
+    "decode",
+    "empty",
+    "filled",
+    "layer_of",
+    "model_of",
+    "said_full",
+    "settings",
+    "small_config",
+    "target",
+    "tile_of",
+    "wished",
+    "with_weights",
+]
+
+TILE = 4096  # encoded tokens that bodies are made of, again and again
+PLAIN = {"form": "heads", "kernels": "off"}  # what XLA reads on GPUs
+
+
+def target() -> str:
+    """Return the kernel target of the device in use; a CPU stands in for a Hopper GPU, so that the same is traced."""
+    found = target_of(jnp.zeros(()))
+    return "sm90" if found == "cpu" else found
+
+
+def layer_of(config: ModelConfig) -> kvq.KVShape:
+    """Return the shape of one layer's cache."""
+    sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "head_dim", "width", "rope")}
+    return kvq.KVShape(num_layers=1, **sizes)
+
+
+LAYER = layer_of(config_of("llama-3.1-8b"))
+
+
+def small_config(layers: int = 2) -> ModelConfig:
+    """Return a small geometry with heads of 128 channels."""
+    sizes = {"vocab_size": 512, "width": 512, "mlp_width": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    return ModelConfig(num_layers=layers, rope=kvq.Rope(theta=5e5), **sizes)
+
+
+def model_of(config: ModelConfig) -> kvq.Model:
+    """Return a model of shapes, every layer by itself, as `load` stores it on GPUs."""
+    return kvq.Model(jax.eval_shape(unrolled, parameter_shapes(config, "bfloat16")), (), config=config)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+
+
+def with_weights(shapes: kvq.Model) -> kvq.Model:
+    """Return the model with random weights on the device, made one array after the other."""
+    keys = iter(jax.random.split(jax.random.key(0), 1000))
+
+    def array(x):
+        return jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else _normal(next(keys), x.shape, x.dtype)
+
+    return shapes.replace(params=jax.block_until_ready(jax.tree.map(array, shapes.params)))
+
+
+def constants_of(layout, seed: int = 0) -> tuple:
+    """Make up the calibrated constants of every run, the same for a seed whatever the dtype."""
+    random = np.random.default_rng(seed)
+
+    def one(run) -> dict:
+        make = lambda name, x: jnp.asarray(made_up(name, x.shape, random), x.dtype)  # noqa: E731
+        wanted = run.wiring.constants(run.count, layout.dtype).items()
+        return {group: {name: make(name, x) for name, x in names.items()} for group, names in wanted}
+
+    return tuple(one(run) for run in runs_of(layout))
+
+
+def empty(of, text: str, batch: int, capacity: int, **form):
+    """Return a cache of shapes for a GPU. `of` is a model or one layer's shape; `form` says how bodies are stored and
+    by which kernels they are read, by default as XLA reads them."""
+    about = {"layers": "unroll", "target": target()} | (form or PLAIN)
+    about |= {} if isinstance(of, kvq.Model) else {"dtype": "bfloat16"}
+    return jax.eval_shape(lambda: kvq.init_cache(of, text, batch, capacity, **about))
+
+
+def tile_of(text: str, layer: kvq.KVShape = LAYER, **form) -> tuple:
+    """Return (a small cache of one layer that is full of random tokens, its constants)."""
+    layout = empty(layer, text, 1, 2 * TILE, **form).layout
+    clocks = [clock for run in runs_of(layout) for clock in run.wiring.storage.clocks]
+    tokens = TILE + layout.method.sinks + max(clock.window for clock in clocks)
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty(layer, text, 1, tokens, **form))
+    fixed, keys = constants_of(layout), jax.random.split(jax.random.key(1), 4)
+    numbers = lambda key, w: jax.random.normal(key, (1, tokens, w)) + jax.random.normal(keys[3], (w,))  # noqa: E731
+    widths = {name: array.shape[-1] for name, array in cache.runs[0].window.items()}
+    made = {name: numbers(key, width).astype("bfloat16") for key, (name, width) in zip(keys, widths.items())}  # noqa: B905
+    return kvq.append(cache, [made], jnp.full((1,), tokens, jnp.int32), constants=fixed), fixed
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _stretched(x, shape):
+    """`x` repeated along every axis up to `shape`, in memory of its own."""
+    turns = [-(-want // max(1, have)) for want, have in zip(shape, x.shape, strict=True)]
+    return jnp.copy(jax.lax.slice(jnp.tile(x, turns), (0,) * x.ndim, shape))
+
+
+def said_full(cache, held: int):
+    """Return the cache with rows that are said to hold `held` tokens."""
+    lengths = jnp.full(cache.lengths.shape, held, jnp.int32)
+    past = lengths - cache.layout.method.sinks
+    pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
+    runs = tuple(state.replace(flushed=units_due(run, state, past)) for run, state in pairs)
+    return cache.replace(runs=runs, lengths=lengths, finite=jnp.copy(lengths), overflow=lengths < 0)
+
+
+def filled(shapes, tile, held: int):
+    """Return a cache of the shapes `shapes` whose rows hold `held` tokens: real codes and scales, those of the
+    one-layer cache `tile` again and again."""
+
+    def fill(want):
+        names, have = ("body", "sinks", "window"), tile.runs[0]
+        stretch = lambda want, x: _stretched(x, want.shape)  # noqa: E731
+        made = {name: jax.tree.map(stretch, getattr(want, name), getattr(have, name)) for name in names}
+        return want.replace(**made, flushed=tuple(jnp.zeros(x.shape, x.dtype) for x in want.flushed))
+
+    runs = tuple(map(fill, shapes.runs))
+    lengths = jnp.zeros(shapes.lengths.shape, jnp.int32)
+    return said_full(shapes.replace(runs=runs, lengths=lengths), held)
+
+
+def wished(cache, room: int):
+    """Return the state of `generate`'s decode loop whose rows all want `room` tokens and more."""
+    cache = bounded(cache, bound_for(cache.layout, [cache.layout.capacity] * cache.batch))
+    make = lambda cache: unbegun(cache, room)  # noqa: E731
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(cache)):
+        return jax.eval_shape(make, cache)
+    whole = lambda value: jnp.full((cache.batch,), value, jnp.int32)  # noqa: E731
+    return make(cache).replace(owed=jnp.ones((cache.batch,), bool), left=whole(10**6), newest=whole(1))
+
+
+def decode(model: kvq.Model, shapes, room: int):
+    """Lower `generate`'s decode loop for shapes; it takes (model, state, *settings(), steps)."""
+    return decode_steps.lower(model, wished(shapes, room), *settings(), jnp.int32(0))
+
+
+def settings() -> tuple:
+    """Return greedy sampling, and an end token that no row draws."""
+    return make_sampling(), jnp.full((1,), -1, jnp.int32)

@@ -1,0 +1,72 @@
+"""The library's own GPU kernels: right or wrong, then their time against XLA's path, alone and in whole steps."""
+
+import numpy as np
+
+from benchmarks.hardware.attention import Bench, layer_program, vectors
+from benchmarks.hardware.ceilings import on_gpu
+from benchmarks.hardware.filled import PLAIN, target, tile_of
+from benchmarks.hardware.steps import METHODS as STEP_METHODS
+from benchmarks.hardware.steps import SHAPES as STEP_SHAPES
+from benchmarks.hardware.steps import TINY, Case, measure_steps
+from benchmarks.hardware.timing import relative
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.kernel_checks.check import check
+from kvqjax.kernel_checks.compare import Speed
+from kvqjax.kernel_checks.report import SHAPES as CHECKED
+from kvqjax.kernel_checks.trial import candidates
+from kvqjax.methods import parse
+
+__all__ = ["kernel_steps", "kernels"]
+
+METHODS = ("kivi:bits=2,group=128", "kivi:bits=4,group=128", "kivi:bits=3,group=128", "kvquant:bits=3,outliers=0")
+SHAPES = ((32768, 8), (131072, 1))
+FORMS = {"XLA": PLAIN, "kernel": {"kernels": "pallas"}}
+SIZE = 1300  # tokens of the body that is checked, no multiple of a tile
+
+
+def kernels(log, options) -> None:
+    """Check and time each kernel. Of one that is wrong nothing is timed."""
+    if not on_gpu():
+        log.write({"item": "kernels", "state": "skipped", "short": "no GPU"})
+        return
+    bench = Bench(options)
+    for text in METHODS:
+        right: list[bool] = []
+        log.item(f"check {text}", lambda: _check(text, right))  # noqa: B023
+        for context, batch in SHAPES * bool(right):
+            given: list[np.ndarray] = []
+            for name, form in FORMS.items():
+                item = f"{name} {text} {context} x {batch}"
+                log.item(item, lambda: _row(item, text, context, batch, bench, form, given))  # noqa: B023
+
+
+def _check(text: str, right: list[bool]) -> dict:
+    """Do what `kvqjax doctor` does for one kernel of a layer of Llama-3.1-8B, its timing left out."""
+    layout = CacheLayout(shape=CHECKED[0], method=parse(text), capacity=2048, dtype="bfloat16", target=target())
+    one = candidates(layout)[0]
+    assert one is not None
+    found = check(one, target(), "planes", timed=lambda *_: Speed(0.0, 1.0), sizes=(SIZE,))
+    fine = found.outcome in ("faster", "slower") and found.error is not None and found.error > 0  # 0: XLA's path, twice
+    right += [True] * fine
+    short = f"{'right' if fine else found.outcome}, error {found.error}, {found.note}"
+    return {"state": "done" if fine else "wrong", "relative_error": found.error, "note": found.note, "short": short}
+
+
+def _row(item: str, text: str, context: int, batch: int, bench: Bench, form: dict, given: list) -> dict:
+    made = layer_program(text, tile_of(text, **form), context, batch, bench, **form)
+    program, arguments, stored = made
+    q = vectors(batch)[0]
+    row = bench.row(item, program, q, arguments, stored, context, batch)
+    given.append(np.asarray(program(q, *arguments), np.float32))
+    row |= {"off": relative(given[-1], given[0])}
+    fine = ("mosaic" in program.as_text()) == (form is not PLAIN)  # the program is the one that was asked for
+    return row | ({} if fine else {"state": "wrong", "short": f"{row['short']}, another program"})
+
+
+def kernel_steps(log, options) -> None:
+    """Measure whole decode steps through kernels, on a CPU (a dry run) without."""
+    form = FORMS["kernel"] if on_gpu() else PLAIN
+    cases = [
+        Case(text, *place, form) for place in (TINY if options.tiny else STEP_SHAPES)[:2] for text in STEP_METHODS[1:]
+    ]
+    measure_steps(log, options, [{case.name(): case for case in cases}])
