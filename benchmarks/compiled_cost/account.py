@@ -22,14 +22,15 @@ from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.model.config import ModelConfig
 
 # Seconds of a kernel's launch on a GPU. By itself a launch takes about 3 us; but XLA records nearly a whole decode step
-# into one command buffer (a CUDA graph), where it takes about 1 us. An assumption: no chip here has confirmed it.
+# into one command buffer (a CUDA graph), where it takes 1.0 us on an H100 (docs/speed.md).
 LAUNCH = 1e-6
-SYNC = 8e-6  # seconds in which a GPU's host reads a number and decides; an assumption too
+SYNC = 22.5e-6  # seconds in which a GPU's host reads a number and decides, likewise
 ASSUMPTIONS = {
     "gpu": (
         f"a kernel takes the longest of its launch ({LAUNCH * 1e6:.0f} us, in a command buffer), its bytes at the "
         "chip's bandwidth and its products at the dense 16-bit peak",
-        f"a host synchronisation takes {SYNC * 1e6:.0f} us; nothing stays in the second-level cache",
+        f"a host synchronisation takes {SYNC * 1e6:.1f} us; nothing stays in the second-level cache",
+        "what a kernel computes beside products takes no time: on an H100 steps took 1.15 to 1.5 times the estimate",
     ),
     "tpu": (
         "XLA's estimated cycles, one after the other, at "
