@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
+from benchmarks.hardware.caches import LAYER, abstract_cache, full_cache, random_tile
 from benchmarks.hardware.ceilings import on_gpu
-from benchmarks.hardware.filled import LAYER, empty, filled, tile_of
 from benchmarks.hardware.log import ceiling
 from benchmarks.hardware.timing import profiled, slopes, spread
 
@@ -136,9 +136,9 @@ class Bench:
 def layer_program(text: str, made: tuple, context: int, batch: int, bench: Bench, **form) -> tuple:
     """Return (compiled chain, its arguments but the first, stored bytes) of a method at a shape."""
     (tile, fixed), (q, k, v) = made, vectors(batch)
-    shapes = empty(LAYER, text, batch, context, **form)
+    shapes = abstract_cache(LAYER, text, batch, context, **form)
     stored = kvq.ledger(shapes).bytes
-    arguments = (filled(shapes, tile, context - 1), q, k, v, fixed, bench.between(stored))
+    arguments = (full_cache(shapes, tile, context - 1), q, k, v, fixed, bench.between(stored))
     return layer_chain.lower(q, *arguments).compile(), arguments, stored
 
 
@@ -156,7 +156,7 @@ def attention(log, options) -> None:
     bench = Bench(options)
     libraries = ("cudnn", "xla") if on_gpu() else ("xla",)
     with ThreadPoolExecutor(8) as pool:
-        tiles = {text: pool.submit(tile_of, text) for text in (*METHODS, *MORE)}
+        tiles = {text: pool.submit(random_tile, text) for text in (*METHODS, *MORE)}
         for context, batch in TINY if options.tiny else SHAPES:
             build = lambda text: layer_program(text, tiles[text].result(), context, batch, bench)  # noqa: B023, E731
             jobs = {text: (build, text) for text in (*METHODS, *MORE * ((context, batch) in MORE_AT))}

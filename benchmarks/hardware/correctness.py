@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax as kvq
-from benchmarks.hardware.filled import constants_of, model_of, small_config, target
+from benchmarks.hardware.caches import abstract_model, random_constants, small_config, target
 from benchmarks.hardware.timing import relative
 
 __all__ = ["correctness", "text", "words"]
@@ -66,7 +66,7 @@ def _vectors(random, tokens: int, heads: int) -> np.ndarray:
 def _cached(method: str, dtype: str, form: dict) -> tuple:
     """Return (a cache of one layer that holds HELD tokens, a new token's query, key and value, constants)."""
     cache = kvq.init_cache(_shape(), method, len(HELD), 1024, dtype=dtype, **form)
-    fixed, random = constants_of(cache.layout), np.random.default_rng(0)
+    fixed, random = random_constants(cache.layout), np.random.default_rng(0)
     put = lambda heads, tokens: jnp.asarray(_vectors(random, tokens, heads), dtype)  # noqa: E731
     new = {name: put(2, TOKENS).reshape(len(HELD), TOKENS, -1) for name in ("k", "v")}
     cache = kvq.append(cache, [new], jnp.asarray(HELD), constants=fixed)
@@ -118,12 +118,12 @@ def _row(k, v, q, new_k, new_v, held: int) -> np.ndarray:
 
 def logits(method: str, dtype: str, form: dict) -> np.ndarray:
     """Return the logits of a prompt's last token and of STEPS given ones more, [rows, 1 + STEPS, V]."""
-    shapes, random = model_of(small_config()), np.random.default_rng(0)
+    shapes, random = abstract_model(small_config()), np.random.default_rng(0)
     number = lambda x: jnp.asarray(_weight(random, x.shape), jnp.bfloat16).astype(dtype)  # noqa: E731
     model = shapes.replace(params=jax.tree.map(number, shapes.params))
     tokens = jnp.asarray(random.integers(0, 512, (len(HELD), TOKENS)), jnp.int32)
     cache = kvq.init_cache(model, method, len(HELD), 1024, **form)
-    model = model.replace(constants=constants_of(cache.layout))
+    model = model.replace(constants=random_constants(cache.layout))
     out, cache = jax.jit(kvq.prefill)(model, tokens, jnp.asarray(HELD), cache)
     step, found = jax.jit(kvq.forward, static_argnames="last"), [out]
     for given in np.asarray(tokens[:, -STEPS:]).T[..., None]:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from benchmarks.hardware.attention import Bench, layer_program, vectors
+from benchmarks.hardware.caches import PLAIN, random_tile, target
 from benchmarks.hardware.ceilings import on_gpu
-from benchmarks.hardware.filled import PLAIN, target, tile_of
 from benchmarks.hardware.steps import METHODS as STEP_METHODS
 from benchmarks.hardware.steps import SHAPES as STEP_SHAPES
 from benchmarks.hardware.steps import TINY, Case, measure_steps
@@ -53,7 +53,7 @@ def _check(text: str, right: list[bool]) -> dict:
 
 
 def _row(item: str, text: str, context: int, batch: int, bench: Bench, form: dict, given: list) -> dict:
-    made = layer_program(text, tile_of(text, **form), context, batch, bench, **form)
+    made = layer_program(text, random_tile(text, **form), context, batch, bench, **form)
     program, arguments, stored = made
     q = vectors(batch)[0]
     row = bench.row(item, program, q, arguments, stored, context, batch)

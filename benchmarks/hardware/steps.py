@@ -9,20 +9,20 @@ import jax.numpy as jnp
 
 import kvqjax as kvq
 from benchmarks.hardware.attention import read_rate, temporaries
-from benchmarks.hardware.ceilings import NO_COMMAND_BUFFERS, on_gpu
-from benchmarks.hardware.filled import (
+from benchmarks.hardware.caches import (
     PLAIN,
-    decode,
-    empty,
-    filled,
-    layer_of,
-    model_of,
+    abstract_cache,
+    abstract_model,
+    full_cache,
+    layer_shape,
+    loop_state,
+    lower_loop,
+    random_tile,
+    random_weights,
     settings,
     small_config,
-    tile_of,
-    wished,
-    with_weights,
 )
+from benchmarks.hardware.ceilings import NO_COMMAND_BUFFERS, on_gpu
 from benchmarks.hardware.log import ceiling
 from benchmarks.hardware.timing import profiled, slopes, spread
 from kvqjax.hardware.prompts import prompt_operations
@@ -56,8 +56,8 @@ class _Model:
 
     def __init__(self, options) -> None:
         self.options, self.config = options, small_config() if options.tiny else config_of("llama-3.1-8b")
-        self.shapes, self.rate, self.tiles = model_of(self.config), read_rate(options), {}
-        self.weights = with_weights(self.shapes)
+        self.shapes, self.rate, self.tiles = abstract_model(self.config), read_rate(options), {}
+        self.weights = random_weights(self.shapes)
 
     @property
     def weight_bytes(self) -> int:
@@ -67,17 +67,17 @@ class _Model:
     def compiled(self, case: Case):
         """Compile a case; also the seconds that it took."""
         begun = time.monotonic()
-        shapes = empty(self.shapes, case.text, case.batch, case.context, **case.form)
-        return decode(self.shapes, shapes, ROOM).compile(case.options), time.monotonic() - begun
+        shapes = abstract_cache(self.shapes, case.text, case.batch, case.context, **case.form)
+        return lower_loop(self.shapes, shapes, ROOM).compile(case.options), time.monotonic() - begun
 
     def row(self, case: Case, name: str, made, repeats: int = REPEATS) -> dict:
         """Time a decode loop over rows that are nearly full."""
         program, compiled_in = made
-        shapes = empty(self.shapes, case.text, case.batch, case.context, **case.form)
+        shapes = abstract_cache(self.shapes, case.text, case.batch, case.context, **case.form)
         key = case.text, str(case.form)
         if key not in self.tiles:
-            self.tiles[key] = tile_of(case.text, layer_of(self.config), **case.form)[0]
-        held = [wished(filled(shapes, self.tiles[key], case.context - ROOM), ROOM)]
+            self.tiles[key] = random_tile(case.text, layer_shape(self.config), **case.form)[0]
+        held = [loop_state(full_cache(shapes, self.tiles[key], case.context - ROOM), ROOM)]
 
         def run(steps: int) -> None:
             held[0] = jax.block_until_ready(program(self.weights, held[0], *settings(), jnp.int32(steps)))
@@ -144,10 +144,10 @@ def prompts(log, options) -> None:
     """Measure the exact prefill of one prompt."""
     config = small_config() if options.tiny else config_of("llama-3.1-8b")
     wanted = [("exact", 256)] if options.tiny else [("exact", 8192), (METHODS[-1], 8192), ("exact", 32768)]
-    shapes = model_of(config)
+    shapes = abstract_model(config)
     with ThreadPoolExecutor(3) as pool:
         made = {one: pool.submit(_compiled_prompt, shapes, *one) for one in wanted}
-        model = with_weights(shapes)
+        model = random_weights(shapes)
         for future in made.values():
             future.exception()
         for (text, length), future in made.items():
@@ -155,7 +155,7 @@ def prompts(log, options) -> None:
 
 
 def _compiled_prompt(shapes: kvq.Model, text: str, length: int) -> tuple:
-    cache, begun = empty(shapes, text, 1, length + 256), time.monotonic()
+    cache, begun = abstract_cache(shapes, text, 1, length + 256), time.monotonic()
     ids, counts = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     program = jax.jit(kvq.prefill, donate_argnums=3).lower(shapes, ids, counts, cache).compile()
     return program, cache, time.monotonic() - begun
@@ -186,7 +186,7 @@ def million(log, options) -> None:
     def measure() -> dict:
         shared = _Model(options)
         row = shared.row(case, case.name(), shared.compiled(case), repeats=3)
-        book = kvq.ledger(empty(shared.shapes, case.text, 1, case.context))
+        book = kvq.ledger(abstract_cache(shared.shapes, case.text, 1, case.context))
         row |= {"ledger_bytes": book.bytes, "bits_stored": book.bits_stored}
         return row | {
             "short": f"{row['short']}, cache {book.bytes / 1e9:.2f} GB, peak {row['peak_bytes'] / 1e9:.1f} GB"

@@ -23,19 +23,19 @@ from kvqjax.pallas_kernels.packed import target_of
 __all__ = [
     "LAYER",
     "PLAIN",
-    "constants_of",
-    "decode",
-    "empty",
-    "filled",
-    "layer_of",
-    "model_of",
-    "said_full",
+    "abstract_cache",
+    "abstract_model",
+    "full_cache",
+    "layer_shape",
+    "loop_state",
+    "lower_loop",
+    "random_constants",
+    "random_tile",
+    "random_weights",
     "settings",
     "small_config",
     "target",
-    "tile_of",
-    "wished",
-    "with_weights",
+    "with_lengths",
 ]
 
 TILE = 4096  # encoded tokens that bodies are made of, again and again
@@ -48,13 +48,13 @@ def target() -> str:
     return "sm90" if found == "cpu" else found
 
 
-def layer_of(config: ModelConfig) -> kvq.KVShape:
+def layer_shape(config: ModelConfig) -> kvq.KVShape:
     """Return the shape of one layer's cache."""
     sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "head_dim", "width", "rope")}
     return kvq.KVShape(num_layers=1, **sizes)
 
 
-LAYER = layer_of(config_of("llama-3.1-8b"))
+LAYER = layer_shape(config_of("llama-3.1-8b"))
 
 
 def small_config(layers: int = 2) -> ModelConfig:
@@ -63,7 +63,7 @@ def small_config(layers: int = 2) -> ModelConfig:
     return ModelConfig(num_layers=layers, rope=kvq.Rope(theta=5e5), **sizes)
 
 
-def model_of(config: ModelConfig) -> kvq.Model:
+def abstract_model(config: ModelConfig) -> kvq.Model:
     """Return a model of shapes, every layer by itself, as `load` stores it on GPUs."""
     return kvq.Model(jax.eval_shape(unrolled, parameter_shapes(config, "bfloat16")), (), config=config)
 
@@ -73,7 +73,7 @@ def _normal(key, shape, dtype):
     return jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
 
 
-def with_weights(shapes: kvq.Model) -> kvq.Model:
+def random_weights(shapes: kvq.Model) -> kvq.Model:
     """Return the model with random weights on the device, made one array after the other."""
     keys = iter(jax.random.split(jax.random.key(0), 1000))
 
@@ -83,7 +83,7 @@ def with_weights(shapes: kvq.Model) -> kvq.Model:
     return shapes.replace(params=jax.block_until_ready(jax.tree.map(array, shapes.params)))
 
 
-def constants_of(layout, seed: int = 0) -> tuple:
+def random_constants(layout, seed: int = 0) -> tuple:
     """Make up the calibrated constants of every run, the same for a seed whatever the dtype."""
     random = np.random.default_rng(seed)
 
@@ -95,7 +95,7 @@ def constants_of(layout, seed: int = 0) -> tuple:
     return tuple(one(run) for run in runs_of(layout))
 
 
-def empty(of, text: str, batch: int, capacity: int, **form):
+def abstract_cache(of, text: str, batch: int, capacity: int, **form):
     """Return a cache of shapes for a GPU. `of` is a model or one layer's shape; `form` says how bodies are stored and
     by which kernels they are read, by default as XLA reads them."""
     about = {"layers": "unroll", "target": target()} | (form or PLAIN)
@@ -103,13 +103,13 @@ def empty(of, text: str, batch: int, capacity: int, **form):
     return jax.eval_shape(lambda: kvq.init_cache(of, text, batch, capacity, **about))
 
 
-def tile_of(text: str, layer: kvq.KVShape = LAYER, **form) -> tuple:
+def random_tile(text: str, layer: kvq.KVShape = LAYER, **form) -> tuple:
     """Return (a small cache of one layer that is full of random tokens, its constants)."""
-    layout = empty(layer, text, 1, 2 * TILE, **form).layout
+    layout = abstract_cache(layer, text, 1, 2 * TILE, **form).layout
     clocks = [clock for run in runs_of(layout) for clock in run.wiring.storage.clocks]
     tokens = TILE + layout.method.sinks + max(clock.window for clock in clocks)
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty(layer, text, 1, tokens, **form))
-    fixed, keys = constants_of(layout), jax.random.split(jax.random.key(1), 4)
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_cache(layer, text, 1, tokens, **form))
+    fixed, keys = random_constants(layout), jax.random.split(jax.random.key(1), 4)
     numbers = lambda key, w: jax.random.normal(key, (1, tokens, w)) + jax.random.normal(keys[3], (w,))  # noqa: E731
     widths = {name: array.shape[-1] for name, array in cache.runs[0].window.items()}
     made = {name: numbers(key, width).astype("bfloat16") for key, (name, width) in zip(keys, widths.items())}  # noqa: B905
@@ -123,7 +123,7 @@ def _stretched(x, shape):
     return jnp.copy(jax.lax.slice(jnp.tile(x, turns), (0,) * x.ndim, shape))
 
 
-def said_full(cache, held: int):
+def with_lengths(cache, held: int):
     """Return the cache with rows that are said to hold `held` tokens."""
     lengths = jnp.full(cache.lengths.shape, held, jnp.int32)
     past = lengths - cache.layout.method.sinks
@@ -132,7 +132,7 @@ def said_full(cache, held: int):
     return cache.replace(runs=runs, lengths=lengths, finite=jnp.copy(lengths), overflow=lengths < 0)
 
 
-def filled(shapes, tile, held: int):
+def full_cache(shapes, tile, held: int):
     """Return a cache of the shapes `shapes` whose rows hold `held` tokens: real codes and scales, those of the
     one-layer cache `tile` again and again."""
 
@@ -144,10 +144,10 @@ def filled(shapes, tile, held: int):
 
     runs = tuple(map(fill, shapes.runs))
     lengths = jnp.zeros(shapes.lengths.shape, jnp.int32)
-    return said_full(shapes.replace(runs=runs, lengths=lengths), held)
+    return with_lengths(shapes.replace(runs=runs, lengths=lengths), held)
 
 
-def wished(cache, room: int):
+def loop_state(cache, room: int):
     """Return the state of `generate`'s decode loop whose rows all want `room` tokens and more."""
     cache = bounded(cache, bound_for(cache.layout, [cache.layout.capacity] * cache.batch))
     make = lambda cache: unbegun(cache, room)  # noqa: E731
@@ -157,9 +157,9 @@ def wished(cache, room: int):
     return make(cache).replace(owed=jnp.ones((cache.batch,), bool), left=whole(10**6), newest=whole(1))
 
 
-def decode(model: kvq.Model, shapes, room: int):
+def lower_loop(model: kvq.Model, shapes, room: int):
     """Lower `generate`'s decode loop for shapes; it takes (model, state, *settings(), steps)."""
-    return decode_steps.lower(model, wished(shapes, room), *settings(), jnp.int32(0))
+    return decode_steps.lower(model, loop_state(shapes, room), *settings(), jnp.int32(0))
 
 
 def settings() -> tuple:
