@@ -135,8 +135,8 @@ def _times(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Arr
 
 
 def _times_in_bfloat16(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Array, "*lead O"]:
-    """Multiply in bfloat16 with float32 sums, for GPUs. The coefficients' own errors are ten times those of rounding,
-    even where they have 8 bits (`ERRORS`)."""
+    """Multiply in bfloat16 with float32 sums, for GPUs. To round both factors costs a coefficient 0.0016 of its size on
+    average (2^-9 / 3^(1/2), twice); where it has 8 bits, the most, its own error is seven times that (`ERRORS`)."""
     x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)
     return jnp.einsum("...i,ij->...j", x, matrix, preferred_element_type=jnp.float32)
 

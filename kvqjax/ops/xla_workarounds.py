@@ -282,7 +282,8 @@ def entering_after(body: Tree, new: dict[str, Array]) -> dict[str, Array]:
 
 def known_after(x: Array, number: Int[Array, ""] | int) -> Int[Array, ""]:
     """Return `number`, which XLA cannot know before it has `x`."""
-    # XLA may cut what is cut from a stored array at a known number for all unrolled layers at once.
+    # XLA may cut what is cut from a stored array at a known number for all unrolled layers at once. Where the number is
+    # part of the kernel that reads, a GPU makes it anew for every number read, with all that `x` comes from.
     return given_to_gpus(jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number)))
 
 
