@@ -47,7 +47,7 @@ test: $(VENV)/.package $(VENV)/.with-test $(VENV)/.torch
 	$(BIN)/ruff format --check .
 	cd tests && $(abspath $(BIN))/lint-imports --no-cache --config ../pyproject.toml
 	$(BIN)/pyrefly check --config pyproject.toml --python-interpreter-path $(BIN)/python --output-format min-text \
-		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')"
+		"$$($(BIN)/python -Pc 'import importlib.util as u; print(u.find_spec("kvqjax").submodule_search_locations[0])')/**/*.py"
 	PYTHONSAFEPATH=1 $(BIN)/python -m pytest -n 2 --dist loadfile -ra $(PYTEST_ARGS)
 
 docs: $(VENV)/.package $(VENV)/.with-docs

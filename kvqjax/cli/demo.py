@@ -104,7 +104,7 @@ def _model_at_hand() -> str:
 
 def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> None:
     """Ask for a fact of `TEXT` through every cache of `ANSWERING`."""
-    loaded, rows, text = open_model(REAL, None), [], open_text(TEXT)
+    loaded, rows, text, tokens, room = open_model(REAL, None), [], open_text(TEXT), 0, 0
     message = {"role": "user", "content": f"{text}\n\n{question}"}
     announce(f"a question about {TEXT.name}, {len(text.split())} words, through {', then '.join(ANSWERING)}")
     for method in methods_of(ANSWERING):
@@ -113,7 +113,7 @@ def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> Non
             {"cache": str(method), "bits": made.bits, "bytes": made.cache_bytes,
              "tokens_per_second": made.tokens_per_second, "answer": made.text[0].strip()}
         )  # fmt: skip
-    tokens, room = made.prompt_tokens[0], made.cache.layout.capacity
+        tokens, room = made.prompt_tokens[0], made.cache.layout.capacity
     title = f"{FETCHED[REAL].title} reads a text and a question, {tokens} tokens: {question}"
     note = (
         f"bits: of a number of a key or value, scales and the exact window included. bytes: of a cache made for {room} "
@@ -155,12 +155,13 @@ def explain(model: Model, method: Method, tokens: int, capacity: int) -> str:
 
 def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_json: bool) -> None:
     """Continue one prompt with the exact cache and with KIVI at 4 and 2 bits."""
-    loaded, rows, first = open_model(model, None), [], None
+    loaded, rows, first, new = open_model(model, None), [], None, 0
     announce(f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed")
     for method in methods_of(DEMO_CACHES):
         require_room(loaded, method, 1, capacity)
         made, speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
         text, tokens = made.text, made.tokens
+        new = len(tokens[0])
         book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
         first = first or tokens[0]
         same = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
@@ -173,7 +174,7 @@ def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_js
         typer.echo(json.dumps(rows, indent=1))
         return
     _print_demo(prompt, rows, f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
-    typer.echo(explain(loaded, method, len(loaded.encode(prompt)) + len(tokens[0]), capacity))
+    typer.echo(explain(loaded, method, len(loaded.encode(prompt)) + new, capacity))
 
 
 def _print_demo(prompt: str, rows: list[dict], title: str) -> None:

@@ -51,6 +51,7 @@ def check(
     it. What the plain path raises is raised: it says nothing of the kernel."""
     allowed = () if candidate.form is None else (candidate.form,)
     begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
+    found = Verdict(outcome="failed", note="no size was tried")
     for tokens in sizes:
         trial = make(candidate, tokens, target, forced, seed=tokens)
         plain = by_plain_path(trial)
