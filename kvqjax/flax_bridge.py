@@ -158,7 +158,8 @@ def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **opti
     check_integer("layer", layer, 0)
     if layer != len(below):
         raise UserError(f"layer {layer} attends after {len(below)} layers; each attends once, from 0 up")
-    return attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+    found = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+    return found[0], found[-1]
 
 
 class PendingTokens(nnx.Variable):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvqjax import cache as caches
 from kvqjax._arguments import clipped, is_known
@@ -22,7 +22,7 @@ from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.model.decoder import Projected
-from kvqjax.ops.attention import ScoreOptions
+from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import row_major
 from kvqjax.step.padding import known_counts
@@ -119,8 +119,8 @@ def first_flow(call: Call) -> Flow:
 
 def attend_one(
     call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow, options: ScoreOptions | None = None
-) -> tuple[Float[Array, "B T H D"], dict, Flow]:
-    """Attend in layer `index` of run `number`: (output in float32, new sources [B, T, W], what flows on).
+) -> tuple[Partial, dict, Flow]:
+    """Attend in layer `index` of run `number`: (attention in float32, new sources [B, T, W], what flows on).
 
     `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the model's.
     From a token on whose source is not finite, the output of its row is NaN."""
@@ -141,5 +141,5 @@ def attend_one(
         more = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
         mass = jax.tree.map(jnp.add, mass, more)
     new = {name: row_major(x) for name, x in new.items()}
-    out = jnp.where(broken[:, :, None, None], jnp.nan, out)
-    return out, new, Flow(body, tile, mass)
+    out, lse = (jnp.where(broken.reshape(*broken.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in (out, lse))
+    return Partial(out, lse), new, Flow(body, tile, mass)

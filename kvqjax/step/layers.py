@@ -25,7 +25,7 @@ from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape, check_softcap
 from kvqjax.model.decoder import Projected
 from kvqjax.model.rope import rotate
-from kvqjax.ops.attention import ScoreOptions
+from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
@@ -85,7 +85,8 @@ def attend_layer(
     within: str = "chunk",
     softcap: float | None = None,
     sinks: Float[Array, " sinks"] | None = None,
-) -> tuple[Float[Array, "B T H D"], New]:
+    return_lse: bool = False,
+) -> tuple[Float[Array, "B T H D"], New] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], New]:
     """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is. Pure; works inside
     and outside jit.
 
@@ -105,9 +106,13 @@ def attend_layer(
         softcap: caps the scores, by default as the cache's shape says: s counts as softcap * tanh(s / softcap)
             (Gemma 2).
         sinks: a logit of each query head, which takes its share of the softmax and gives nothing (gpt-oss).
+        return_lse: also return the logarithm of the softmax's denominator, natural, with the sinks' share: what it
+            takes to merge the output with attention to other tokens, such as a prefix that lies elsewhere. With o1,
+            l1 and o2, l2 the whole output is (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2).
 
     Returns:
-        The output in q's dtype; outputs of tokens that are not valid mean nothing. Then the new tokens for `append`.
+        The output in q's dtype; outputs of tokens that are not valid mean nothing. With `return_lse` float32
+        logarithms [B, T, H]. Then the new tokens for `append`.
 
     Raises:
         UserError: for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist, counts
@@ -118,14 +123,14 @@ def attend_layer(
     check_cache(cache)
     check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
-    return attend_checked(
-        cache, layer, q, k, v, counts, below=below, constants=constants, within=within, softcap=softcap, sinks=sinks
-    )
+    options = {"below": below, "constants": constants, "within": within, "softcap": softcap, "sinks": sinks}
+    found, new = attend_checked(cache, layer, q, k, v, counts, **options)
+    return (*found, new) if typed("return_lse", return_lse, bool) else (found.out, new)
 
 
 def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks):
-    """Do `attend_layer` of a cache and new tokens that were checked. Of the cache's runs only the
-    layer's is read, and the counts of the first."""
+    """Do `attend_layer` of a cache and new tokens that were checked: (attention with its output in q's dtype, new
+    tokens). Of the cache's runs only the layer's is read, and the counts of the first."""
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
@@ -149,12 +154,12 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
-        out, made = on_parts(functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new))
+        found, made = on_parts(functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new))
     else:
         traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
         specs = PartitionSpec(), *specs
-        out, made = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
-    return lying_as(out, q, rules), made
+        found, made = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+    return found._replace(out=lying_as(found.out, q, rules)), made
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
@@ -174,8 +179,9 @@ def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, 
     flow = _flow_below(call, layer, below)
     projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
     options = ScoreOptions(softcap, sinks)
-    out, new, flow = attend_one(call, number, index, {}, projected, flow, options)
-    return padding.as_given(saturated(out, q.dtype)), New(depending_on(out, new), flow)
+    found, new, flow = attend_one(call, number, index, {}, projected, flow, options)
+    given = Partial(padding.as_given(saturated(found.out, q.dtype)), padding.as_given(found.lse))
+    return given, New(depending_on(found.out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))

@@ -24,12 +24,13 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax._arguments import check_integer, check_within, is_known, named
+from kvqjax._arguments import check_integer, check_within, is_known, named, typed
 from kvqjax._errors import UserError
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf, Run, check_alive
+from kvqjax.ops.attention import Partial
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import over_parts, sent
 from kvqjax.step.layer_step import Flow, check_capacity, in_step
@@ -52,7 +53,7 @@ class _View(struct.PyTreeNode):
         keys themselves. Those of tokens that are not valid mean nothing."""
         return new_positions(self.part, self.counts, length)
 
-    def _attended(self, layer, flow: Flow | None, q, k, v, softcap, sinks) -> tuple[Array, New]:
+    def _attended(self, layer, flow: Flow | None, q, k, v, softcap, sinks) -> tuple[Partial, New]:
         check_alive(self.part)
         check_new(self.part, q, k, v, self.counts)
         return attend_checked(
@@ -85,7 +86,10 @@ class CacheView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
-    ) -> tuple[Float[Array, "B T H D"], "CacheView"]:
+        return_lse: bool = False,
+    ) -> (
+        tuple[Float[Array, "B T H D"], "CacheView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "CacheView"]
+    ):
         """Attend to what this layer of the cache holds and to its new tokens.
 
         Another layer that shares this one's keys and values calls the same view, from before it attended, with its own
@@ -97,10 +101,11 @@ class CacheView(_View):
             v: their values.
             softcap: caps the scores, as in `kvqjax.attend_layer`.
             sinks: a logit of each query head, as in `kvqjax.attend_layer`.
+            return_lse: also return the logarithm of the softmax's denominator, as there.
 
         Returns:
-            The output in q's dtype; outputs of tokens that are not valid mean nothing. Then the view that holds the new
-            tokens, for `kvqjax.commit_layers`.
+            The output in q's dtype; outputs of tokens that are not valid mean nothing. With `return_lse` float32
+            logarithms [B, T, H]. Then the view that holds the new tokens, for `kvqjax.commit_layers`.
 
         Raises:
             UserError: for shapes that do not fit, counts outside 0 to T, missing constants, a view that has attended,
@@ -111,8 +116,9 @@ class CacheView(_View):
                 f"the view of layer {self.layer} has attended; commit_layers(views) stores its tokens, and layers of "
                 "the cache that it returns attend next"
             )
-        out, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
-        return out, self.replace(new=new, flow=None)
+        found, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
+        view = self.replace(new=new, flow=None)
+        return (*found, view) if typed("return_lse", return_lse, bool) else (found.out, view)
 
     def above(self, below: "CacheView") -> "CacheView":
         """Take what the layer beneath hands on. Methods whose layers depend on each other (AQUA-KV, keep=h2o) need it;
@@ -155,17 +161,21 @@ class StackView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
-    ) -> tuple[Float[Array, "B T H D"], "StackView"]:
+        return_lse: bool = False,
+    ) -> (
+        tuple[Float[Array, "B T H D"], "StackView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "StackView"]
+    ):
         """Attend in the next layer, as `CacheView.attend` does, and give the view for the layer above."""
         length = next(iter(self.sources.values())).shape[2]
         if getattr(q, "ndim", None) == 4 and q.shape[1] != length:
             raise UserError(f"q has {q.shape[1]} new tokens, the view was made with stack={length}")
         layer = self.layer if isinstance(self.layer, jax.core.Tracer) else min(int(self.layer), self._count - 1)
-        out, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
+        found, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
         rules = self.part.layout.rules
         put = _put_layer if rules is None else functools.partial(_put_on_mesh, rules=rules)
         sources = {name: put(self.sources[name], x, layer) for name, x in new.sources.items()}
-        return out, self.replace(layer=self.layer + 1, flow=new.flow, sources=sources)
+        view = self.replace(layer=self.layer + 1, flow=new.flow, sources=sources)
+        return (*found, view) if typed("return_lse", return_lse, bool) else (found.out, view)
 
     @property
     def _count(self) -> int:

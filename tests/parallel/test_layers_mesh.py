@@ -66,6 +66,19 @@ def test_a_shape_s_cache_on_a_mesh(spec):
             np.testing.assert_allclose(x, other.window[name], atol=1e-6)  # keys are rotated in another program
 
 
+def test_logarithms_of_denominators_on_a_mesh():
+    method = kvq.parse("kivi:bits=4,value_group=16,window=32")
+    rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))
+    found = []
+    for sharding in (None, rules):
+        cache = kvq.init_cache(SHAPE, method, 2, 512, **({} if sharding is None else {"sharding": sharding}))
+        _, cache = call(cache, jnp.asarray([200, 90]), (), 200)
+        q, k, v = drawn(4, 1, SHAPE.num_heads)[0], *(drawn(seed, 1, SHAPE.num_kv_heads)[0] for seed in (5, 6))
+        found.append(kvq.attend_layer(cache, 0, q, k, v, jnp.asarray([1, 1]), return_lse=True))
+    for got, wanted in zip(found[1][:2], found[0][:2], strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
 def test_what_a_mesh_s_cache_goes_through(tmp_path, monkeypatch):
     """Surgery knows no mesh; a cache saved from GPUs' form comes back on one device or on another mesh, there in the
     same form, each device its part, and attends as before."""

@@ -99,7 +99,7 @@ def sources(seed: int, shape: KVShape, rows: int, length: int):
 
 
 def dense(shape: KVShape, layer: int, q, k, v, count: int):
-    """Causal attention of one row in float64, from the textbook."""
+    """Causal attention of one row in float64, from the textbook: (output, logarithm of the softmax's denominator)."""
     own, group = shape.layer(layer), shape.num_heads // shape.num_kv_heads
     if own.rope is not None:
         q, k = (np.asarray(rotate(x[None], jnp.arange(x.shape[0])[None], own))[0] for x in (q, k))
@@ -107,8 +107,10 @@ def dense(shape: KVShape, layer: int, q, k, v, count: int):
     scores = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (own.scale or own.head_dim**-0.5)
     distance = np.arange(count)[:, None] - np.arange(count)[None]
     seen = (distance >= 0) & (distance < (own.sliding_window or count))
-    weights = np.exp(np.where(seen, scores - scores.max(-1, keepdims=True), -np.inf))
-    return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), np.repeat(v, group, 1))
+    peak = scores.max(-1, keepdims=True)
+    weights = np.exp(np.where(seen, scores - peak, -np.inf))
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights / total, np.repeat(v, group, 1)), (np.log(total) + peak)[..., 0].T
 
 
 SHAPES = {
@@ -133,13 +135,35 @@ def test_exact_cache_equals_dense_attention(name):
     for start in range(0, 70, 35):
         here = jnp.clip(jnp.asarray(counts) - start, 0, 35)
         part = [x[:, :, start : start + 35] for x in (q, k, v)]
-        found = [kvq.attend_layer(cache, i, *(x[i] for x in part), here) for i in range(shape.num_layers)]
-        cache = kvq.append(cache, [new for _, new in found], here)
+        attend = functools.partial(kvq.attend_layer, cache, return_lse=True)
+        found = [attend(i, *(x[i] for x in part), here) for i in range(shape.num_layers)]
+        cache = kvq.append(cache, [new for *_, new in found], here)
         for row, layer in np.ndindex(rows, shape.num_layers):
             size = int(here[row])
             wanted = dense(shape, layer, q[layer, row], k[layer, row], v[layer, row], counts[row])
-            # Sums of at most 70 float32 products of size 10 and their softmax.
-            np.testing.assert_allclose(found[layer][0][row, :size], wanted[start : start + size], atol=1e-5, rtol=1e-5)
+            for got, want in zip(found[layer], wanted, strict=False):
+                # Sums of at most 70 float32 products of size 10 and their softmax.
+                np.testing.assert_allclose(got[row, :size], want[start : start + size], atol=1e-5, rtol=1e-5)
+
+
+def test_attention_merges_with_attention_to_tokens_that_lie_elsewhere():
+    """The first 40 tokens are in no cache: another program attends to them, and its logarithm says what they weigh."""
+    shape, total = SHAPES["rotated outside"], 70
+    (q, k, v), sinks = (x[0] for x in sources(0, shape, 1, total)), jnp.asarray([1.0, -1.0, 0.0, 2.0])
+    cache = kvq.init_cache(shape, "exact", 1, 128)
+    _, new = kvq.attend_layer(cache, 0, q[:, 40:-1], k[:, 40:-1], v[:, 40:-1], jnp.asarray([29]))
+    cache = kvq.append(cache, [new] * shape.num_layers, jnp.asarray([29]))
+    last = tuple(x[:, -1:] for x in (q, k, v))
+    out, lse, _ = kvq.attend_layer(cache, 0, *last, jnp.asarray([1]), sinks=sinks, return_lse=True)
+    group = shape.num_heads // shape.num_kv_heads
+    before, values = (np.repeat(np.asarray(x[0, :40], np.float64), group, 1) for x in (k, v))
+    scores = np.einsum("hd,shd->hs", np.asarray(q[0, -1], np.float64), before) * shape.head_dim**-0.5
+    weights, rest = np.exp(scores), np.exp(np.asarray(lse[0, 0], np.float64))
+    merged = np.einsum("hs,shd->hd", weights, values) + rest[:, None] * np.asarray(out[0, 0])
+    merged = merged / (weights.sum(-1) + rest)[:, None]
+    whole, all_lse = dense(shape, 0, q[0], k[0], v[0], total)
+    share = np.exp(all_lse[-1]) / (np.exp(all_lse[-1]) + np.exp(np.asarray(sinks)))  # sinks take the rest
+    np.testing.assert_allclose(merged, whole[-1] * share[:, None], atol=1e-5, rtol=1e-5)
 
 
 def test_a_scan_over_the_layers_of_a_stack():

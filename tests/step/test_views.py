@@ -173,6 +173,16 @@ def test_options_of_the_scores_and_positions():
     got = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks)[0]
     wanted = kvq.attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks)[0]
     np.testing.assert_array_equal(got, wanted)
+    out, lse, _ = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks, return_lse=True)
+    np.testing.assert_array_equal(out, wanted)
+    wanted = kvq.attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks, return_lse=True)[1]
+    np.testing.assert_array_equal(lse, wanted)
+    for row, (first, stop) in enumerate(SPANS[0]):  # rolled, as q is where its tokens stand
+        alone = kvq.attend_layer(
+            kvq.init_cache(SHAPE, "kivi:bits=2", 1, CAPACITY), 0, *(x[0, row : row + 1, first:stop] for x in (q, k, v)),
+            jnp.asarray([stop - first]), softcap=3.0, sinks=sinks, return_lse=True,
+        )  # fmt: skip
+        np.testing.assert_allclose(lse[row, first:stop], alone[1][0], atol=1e-5)
     positions = np.asarray(view.positions(LENGTH))
     for row, marks in enumerate(np.asarray(mask)):
         np.testing.assert_array_equal(positions[row, marks], np.arange(marks.sum()))
