@@ -16,6 +16,7 @@ from benchmarks.hardware.caches import LAYER, abstract_cache, full_cache, random
 from benchmarks.hardware.ceilings import on_gpu
 from benchmarks.hardware.log import ceiling
 from benchmarks.hardware.timing import profiled, slopes, spread
+from kvqjax.cache.accounting import array_bytes
 
 __all__ = ["Bench", "attention", "layer_program", "read_rate", "temporaries", "vectors"]
 
@@ -146,7 +147,7 @@ def _library_program(name: str, context: int, batch: int, bench: Bench) -> tuple
     """Likewise of JAX's own attention."""
     q, keys = vectors(batch)[0], jax.random.split(jax.random.key(4))
     kv = tuple(jax.random.normal(key, (batch, context, 8, 128), jnp.bfloat16) for key in keys)
-    stored = 2 * kv[0].nbytes
+    stored = array_bytes(kv)
     arguments = (kv, q, bench.between(stored))
     return library_chain.lower(q, *arguments, name=name).compile(), arguments, stored
 

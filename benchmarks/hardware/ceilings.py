@@ -97,7 +97,7 @@ def _copy(size: int) -> dict:
 def _read(size: int) -> dict:
     inner, x = 8, jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     reads = jax.jit(lambda s, x: jax.lax.fori_loop(0, inner, lambda _, s: jnp.max(x ^ s), s))
-    return _rate(slopes(_chained(lambda s: reads(s, x), jnp.uint32(1)), 1, 4), 1e-9 * x.nbytes * inner, "GB/s")
+    return _rate(slopes(_chained(lambda s: reads(s, x), jnp.uint32(1)), 1, 4), 1e-9 * size * inner, "GB/s")
 
 
 def _product(order: int) -> dict:

@@ -25,6 +25,7 @@ from benchmarks.hardware.caches import (
 from benchmarks.hardware.ceilings import NO_COMMAND_BUFFERS, on_gpu
 from benchmarks.hardware.log import ceiling
 from benchmarks.hardware.timing import profiled, slopes, spread
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.model.loading import config_of
 
@@ -62,7 +63,7 @@ class _Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: all but the embedding."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.shapes.params | {"embed": ()}))
+        return array_bytes(self.shapes.params | {"embed": ()})
 
     def compiled(self, case: Case):
         """Compile a case; also the seconds that it took."""
