@@ -17,7 +17,7 @@ import argparse
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import httpx
 import uvicorn
@@ -50,6 +50,15 @@ class Router:
     def __init__(self, addresses: Sequence[str]) -> None:
         self.under_way = dict.fromkeys(addresses, 0)
 
+    @contextlib.contextmanager
+    def counted(self, address: str) -> Iterator[None]:
+        """Count a request as under way at a server."""
+        self.under_way[address] += 1
+        try:
+            yield
+        finally:
+            self.under_way[address] -= 1
+
     def order(self, prompt: str) -> list[str]:
         """List the servers in the order in which a prompt tries them."""
 
@@ -71,30 +80,25 @@ async def send(router: Router, client: httpx.AsyncClient, request: Request) -> R
         asked = client.build_request(
             request.method, address + request.url.path, params=request.query_params, headers=headers, content=body
         )
-        router.under_way[address] += 1
-        try:
-            answer = await client.send(asked, stream=True)
-        except httpx.TransportError:
-            router.under_way[address] -= 1
-            continue
-        kept = {name: value for name, value in answer.headers.items() if name.lower() not in BETWEEN_HOSTS}
-        if answer.status_code in ELSEWHERE:
+        async with contextlib.AsyncExitStack() as open_request:
+            open_request.enter_context(router.counted(address))
+            try:
+                answer = await client.send(asked, stream=True)
+            except httpx.TransportError:
+                continue
+            open_request.push_async_callback(answer.aclose)
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in BETWEEN_HOSTS}
+            if answer.status_code not in ELSEWHERE:
+                return StreamingResponse(_pieces(answer, open_request.pop_all()), answer.status_code, kept)
             last = Response(await answer.aread(), answer.status_code, kept)
-            await answer.aclose()
-            router.under_way[address] -= 1
-            continue
-        return StreamingResponse(_pieces(router, address, answer), answer.status_code, kept)
     return last
 
 
-async def _pieces(router: Router, address: str, answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _pieces(answer: httpx.Response, open_request: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
     """Yield an answer's pieces. A client that goes away closes this, and with it the request at the server."""
-    try:
+    async with open_request:
         async for piece in answer.aiter_bytes():
             yield piece
-    finally:
-        router.under_way[address] -= 1
-        await answer.aclose()
 
 
 def make_app(addresses: Sequence[str]) -> Starlette:

@@ -133,7 +133,7 @@ def close(block: Block, options: argparse.Namespace, state: str) -> None:
         log.write({"item": "(block)", "state": "failed" if state != "done" else "empty", "short": state})
 
 
-def session(options: argparse.Namespace) -> None:
+def run_blocks(options: argparse.Namespace) -> None:
     """Run the blocks in order of worth."""
     begun, gpu = time.monotonic(), has_gpu()
     soft, hard = begun + 60 * options.minutes, begun + 60 * options.minutes * HARD - 5
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        session(options)
+        run_blocks(options)
     finally:
         signal.signal(signal.SIGTERM, before)
         write_page(options.out, options.commit)

@@ -5,7 +5,6 @@ Bodies that a second-level cache could hold are timed with other data read betwe
 """
 
 import functools
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,11 +13,11 @@ import jax.numpy as jnp
 import kvqjax as kvq
 from benchmarks.hardware.caches import LAYER, abstract_cache, full_cache, random_tile
 from benchmarks.hardware.ceilings import on_gpu
-from benchmarks.hardware.log import ceiling
+from benchmarks.hardware.log import read_rate
 from benchmarks.hardware.timing import profiled, slopes, spread
 from kvqjax.cache.accounting import array_bytes
 
-__all__ = ["Bench", "attention", "layer_program", "read_rate", "temporaries", "vectors"]
+__all__ = ["Bench", "attention", "layer_program", "temporaries", "vectors"]
 
 METHODS = ("exact", "kivi:bits=2,group=128", "kivi:bits=4,group=128", "higgs:bits=2", "kvquant:bits=3")
 MORE = ("kivi:bits=2", "turboquant:bits=2", "commvq:bits=1", "klt:bits=2", "aqua:bits=2")
@@ -26,6 +25,7 @@ SHAPES = ((131072, 1), (32768, 8), (8192, 1), (32768, 1), (131072, 8))
 MORE_AT = ((32768, 8), (512, 1))
 TINY = ((512, 1), (1024, 2))
 INNER, FEW, MANY = 8, 1, 5  # calls in a program; programs of a slope's ends
+BF16_BYTES = 2 * 8 * 128 * 2  # of a token's keys and values in a layer
 L2, SWEEP = 64 * 2**20, 256 * 2**20  # a second-level cache's bytes at most; what is read between two calls
 
 
@@ -91,12 +91,6 @@ def _timed(program, x, *arguments) -> tuple[list[float], jax.Array]:
     return [s / INNER for s in slopes(run, FEW, MANY)], program(x, *arguments)
 
 
-def read_rate(options) -> float:
-    """Return the best bandwidth that was measured, GB/s; NaN where none was."""
-    rates = [ceiling(options.out, options.commit, f"{what} GB/s") for what in ("read", "copy")]
-    return max((rate for rate in rates if rate), default=math.nan)
-
-
 def temporaries(program) -> int:
     """Return the bytes that a compiled program takes beside its arguments."""
     found = program.memory_analysis()
@@ -107,7 +101,7 @@ class Bench:
     """What the items of a block share: what is read between two calls, and how long that takes."""
 
     def __init__(self, options) -> None:
-        self.out, self.rate = options.out, read_rate(options)
+        self.out, self.rate = options.out, read_rate(options.out, options.commit)
         self.sweep = jax.random.bits(jax.random.key(3), ((2**20 if options.tiny else SWEEP) // 4,), jnp.uint32)
         q = vectors(1)[0]
         seconds, _ = _timed(_sweep_chain.lower(q, q, self.sweep).compile(), q, q, self.sweep)
@@ -125,7 +119,7 @@ class Bench:
         )
         taken = self.sweep_us if arguments[-1] is not None else 0.0
         us = {word: value - taken for word, value in spread(seconds, 1e6).items()}
-        bound = 4096 * context * batch / self.rate * 1e-3
+        bound = BF16_BYTES * context * batch / self.rate * 1e-3
         fine = bool(jnp.isfinite(given.astype(jnp.float32)).all()) and bool((given != x).any())
         row = us | {"bytes": stored, "GB_s": stored / us["median"] * 1e-3, "bf16_us": bound}
         row |= {"over_bf16": us["median"] / bound, "swept": taken > 0, "state": "done" if fine else "wrong"}

@@ -35,7 +35,6 @@ __all__ = [
     "settings",
     "small_config",
     "target",
-    "with_lengths",
 ]
 
 TILE = 4096  # encoded tokens that bodies are made of, again and again
@@ -123,28 +122,21 @@ def _stretched(x, shape):
     return jnp.copy(jax.lax.slice(jnp.tile(x, turns), (0,) * x.ndim, shape))
 
 
-def with_lengths(cache, held: int):
-    """Return the cache with rows that are said to hold `held` tokens."""
-    lengths = jnp.full(cache.lengths.shape, held, jnp.int32)
-    past = lengths - cache.layout.method.sinks
-    pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
-    runs = tuple(state.replace(flushed=units_due(run, state, past)) for run, state in pairs)
-    return cache.replace(runs=runs, lengths=lengths, finite=jnp.copy(lengths), overflow=lengths < 0)
-
-
 def full_cache(shapes, tile, held: int):
     """Return a cache of the shapes `shapes` whose rows hold `held` tokens: real codes and scales, those of the
     one-layer cache `tile` again and again."""
+    lengths = jnp.full(shapes.lengths.shape, held, jnp.int32)
+    past_sinks = lengths - shapes.layout.method.sinks
+    source, parts = tile.runs[0], ("body", "sinks", "window")
 
-    def fill(want):
-        names, have = ("body", "sinks", "window"), tile.runs[0]
+    def fill(run, want):
         stretch = lambda want, x: _stretched(x, want.shape)  # noqa: E731
-        made = {name: jax.tree.map(stretch, getattr(want, name), getattr(have, name)) for name in names}
-        return want.replace(**made, flushed=tuple(jnp.zeros(x.shape, x.dtype) for x in want.flushed))
+        arrays = {name: jax.tree.map(stretch, getattr(want, name), getattr(source, name)) for name in parts}
+        state = want.replace(**arrays, flushed=tuple(jnp.zeros(x.shape, x.dtype) for x in want.flushed))
+        return state.replace(flushed=units_due(run, state, past_sinks))
 
-    runs = tuple(map(fill, shapes.runs))
-    lengths = jnp.zeros(shapes.lengths.shape, jnp.int32)
-    return with_lengths(shapes.replace(runs=runs, lengths=lengths), held)
+    runs = tuple(map(fill, runs_of(shapes.layout), shapes.runs))
+    return shapes.replace(runs=runs, lengths=lengths, finite=jnp.copy(lengths), overflow=lengths < 0)
 
 
 def loop_state(cache, room: int):

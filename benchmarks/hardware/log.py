@@ -3,13 +3,14 @@ No JAX here: the parent process reads them too."""
 
 import gc
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Log", "ceiling", "read_rows"]
+__all__ = ["Log", "ceiling", "read_rate", "read_rows"]
 
 Row = dict[str, Any]
 STICKY = ("CUDA_ERROR", "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "DEVICE_SIDE")  # after these a process measures nothing
@@ -35,6 +36,12 @@ def ceiling(out: Path, commit: str, item: str) -> float | None:
     return rows[0]["median"] if rows else None
 
 
+def read_rate(out: Path, commit: str) -> float:
+    """Return the best bandwidth that was measured, GB/s; NaN where none was."""
+    rates = [ceiling(out, commit, f"{what} GB/s") for what in ("read", "copy")]
+    return max((rate for rate in rates if rate), default=math.nan)
+
+
 class Log:
     """Rows of one block. What is done for this commit is not done again; what failed or ended its process is tried
     again by the next run, but not by this one."""
@@ -46,7 +53,8 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n")
         rows = [row for row in read_rows(out, commit) if row["block"] == block]
-        self.closed = {row["item"] for row in rows if row["state"] == "done" or row["run"] == run}
+        self.done = {row["item"] for row in rows if row["state"] == "done"}
+        self.closed = self.done | {row["item"] for row in rows if row["run"] == run}
         for row in rows:
             if row["state"] == "begun" and row["run"] == run:
                 self.write({"item": row["item"], "state": "crashed", "short": "its process ended with it"})
@@ -71,6 +79,7 @@ class Log:
         except Exception as error:  # a compiler, a driver or a full memory may raise anything
             row = self._failed(name, error)
         gc.collect()
+        self.done |= {name} if row["state"] == "done" else set()
         self.write({"item": name} | row | {"seconds": round(time.monotonic() - begun, 2)})
         if any(word in row.get("error", "") for word in STICKY):
             raise SystemExit(3)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware.log import read_rows
+from benchmarks.tables import table
 
 __all__ = ["short_table", "write_page"]
 
@@ -19,8 +20,7 @@ def _cell(value: Any) -> str:
 
 def _table(rows: list[dict]) -> str:
     names = [n for n in dict.fromkeys(name for row in rows for name in row) if n not in HIDDEN]
-    lines = [names, ["---"] * len(names), *([_cell(row.get(name, "")) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(names, [[_cell(row.get(name, "")) for name in names] for row in rows])
 
 
 def write_page(out: Path, commit: str) -> None:

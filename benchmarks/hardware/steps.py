@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import kvqjax as kvq
-from benchmarks.hardware.attention import read_rate, temporaries
+from benchmarks.hardware.attention import temporaries
 from benchmarks.hardware.caches import (
     PLAIN,
     abstract_cache,
@@ -23,7 +23,7 @@ from benchmarks.hardware.caches import (
     small_config,
 )
 from benchmarks.hardware.ceilings import NO_COMMAND_BUFFERS, on_gpu
-from benchmarks.hardware.log import ceiling
+from benchmarks.hardware.log import ceiling, read_rate
 from benchmarks.hardware.timing import profiled, slopes, spread
 from kvqjax.cache.accounting import array_bytes
 from kvqjax.hardware.prompts import prompt_operations
@@ -57,7 +57,7 @@ class _Model:
 
     def __init__(self, options) -> None:
         self.options, self.config = options, small_config() if options.tiny else config_of("llama-3.1-8b")
-        self.shapes, self.rate, self.tiles = abstract_model(self.config), read_rate(options), {}
+        self.shapes, self.rate, self.tiles = abstract_model(self.config), read_rate(options.out, options.commit), {}
         self.weights = random_weights(self.shapes)
 
     @property

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.hardware.log import ceiling
+from benchmarks.hardware.log import read_rate
 
 __all__ = ["peers"]
 
@@ -19,8 +19,7 @@ def peers(log, options) -> None:
     if torch is None or not torch.cuda.is_available():
         log.write({"item": "torch", "state": "skipped", "short": "no torch" if torch is None else "no GPU"})
         return
-    rates = [ceiling(options.out, options.commit, f"{what} GB/s") for what in ("read", "copy")]
-    rate = max((rate for rate in rates if rate), default=float("nan"))
+    rate = read_rate(options.out, options.commit)
     for context, batch in ((512, 1),) if options.tiny else SHAPES:
         for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
             item = f"{name.lower()} {context} x {batch}"

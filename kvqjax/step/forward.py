@@ -96,8 +96,8 @@ def _attend_begun(
         projected = project(weights, h, call.runs[number].first)
         # Where devices share the tokens of a KV head, each attends with the queries of all of them.
         whole = projected._replace(q=decoder.whole_heads(projected.q, config))
-        found, new, flow = attend_one(call, number, index, weights, whole, flow)
-        attended = saturated(decoder.own_heads(found.out, config, projected.q.shape[2]), h.dtype)
+        partial, new, flow = attend_one(call, number, index, weights, whole, flow)
+        attended = saturated(decoder.own_heads(partial.out, config, projected.q.shape[2]), h.dtype)
         return (decoder.finish(weights, h, attended, config), flow, carried), new
 
     loop = decoder.embed(model.params, tokens, config), first_flow(call), recurrence.first(tokens.shape[1])

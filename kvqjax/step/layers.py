@@ -124,8 +124,8 @@ def attend_layer(
     check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
     options = {"below": below, "constants": constants, "within": within, "softcap": softcap, "sinks": sinks}
-    found, new = attend_checked(cache, layer, q, k, v, counts, **options)
-    return (*found, new) if typed("return_lse", return_lse, bool) else (found.out, new)
+    partial, new = attend_checked(cache, layer, q, k, v, counts, **options)
+    return (*partial, new) if typed("return_lse", return_lse, bool) else (partial.out, new)
 
 
 def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks):
@@ -154,12 +154,14 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
     if isinstance(layer, int):
-        found, made = on_parts(functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new))
+        partial, new_tokens = on_parts(
+            functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new)
+        )
     else:
         traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
         specs = PartitionSpec(), *specs
-        found, made = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
-    return found._replace(out=lying_as(found.out, q, rules)), made
+        partial, new_tokens = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+    return partial._replace(out=lying_as(partial.out, q, rules)), new_tokens
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
@@ -179,9 +181,9 @@ def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, 
     flow = _flow_below(call, layer, below)
     projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
     options = ScoreOptions(softcap, sinks)
-    found, new, flow = attend_one(call, number, index, {}, projected, flow, options)
-    given = Partial(padding.as_given(saturated(found.out, q.dtype)), padding.as_given(found.lse))
-    return given, New(depending_on(found.out, new), flow)
+    partial, new, flow = attend_one(call, number, index, {}, projected, flow, options)
+    placed = Partial(padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse))
+    return placed, New(depending_on(partial.out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))

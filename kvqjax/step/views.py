@@ -116,9 +116,9 @@ class CacheView(_View):
                 f"the view of layer {self.layer} has attended; commit_layers(views) stores its tokens, and layers of "
                 "the cache that it returns attend next"
             )
-        found, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
+        partial, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
         view = self.replace(new=new, flow=None)
-        return (*found, view) if typed("return_lse", return_lse, bool) else (found.out, view)
+        return (*partial, view) if typed("return_lse", return_lse, bool) else (partial.out, view)
 
     def above(self, below: "CacheView") -> "CacheView":
         """Take what the layer beneath hands on. Methods whose layers depend on each other (AQUA-KV, keep=h2o) need it;
@@ -170,12 +170,12 @@ class StackView(_View):
         if getattr(q, "ndim", None) == 4 and q.shape[1] != length:
             raise UserError(f"q has {q.shape[1]} new tokens, the view was made with stack={length}")
         layer = self.layer if isinstance(self.layer, jax.core.Tracer) else min(int(self.layer), self._count - 1)
-        found, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
+        partial, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
         rules = self.part.layout.rules
         put = _put_layer if rules is None else functools.partial(_put_on_mesh, rules=rules)
         sources = {name: put(self.sources[name], x, layer) for name, x in new.sources.items()}
         view = self.replace(layer=self.layer + 1, flow=new.flow, sources=sources)
-        return (*found, view) if typed("return_lse", return_lse, bool) else (found.out, view)
+        return (*partial, view) if typed("return_lse", return_lse, bool) else (partial.out, view)
 
     @property
     def _count(self) -> int:

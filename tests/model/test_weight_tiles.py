@@ -16,7 +16,7 @@ TALL = ((16, 128), (2, 1))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def held():
+def tiles_on_a_cpu():
     x = jnp.zeros((16, 32), jnp.bfloat16)  # less than a tile
     try:
         jax.device_put(x, Format(Layout((0, 1), tiling=TALL), x.sharding)).block_until_ready()

@@ -104,7 +104,7 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     """Attend to one part, which is not read before `after` is there.
 
     Keys are written in the queries' dtype, and a product reads them. To sum them in the kernel that decodes them, for
-    each of the few queries, would spare their bytes; it took an H100 twelve times as long as writing and reading them.
+    each of the few queries, would spare their bytes; it took an H100 six times as long as writing and reading them.
     """
     q, view, shared = call.q, call.view, call.shared
     run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
