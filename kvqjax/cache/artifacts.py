@@ -39,6 +39,7 @@ FORMAT = 2
 KINDS: dict[str, dict[str, type]] = {
     "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
     "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
+    "prefixes": {"method": str, "capacity": int, "chunk": int, "prefixes": list},
     "session": {"method": str, "history": list, "options": dict, "parts": list, "ids": list, "answers": int},
 }
 

@@ -1,5 +1,6 @@
 """`kvqjax serve`: the OpenAI protocol over HTTP."""
 
+import functools
 import json
 import os
 import socket
@@ -30,6 +31,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.output import announce
 from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
+from kvqjax.serving.prefix_folder import newest_folder, write_newest
 
 __all__ = ["serve"]
 
@@ -75,6 +77,10 @@ def serve(
         int,
         number("--prefixes", least=0, most=2**16, help="memory for what prompts begin with, in full rows; 0: none"),
     ] = PREFIXES,
+    prefix_folder: Annotated[
+        Path | None,
+        typer.Option(help="read what prompts begin with from here at the start, and write it here at the end"),
+    ] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
     mesh: Mesh = "",
     kernels: Kernels = "auto",
@@ -98,10 +104,15 @@ def serve(
         require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
-    now = engine.stats()
+    now, known = engine.stats(), _known_prefixes(engine, prefix_folder)
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(engine, name, api_key=os.environ.get(API_KEY) or None),
+            make_app(
+                engine,
+                name,
+                api_key=os.environ.get(API_KEY) or None,
+                at_end=functools.partial(_save_prefixes, engine, prefix_folder),
+            ),
             log_level="warning",
             timeout_graceful_shutdown=GRACE,
         )
@@ -117,10 +128,34 @@ def serve(
                 f"{name} through {method}: {now.rows} rows of {now.capacity} tokens, {size(now.cache_bytes)}, "
                 f"{now.bits:.4g} bits a number"
             )
+            if known:
+                announce(f"{known} beginnings of prompts are known from {prefix_folder}")
             announce(f"{address}, and / in a browser; /ready says when all is compiled")
             server.run([door])
     finally:
         engine.close()
+
+
+def _known_prefixes(engine: Engine, folder: Path | None) -> int:
+    """Load what an earlier server kept. What is of no use here, or cannot be read, is no reason not to serve."""
+    newest = None if folder is None else newest_folder(folder)
+    if newest is None:
+        return 0
+    try:
+        return engine.load_prefixes(newest)
+    except UserError as error:
+        announce(f"prompts are read anew: {error}")
+        return 0
+
+
+def _save_prefixes(engine: Engine, folder: Path | None) -> None:
+    """Save what prompts began with, for the next server. The last thing that a server does has nobody to answer to, so
+    that what goes wrong is a line."""
+    if folder is not None and engine.fault is None:
+        try:
+            write_newest(folder, engine.save_prefixes)
+        except UserError as error:
+            announce(f"what prompts began with is lost: {error}")
 
 
 def _listening(host: str, port: int) -> socket.socket:

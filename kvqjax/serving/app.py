@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,14 @@ class _Refused(Exception):
         self.status, self.kind = status, kind
 
 
-def make_app(engine: Engine, name: str, *, api_key: str | None = None, most_bytes: int = MOST_BYTES) -> Starlette:
+def make_app(
+    engine: Engine,
+    name: str,
+    *,
+    api_key: str | None = None,
+    most_bytes: int = MOST_BYTES,
+    at_end: Callable[[], None] = lambda: None,
+) -> Starlette:
     """Make the application that serves an engine; the engine is closed with it.
 
     Args:
@@ -66,6 +73,7 @@ def make_app(engine: Engine, name: str, *, api_key: str | None = None, most_byte
         name: of the model, as clients write it.
         api_key: what clients have to send as `Authorization: Bearer KEY`; None: nothing.
         most_bytes: the largest body that is read.
+        at_end: called when the engine is closed. (Signals end uvicorn's process before code behind it runs.)
 
     Returns:
         An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
@@ -84,6 +92,7 @@ def make_app(engine: Engine, name: str, *, api_key: str | None = None, most_byte
         finally:
             await asyncio.to_thread(engine.close)
             await asyncio.gather(server.warming, return_exceptions=True)
+            await asyncio.to_thread(at_end)
 
     routes = [
         Route("/", server.page),

@@ -240,6 +240,24 @@ class RunningBatch:
         cache = copied_page(self.cache, *self._place((np.int32(source), np.int32(target))))
         self._state = self._state.replace(cache=cache)
 
+    def page_content(self, page: int) -> tuple[dict, ...]:
+        """Copy what a page holds to the host."""
+        return jax.device_get(_read_page(self.cache, self._place(np.int32(page))))
+
+    def fill_page(self, page: int, content: tuple[dict, ...]) -> None:
+        """Put what `page_content` gave into a page."""
+        cache = _write_page(self.cache, self._place(np.int32(page)), content)
+        self._state = self._state.replace(cache=cache)
+
+    def row_from_host(self, row: Cache) -> Cache:
+        """Bring what `prompt_row` gave back from the host, to where it lay."""
+        return jax.device_put(row, jax.tree.map(lambda x: x.sharding, self._prompt))
+
+    def shapes(self) -> tuple[Cache, tuple[dict, ...]]:
+        """Give the shapes of what `prompt_row` and `page_content` give."""
+        page = () if self._table is None else jax.eval_shape(read_page, self.cache, jnp.int32(0))
+        return jax.eval_shape(lambda: self._prompt), page
+
     def go_on_from(self, row: Cache) -> None:
         """Let the row into which prompts are fed hold what `row` does, which stays as it is."""
         self._prompt = _copied(row)
@@ -268,7 +286,7 @@ class RunningBatch:
     def leave(self, row: int, pages: Sequence[int]) -> Parked:
         """Move a row to the host's memory, and empty it."""
         cache, changed, of_single = self._taken(row)
-        content = [jax.device_get(_read_page(self.cache, self._place(np.int32(page)))) for page in pages]
+        content = [self.page_content(page) for page in pages]
         places = jax.tree.map(lambda x: x.sharding, cache)
         parked = Parked(jax.device_get(cache), changed, of_single, content, places, self.held(row))
         self.drop_row(row)
@@ -280,10 +298,9 @@ class RunningBatch:
 
     def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
         """Let a row that left the batch go on, as `row` and in other pages."""
-        cache = self.cache
         for page, content in zip(pages, parked.pages, strict=False):
-            cache = _write_page(cache, self._place(np.int32(page)), content)
-        self._state = self._state.replace(cache=cache, scores=None)
+            self.fill_page(page, content)
+        self._state = self._state.replace(scores=None)
         single = self._unbegun(jax.device_put(parked.cache, parked.places), [0]).replace(**parked.changed)
         self._join(row, single, parked.of_single)
         self._held[row] = parked.held
@@ -291,11 +308,9 @@ class RunningBatch:
 
     def warm(self) -> None:
         """Compile what moves rows and pages, on an empty batch."""
-        first = self._place(np.int32(0))
         self._taken(0)
         if self._table is not None:
-            content = jax.device_get(_read_page(self.cache, first))
-            self._state = self._state.replace(cache=_write_page(self.cache, first, content))
+            self.fill_page(0, self.page_content(0))
             self.copy_page(0, 0)
 
     def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> Made:

@@ -10,10 +10,15 @@ from there once there are pages again.
 
 import heapq
 import itertools
+import os
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 from kvqjax._arguments import check_counts, check_integer
@@ -30,10 +35,19 @@ from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
 from kvqjax.serving.batch import Made, Parked, RunningBatch, check_request
 from kvqjax.serving.memory import ROWS, memory_for
+from kvqjax.serving.prefix_folder import (
+    Contents,
+    SavedPrefix,
+    owner_of_engine,
+    read_prefixes,
+    write_prefixes,
+)
 from kvqjax.serving.prefixes import Prefix, Prefixes
 from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
 
 __all__ = ["ROWS", "Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
+
+Result = TypeVar("Result")
 
 CAPACITY = 4096  # tokens of a row where nobody says; less where the model was trained for less
 CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
@@ -153,7 +167,10 @@ class Engine:
         self._waiting: list[tuple[int, int, Handle]] = []  # a heap: priority, number, handle
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._closing = False
+        self._owner = owner_of_engine(model, self._layout, chunk)
+        self._shapes = self._batch.shapes()
+        self._asked: deque[Callable[[], None]] = deque()  # jobs of others for this engine's thread
+        self._closing = self._stopped = False
         self._fault: BaseException | None = None
         self._warming = threading.Event()
         self._counts = dict.fromkeys(COUNTED, 0)
@@ -265,6 +282,42 @@ class Engine:
                 **self._counts,
             )
 
+    def save_prefixes(self, path: str | os.PathLike) -> int:
+        """Write what is kept of prompts that begin alike, for `load_prefixes` of an engine that starts later. Requests
+        go on meanwhile; a closed engine can be asked too.
+
+        Args:
+            path: of a new folder, which appears when it is complete.
+
+        Returns:
+            How many prefixes it holds.
+
+        Raises:
+            UserError: the folder exists or cannot be written.
+            EngineClosed: the engine's thread has failed.
+        """
+        prefixes, contents = self._on_thread(self._prefixes_on_host)
+        write_prefixes(Path(path), self._owner, prefixes, contents)
+        return len(prefixes)
+
+    def load_prefixes(self, path: str | os.PathLike) -> int:
+        """Keep the prefixes that another engine has written, as if their prompts had been read here.
+
+        Args:
+            path: of a folder of `save_prefixes`.
+
+        Returns:
+            How many came: what is kept already stays, and of the others those used last come, as long as there are
+            pages and `prefixes` leaves room.
+
+        Raises:
+            UserError: the folder is missing or damaged; another model, method, `capacity` or `chunk` wrote it, or a
+                chip on which words lie otherwise.
+            EngineClosed: the engine's thread has failed.
+        """
+        saved, contents = read_prefixes(Path(path), self.model, self._owner, *self._shapes)
+        return self._on_thread(lambda: self._prefixes_from_host(saved, contents))
+
     def warm(self) -> None:
         """Compile every program, so that no request waits for it: a request of each width of a chunk, with and without
         scores, and what moves pages. They are not counted. Other requests may come meanwhile."""
@@ -304,6 +357,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._admitted():
+                while self._asked:
+                    self._asked.popleft()()
                 if self._warming.is_set() and not any(self._rows):
                     self._warming.clear()
                     self._batch.warm()
@@ -316,9 +371,32 @@ class Engine:
 
     def _end_all(self, fault: BaseException) -> None:
         with self._changed:
-            self._fault = fault
+            self._fault, self._stopped = fault, True
             for handle in self._handles():
                 handle.failed(fault)
+            while self._asked:
+                self._asked.popleft()()
+
+    def _on_thread(self, work: Callable[[], Result]) -> Result:
+        """Let the thread that owns the device do something between two strides, and wait for it."""
+        future: Future[Result] = Future()
+
+        def job():
+            if self._fault is not None:
+                future.set_exception(EngineClosed("this engine has failed"))
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # it is the asker's: requests go on
+                future.set_exception(error)
+
+        with self._changed:
+            if self._stopped:
+                job()  # nobody else uses the device any more
+            else:
+                self._asked.append(job)
+                self._changed.notify_all()
+        return future.result()
 
     def _admitted(self) -> bool:
         """Wait for work, and choose whose prompt is fed next; False once the engine is to end."""
@@ -326,9 +404,10 @@ class Engine:
             while True:
                 self._drop_aborted()
                 self._choose()
-                if self._feeding is not None or self._parked or any(self._rows):
+                if self._asked or self._feeding is not None or self._parked or any(self._rows):
                     return True
                 if self._closing:
+                    self._stopped = True
                     return False
                 self._changed.wait()
 
@@ -443,6 +522,36 @@ class Engine:
             feeding.pages = [*shared[:complete], *copies]
         self._batch.go_on_from(prefix.row)
         return True
+
+    def _prefixes_on_host(self) -> tuple[list[SavedPrefix], Contents]:
+        """Copy what is kept, each page once."""
+        kept = self._prefixes.all()
+        numbers = dict.fromkeys(page for _, prefix in kept for page in prefix.pages)
+        contents = {page: self._batch.page_content(page) for page in numbers}
+        rows = [SavedPrefix(trace, prefix.length, jax.device_get(prefix.row), prefix.pages) for trace, prefix in kept]
+        return rows, contents
+
+    def _prefixes_from_host(self, saved: list[SavedPrefix], contents: Contents) -> int:
+        """Keep saved prefixes, those used last before the others; in free pages, since nobody makes way for them."""
+        known, chosen, wanted = {trace for trace, _ in self._prefixes.all()}, [], set()
+        room, free = self._prefixes.room(), 0 if self._pool is None else self._pool.free
+        for prefix in reversed(saved):
+            fits = len(wanted | set(prefix.pages)) <= free
+            if prefix.trace not in known and fits and len(chosen) < room:
+                chosen.append(prefix)
+                wanted |= set(prefix.pages)
+        numbers = sorted(wanted)
+        pages = dict(zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True))
+        for number, page in pages.items():
+            self._batch.fill_page(page, contents[number])
+        for prefix in reversed(chosen):
+            held = [pages[number] for number in prefix.pages]
+            if self._pool is not None:
+                self._pool.share(held)
+            self._prefixes.put(prefix.trace, Prefix(prefix.length, self._batch.row_from_host(prefix.row), held))
+        if self._pool is not None:
+            self._pool.drop(pages.values())  # from now on the prefixes alone are their users
+        return len(chosen)
 
     # --- Pages ---
 

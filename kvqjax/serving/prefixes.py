@@ -82,6 +82,19 @@ class Prefixes:
         shared = [] if self._pool is None else self._pool.share(pages)
         self._kept[trace] = Prefix(length, row, shared)
 
+    def all(self) -> list[tuple[bytes, Prefix]]:
+        """List the prefixes with their traces, the one used least recently first."""
+        return list(self._kept.items())
+
+    def room(self) -> int:
+        """Count the prefixes that could be kept without dropping one."""
+        return self._most - len(self._kept)
+
+    def put(self, trace: bytes, prefix: Prefix) -> None:
+        """Keep a prefix that another process read, of whose pages the tree is a user already. There has to be room."""
+        self._kept[trace] = prefix
+        self._remembered[trace] = None
+
     def drop(self) -> bool:
         """Let go of the prefix that was used least recently. False where there is none."""
         if not self._kept:

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from kvqjax.parallel.sharding import on_parts
 from kvqjax.step.doors import with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
-__all__ = ["load_cache", "save_cache"]
+__all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
 
 
 # Fields that are younger than the format, with the value that they have in older files.
@@ -67,7 +68,7 @@ def _constants(constants) -> str:
     return digest.hexdigest()[:16]
 
 
-def _about(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
+def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
     """Describe what a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
@@ -102,7 +103,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
     text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
     text |= {"batch": cache.batch, "dealt": layout.dealt}
-    text |= _about(model, constants, layout.method)
+    text |= owner_of(model, constants, layout.method)
     write_folder(Path(path), text, flatten((_held_as(cache, rules, **CANONICAL),)))
 
 
@@ -144,8 +145,8 @@ def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Ru
     return model.params["embed"], model.rules, "unroll" if is_unrolled(model.params) else "scan"
 
 
-def _check_owner(path: Path, text: dict, model: Model | KVShape, wanted: dict[str, str]) -> None:
-    """Compare whom the cache was written for with whom it is read for."""
+def require_owner(path: Path, text: dict, model: Model | KVShape, wanted: dict[str, Any]) -> None:
+    """Raise UserError where a folder was written for another one than reads it, naming the field."""
     if not isinstance(model, KVShape):
         wanted = wanted | {"dtype": str(model.params["embed"].dtype)}
     elif text["dtype"] not in ("bfloat16", "float16", "float32"):
@@ -173,7 +174,7 @@ def load_cache(
     path, (held, rules, layers) = Path(path), _home(model, sharding)
     text = read_description(path, "cache")
     stored = _layout(path, text, model)
-    _check_owner(path, text, model, _about(model, constants, stored.method))
+    require_owner(path, text, model, owner_of(model, constants, stored.method))
     layout = dataclasses.replace(stored, dealt=1)
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])

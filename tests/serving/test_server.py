@@ -274,6 +274,8 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         "128",
         "--port",
         "0",
+        "--prefix-folder",
+        "prefixes",
         "--json",
     ]
     command = [sys.executable, "-P", "-m", "kvqjax", *words]
@@ -288,6 +290,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         process.terminate()
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
     assert (status, made["choices"][0]["text"]) == (200, "34")
+    assert (tmp_path / "prefixes" / "prefixes-1" / "description.json").exists()
     small = [*command, "--pool", "1K"]
     wrong = subprocess.run(small, capture_output=True, text=True, check=False, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)

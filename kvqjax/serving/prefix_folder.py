@@ -1,0 +1,180 @@
+"""Kept prefixes in a folder: a server that starts again need not read its system prompts again.
+
+    description.json   whose tokens these are, and of each prefix its trace, its length and its pages
+    arrays             what a row has beside its pages, one row after the other, and the pages, each of them once
+
+Words mean something only to the model, the constants and the form that wrote them: all of these are compared.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvqjax._errors import UserError
+from kvqjax.cache import Cache, CacheLayout
+from kvqjax.cache.artifacts import flatten, read_arrays, read_description, read_shapes, write_folder
+from kvqjax.methods import spelled_out
+from kvqjax.model.loading import Model
+from kvqjax.step.persist import owner_of, require_owner
+
+__all__ = [
+    "Contents",
+    "SavedPrefix",
+    "newest_folder",
+    "owner_of_engine",
+    "read_prefixes",
+    "write_newest",
+    "write_prefixes",
+]
+
+Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
+
+PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
+TRACE = 16  # bytes of a trace (kvqjax/serving/prefixes.py)
+
+
+class SavedPrefix(NamedTuple):
+    """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and its pages' numbers.
+    What a page holds stands apart, under its number, since several prefixes may share it."""
+
+    trace: bytes
+    length: int
+    row: Cache
+    pages: list[int]
+
+
+def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:
+    """Describe what two engines must share for one to go on from the other's prefixes."""
+    page = 0 if layout.pool is None else layout.pool.tokens
+    form = {"layers": layout.layers, "form": layout.form, "dealt": layout.dealt, "page": page}
+    text = {"method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype, "chunk": chunk}
+    return text | form | owner_of(model, None, layout.method)
+
+
+def write_prefixes(path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix], contents: Contents) -> None:
+    """Write prefixes as a new folder.
+
+    Args:
+        path: of the folder, which appears when it is complete.
+        owner: of `owner_of_engine`.
+        prefixes: the one used least recently first.
+        contents: what each of their pages holds, by its number.
+
+    Raises:
+        UserError: the folder exists, or cannot be written.
+    """
+    places = {page: place for place, page in enumerate(contents)}
+    listed = [
+        {"trace": prefix.trace.hex(), "length": prefix.length, "pages": [places[page] for page in prefix.pages]}
+        for prefix in prefixes
+    ]
+    arrays: dict[str, np.ndarray] = {}
+    if prefixes:
+        rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(prefix.row for prefix in prefixes))
+        # A page is one place of the second axis, behind the layers.
+        pages = jax.tree.map(lambda *leaves: np.concatenate(leaves, 1), *contents.values()) if contents else ()
+        arrays = flatten((rows, pages))
+    write_folder(path, owner | {"kind": "prefixes", "prefixes": listed}, arrays)
+
+
+def read_prefixes(
+    path: Path, model: Model, owner: dict[str, Any], row: Cache, page: tuple[dict, ...]
+) -> tuple[list[SavedPrefix], Contents]:
+    """Read what `write_prefixes` wrote.
+
+    Args:
+        path: of the folder.
+        model: that is served.
+        owner: of the engine that reads.
+        row: the shapes of what a row has beside its pages.
+        page: the shapes of a page's contents.
+
+    Returns:
+        As `write_prefixes` took them: prefixes, and contents of pages.
+
+    Raises:
+        UserError: the folder is missing or damaged, or another model, method or form of engine wrote it.
+    """
+    text = read_description(path, "prefixes")
+    require_owner(path, text, model, owner)
+    listed = [_prefix_entry(path, entry) for entry in text["prefixes"]]
+    if not listed:
+        return [], {}
+    count = 1 + max((place for _, _, pages in listed for place in pages), default=-1)
+    rows, pages = (
+        jax.tree.map(lambda x, before=before, size=size: _widened(x, before, size), like)
+        for like, before, size in ((row, 0, len(listed)), (page if count else (), 1, count))
+    )
+    _require_shapes(path, flatten((rows, pages)))
+    arrays = read_arrays(path)
+    rows, pages = jax.tree.unflatten(
+        jax.tree.structure((rows, pages)), [arrays[name] for name in flatten((rows, pages))]
+    )
+    contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
+    prefixes = [
+        SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), own)
+        for number, (trace, length, own) in enumerate(listed)
+    ]
+    return prefixes, contents
+
+
+def _widened(x: jax.ShapeDtypeStruct, before: int, size: int) -> jax.ShapeDtypeStruct:
+    """Give the shape of `size` rows one behind the other (`before` 0), or of `size` pages instead of one (1)."""
+    shape = (size, *x.shape) if before == 0 else (x.shape[0], size, *x.shape[2:])
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _require_shapes(path: Path, wanted: dict[str, Any]) -> None:
+    stored = read_shapes(path)
+    for name, leaf in wanted.items():
+        got = stored.get(name)
+        if got is None or (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
+            what = "nothing" if got is None else f"{got.dtype}{got.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {what}")
+
+
+def _prefix_entry(path: Path, entry: Any) -> tuple[bytes, int, list[int]]:
+    """Check what a description says of one prefix."""
+    try:
+        trace, length, pages = bytes.fromhex(entry["trace"]), entry["length"], entry["pages"]
+        if len(trace) == TRACE and all(type(number) is int and number >= 0 for number in (length, *pages)):
+            return trace, length, pages
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise UserError(f"{path}: description.json has a prefix that cannot be read: {str(entry)[:80]}")
+
+
+# ---- A folder of which the newest part counts ----
+
+
+def newest_folder(folder: Path) -> Path | None:
+    """Find the newest complete folder that `write_newest` left; None where there is none."""
+    return max(_parts(folder), key=_number, default=None)
+
+
+def write_newest(folder: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder within `folder` that counts from the moment it is complete; only then the older ones go.
+
+    Args:
+        folder: made where it is missing.
+        write: what writes the path it is given.
+
+    Raises:
+        UserError: of `write`.
+    """
+    older = _parts(folder)
+    write(folder / f"{PARTS}{1 + max(map(_number, older), default=0)}")
+    for part in older:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _parts(folder: Path) -> list[Path]:
+    return [part for part in folder.glob(f"{PARTS}*") if part.name.removeprefix(PARTS).isdecimal()]
+
+
+def _number(part: Path) -> int:
+    return int(part.name.removeprefix(PARTS))
