@@ -7,7 +7,6 @@ import numpy as np
 
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate import commvq, learns, xquant
-from kvqjax.calibrate.commvq_values import ValueSettings
 from kvqjax.calibrate.parts import Part, fitter
 from kvqjax.calibrate.parts import calibrated as by_parts
 from kvqjax.eval.synthetic import repeated_spans
@@ -16,7 +15,7 @@ from kvqjax.model.loading import Model
 
 __all__ = ["calibrated", "learnt", "span_rows"]
 
-COMMVQ = commvq.Recipe(key_tokens=2048, values=ValueSettings(steps=200))  # a quarter and a third of the defaults
+COMMVQ = commvq.Recipe(key_tokens=4096)  # half of the default
 
 
 def learnt(model: Model, method: Method, tokens: np.ndarray, recipe=None, state: Path | None = None) -> Artifact:

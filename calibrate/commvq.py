@@ -65,7 +65,7 @@ def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
     """Constants of one layer's value codec, and (loss, plain error) averaged over each part of the training."""
     ready, run = jax.random.split(key)
-    state, losses = values.start(ready, values.channel_scale(data.v), spec, settings), []
+    state, losses = values.start(ready, data.v, spec, settings), []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
         state, means = values.train(

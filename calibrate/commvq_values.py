@@ -9,8 +9,9 @@ with o the layer's attention output after its output projection, once with v and
 first term only (`attention=0`), the released code uses both. Dividing by the signals' own mean squares is ours: the two
 terms and the gradient clipping then mean the same for every layer and model.
 
-AdamW with the released coefficients but a rate of 1e-2 (released: 1e-3, for 100 000 steps); cosine schedule after a
-linear warm-up; the global gradient norm is clipped. The random numbers of step i come from the key and i alone, so a
+Training begins with a transform coder (commvq_start.py), where the released one begins with random numbers and takes
+100 000 steps. AdamW with the released coefficients; cosine schedule after a linear warm-up; the global gradient norm is
+clipped. The random numbers of step i come from the key and i alone, so a
 resumed training ends with the same bytes.
 """
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from kvqjax.calibrate.commvq_start import transform_coder
 from kvqjax.calibrate.layerwise import Activations
 from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, logits, normalise
 from kvqjax.model.config import KVShape
@@ -35,6 +37,7 @@ __all__ = [
     "channel_scale",
     "constants",
     "output_energy",
+    "output_error",
     "start",
     "train",
     "work",
@@ -45,12 +48,14 @@ Params = dict  # trained arrays of one layer: the codec's constants but "scale",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueSettings:
-    """`steps` of `batch` sequences each; `attention` weighs the attention-output term (0: the paper's plain MSE)."""
+    """`steps` of `batch` sequences each; `attention` weighs the attention-output term (0: the paper's plain MSE), which
+    a step takes at `queries` places of the sequences, drawn anew each time (0: at all of them)."""
 
-    steps: int = 600
-    batch: int = 4
-    rate: float = 1e-2
-    warmup: int = 50
+    steps: int = 200
+    batch: int = 2
+    queries: int = 128
+    rate: float = 1e-3
+    warmup: int = 20
     decay: float = 0.1
     clip: float = 1.0
     attention: float = 1.0
@@ -79,6 +84,7 @@ def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSetting
     output projection."""
     sizes = sum(math.prod(s) for name, s in spec.shapes(shape.kv_width).items() if name in ("w1", "w2", "codebook"))
     attention = shape.num_heads * shape.head_dim * (2 * length + shape.num_heads * shape.head_dim)
+    attention *= min(settings.queries or length, length) / length
     return 6.0 * settings.steps * settings.batch * length * (sizes + attention)
 
 
@@ -94,15 +100,17 @@ def _optimizer(settings: ValueSettings):
     return optax.chain(optax.clip_by_global_norm(settings.clip), adam)
 
 
-def start(key: Array, scale: Float[Array, " W"], spec: CommVQValues, settings: ValueSettings) -> Training:
-    """Untrained state: linear layers uniform in +-1/sqrt(inputs), codebook standard normal."""
+def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings) -> Training:
+    """Untrained state: a transform coder of the values (commvq_start.py). What that leaves over of the linear layers is
+    uniform in +-1/sqrt(inputs)."""
+    scale = channel_scale(v)
     shapes, inputs = spec.shapes(scale.shape[0]), {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}
-    keys = dict(zip([*inputs, "codebook"], jax.random.split(key, 5), strict=True))
-    params = {"codebook": jax.random.normal(keys["codebook"], shapes["codebook"])}
-    params |= {"norm_weight": jnp.ones_like(scale), "norm_bias": jnp.zeros_like(scale)}
+    keys = dict(zip(inputs, jax.random.split(key, len(inputs)), strict=True))
+    params = {"norm_weight": jnp.ones_like(scale), "norm_bias": jnp.zeros_like(scale)}
     for name, matrix in inputs.items():
         bound = shapes[matrix][0] ** -0.5
         params[name] = jax.random.uniform(keys[name], shapes[name], minval=-bound, maxval=bound)
+    params = transform_coder(params, v, scale)
     with jax.numpy_dtype_promotion("standard"):
         optimizer = _optimizer(settings).init(params)
     return Training(params, optimizer, scale, jnp.asarray(0, jnp.int32))
@@ -122,24 +130,36 @@ def reconstruct(
     return gain[..., None] * w * (scale + EPS)[None, None]
 
 
-def _attended(batch: Activations, v: Float[Array, "N T W"], seen: Seen) -> Float[Array, "N T E"]:
-    """Causal attention output after the output projection."""
+def _attended(
+    batch: Activations, v: Float[Array, "N T W"], seen: Seen, places: Int[Array, " Q"] | None = None
+) -> Float[Array, "N Q E"]:
+    """Causal attention output after the output projection, of the queries at `places` (None: of all)."""
     count, length = v.shape[:2]
-    places = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
-    mask = visible(places, places, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
-    part = segment_attention(batch.q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
+    everywhere = jnp.arange(length)
+    of_queries, of_keys = (
+        jnp.broadcast_to(x[None], (count, x.shape[0])) for x in (everywhere if places is None else places, everywhere)
+    )
+    q = batch.q if places is None else batch.q[:, places]
+    mask = visible(of_queries, of_keys, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
+    part = segment_attention(q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
     out = with_sinks(part, batch.sinks).out
-    return jnp.einsum("ntf,fe->nte", out.reshape(count, length, -1), batch.o)
+    return jnp.einsum("ntf,fe->nte", out.reshape(*q.shape[:2], -1), batch.o)
 
 
-def output_energy(data: Activations, seen: Seen = Seen()) -> Float[Array, ""]:
-    """Mean square of the exact attention outputs, one sequence at a time."""
+def output_error(data: Activations, away: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
+    """Mean squared error of the attention outputs where values are `away` from exact ones, one sequence at a time.
+    Attention is linear in the values: the difference of the outputs is the output of the difference."""
 
-    def energy(sequence):
+    def error(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
         return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2)
 
-    return jax.lax.map(energy, data[:3]).mean()
+    return jax.lax.map(error, (away, *data[1:3])).mean()
+
+
+def output_energy(data: Activations, seen: Seen = Seen()) -> Float[Array, ""]:
+    """Mean square of the exact attention outputs."""
+    return output_error(data, data.v, seen)
 
 
 def loss(
@@ -150,14 +170,20 @@ def loss(
     energy: Float[Array, ""],
     attention: float,
     seen: Seen = Seen(),
+    queries: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss, and the plain mean squared error of the values; `energy` is the data's `output_energy`."""
-    guess = reconstruct(params, scale, key, batch.v)
+    """The training loss, and the plain mean squared error of the values; `energy` is the data's `output_energy`.
+    With `queries` the attention term is the mean over so many places, whose expectation is that over all."""
+    draws, length = key, batch.v.shape[1]
+    places = None
+    if 0 < queries < length:
+        draws, at = jax.random.split(key)
+        places = jax.random.choice(at, length, (queries,), replace=False)
+    guess = reconstruct(params, scale, draws, batch.v)
     value = jnp.mean((guess - batch.v) ** 2)
     total = value / jnp.maximum(jnp.mean(batch.v**2), EPS) / 2
     if attention:
-        # Attention is linear in the values: the difference of the outputs is the output of the difference.
-        error = jnp.mean(_attended(batch, guess - batch.v, seen) ** 2)
+        error = jnp.mean(_attended(batch, guess - batch.v, seen, places) ** 2)
         total = total + attention * error / jnp.maximum(energy, EPS)
     return total, value
 
@@ -183,7 +209,8 @@ def train(
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
         batch = Activations(v, q, k, data.o.astype(jnp.float32), data.sinks)
         gradient = jax.value_and_grad(loss, has_aux=True)
-        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, settings.attention, seen)
+        weight, queries = settings.attention, settings.queries
+        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, weight, seen, queries)
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
             updates, inner = optimizer.update(slopes, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)

@@ -23,7 +23,18 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["EPS", "CommVQValues", "direction", "fold", "logits", "normalise"]
+__all__ = [
+    "CHOICE_BITS",
+    "EPS",
+    "CommVQValues",
+    "choice_bits",
+    "chosen_bits",
+    "direction",
+    "fold",
+    "layer_normed",
+    "logits",
+    "normalise",
+]
 
 EPS = 1e-6
 CHOICE_BITS = ((1, 0), (0, 1), (1, 1), (0, 0))  # the two bits of each of the 4 choices
@@ -72,7 +83,7 @@ class CommVQValues:
 
         def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
             unit, norm = normalise(x.astype(jnp.float32), constants["scale"].astype(jnp.float32))
-            bits = _choose(logits(constants, unit))
+            bits = chosen_bits(logits(constants, unit))
             length = jnp.linalg.norm(direction(constants, bits), axis=-1)
             gain = (norm + EPS) / (length + EPS)
             return {"bits": bits.astype(jnp.uint32), "gain": gain.astype(self.dtype)[None]}
@@ -98,15 +109,19 @@ def normalise(v: Float[Array, "*n W"], scale: Float[Array, " W"]) -> tuple[Float
     return scaled / (norm[..., None] + EPS), norm
 
 
+def layer_normed(unit: Float[Array, "*n W"]) -> Float[Array, "*n W"]:
+    """Take off a token's mean and divide by its standard deviation, as LayerNorm does before its own two constants."""
+    centred = unit - unit.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
+
+
 def logits(constants: dict, unit: Float[Array, "*n W"]) -> Float[Array, "*n choices 4"]:
     """Run the encoder: LayerNorm, Linear, GELU (erf), Linear; float32."""
 
     def row(name):
         return constants[name].astype(jnp.float32).reshape((1,) * (unit.ndim - 1) + (-1,))
 
-    centred = unit - unit.mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
-    hidden = _product(normed * row("norm_weight") + row("norm_bias"), constants["w1"]) + row("b1")
+    hidden = _product(layer_normed(unit) * row("norm_weight") + row("norm_bias"), constants["w1"]) + row("b1")
     out = _product(jax.nn.gelu(hidden, approximate=False), constants["w2"]) + row("b2")
     return out.reshape(*out.shape[:-1], -1, 4)
 
@@ -117,7 +132,8 @@ def choice_bits(one_hot: Float[Array, "*n choices 4"]) -> Float[Array, "*n N"]:
     return pairs.reshape(*one_hot.shape[:-2], -1)
 
 
-def _choose(z):
+def chosen_bits(z: Float[Array, "*n choices 4"]) -> Float[Array, "*n N"]:
+    """Give the bits of the largest logit of each choice."""
     return choice_bits(jax.nn.one_hot(z.argmax(-1), 4, dtype=jnp.float32))
 
 

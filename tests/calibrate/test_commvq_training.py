@@ -10,7 +10,6 @@ import pytest
 from kvqjax.calibrate.commvq_values import (
     Activations,
     ValueSettings,
-    channel_scale,
     constants,
     loss,
     output_energy,
@@ -45,7 +44,7 @@ DATA = layer(values(0, 32))
 
 def ready(bits):
     spec = CommVQValues(bits=bits, dtype="float32")
-    return spec.build(WIDTH), start(jax.random.key(0), channel_scale(DATA.v), spec, QUICK)
+    return spec.build(WIDTH), start(jax.random.key(0), DATA.v, spec, QUICK)
 
 
 def steps(state, count):
@@ -55,27 +54,28 @@ def steps(state, count):
 
 @functools.cache
 def errors(bits):
-    """Mean squared errors on unseen values of a trained codec and of asymmetric quantisation."""
-    codec, state = ready(bits)
-    state, first = steps(state, 20)
+    """Mean squared errors on unseen values: of a trained codec, of one before training, and of asymmetric
+    quantisation."""
+    codec, begun = ready(bits)
+    state, first = steps(begun, 20)
     state, _ = steps(state, QUICK.steps - 40)
     state, last = steps(state, 20)
-    assert last[0] < 0.3 * first[0]
+    assert last[0] < first[0]
     uniform = Uniform(bits=bits, along="channels", group=WIDTH).build(WIDTH)
 
     @jax.jit
-    def both(x):
-        pairs = (codec, constants(state)), (uniform, {})
+    def all_of(x):
+        pairs = (codec, constants(state)), (codec, constants(begun)), (uniform, {})
         return [jnp.mean((c.decode(fixed, c.encode(fixed, x)) - x) ** 2) for c, fixed in pairs]
 
-    return both(values(1, 8).reshape(-1, WIDTH))
+    return all_of(values(1, 8).reshape(-1, WIDTH))
 
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_learned_codes_beat_asymmetric_quantisation_at_equal_bits(bits):
     """Table 11 on unseen values; and 2 bits below 1 bit."""
-    ours, theirs = errors(bits)
-    assert ours < theirs
+    ours, begun, theirs = errors(bits)
+    assert ours < begun < theirs
     if bits == 2:
         assert ours < errors(1)[0]
 
