@@ -39,7 +39,7 @@ tokens beyond what waits to be encoded, so figures are worse than with the defau
   of predictions at which both put the same token first. Behind ± is the standard error over windows, paired with the
   exact cache's.
 - *calibration*: processor minutes, once, on two cores that other jobs used too: {LEARNT[0]} sequences of {LEARNT[1]}
-  tokens of other books; CommVQ by a quarter of its recipe.
+  tokens of other books; CommVQ's keys of half its recipe's tokens.
 """
 COMPARED = """\
 Other models, texts and tasks: only the order can be compared. Listed are pairs of rows that stand the
