@@ -94,16 +94,18 @@ def _regressed(
 def _components(
     seen: Float[np.ndarray, "n W"], values: Float[np.ndarray, "n W"], weights: Float[np.ndarray, " n"], most: int
 ) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, "W1 c"]]:
-    """Principal components of weighted values, at most `most`: their variances, and the matrix that gives each, of
-    variance 1, from what the encoder sees and a one."""
-    middle = weights @ values / weights.sum()
-    away = values - middle
-    variances, axes = np.linalg.eigh((away * weights[:, None]).T @ away / weights.sum())
-    largest = np.argsort(variances)[::-1][:most]
-    kept = largest[variances[largest] > np.finfo(np.float32).eps * max(variances.max(), 0.0)]
+    """Principal components of what the encoder can know of weighted values, at most `most`: their variances, and the
+    matrix that gives each, of variance 1, from what the encoder sees and a one."""
     with_one = np.concatenate([seen, np.ones((len(seen), 1))], 1)
-    matrix = _regressed(with_one, away @ axes[:, kept], weights)
-    return variances[kept], matrix / np.sqrt(variances[kept])
+    matrix = _regressed(with_one, values, weights)
+    # LayerNorm hides the mean over channels: a choice for it would be lost.
+    known = with_one @ matrix
+    middle = weights @ known / weights.sum()
+    variances, axes = np.linalg.eigh(((known - middle) * weights[:, None]).T @ (known - middle) / weights.sum())
+    largest = np.argsort(variances)[::-1][:most]
+    kept = largest[variances[largest] > np.finfo(np.float32).eps * (middle @ middle + variances.max())]
+    matrix[-1] -= middle
+    return variances[kept], matrix @ axes[:, kept] / np.sqrt(variances[kept])
 
 
 def transform_coder(
@@ -129,7 +131,8 @@ def transform_coder(
         raise UserError("values to calibrate on are NaN or infinite")
     unit, norm = normalise(jnp.asarray(sample), jnp.asarray(scale, jnp.float32))
     seen, unit64, weights = (np.asarray(x, np.float64) for x in (layer_normed(unit), unit, norm * norm))
-    weights = weights / max(weights.mean(), np.finfo(np.float32).tiny)  # errors of large values are larger
+    # Errors of large values are larger. Where all values are 0, every one counts.
+    weights = weights / weights.mean() if weights.any() else np.ones_like(weights)
     new = {name: np.array(x, np.float32) for name, x in params.items()}
     choices, hidden = new["b2"].shape[0] // 4, new["b1"].shape[0]
     variances, matrix = _components(seen, unit64 * (np.asarray(scale, np.float64) + EPS), weights, hidden // 2)
