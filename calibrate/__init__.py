@@ -23,6 +23,7 @@ from kvqjax.methods import METHODS, MethodLike, parse
 from kvqjax.methods.spec import Method, calibrated_part
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype
+from kvqjax.model.rope import in_halves
 from kvqjax.model.weight_trees import stacked
 from kvqjax.step.doors import check_model
 from kvqjax.step.new_cache import check_constants
@@ -168,6 +169,11 @@ def from_tensors(
     """
     method = parse(method)
     _check_needed(method, shape)
+    if shape.pairs != "halves":
+        keys, queries, key_gradients = (
+            None if arrays is None else [in_halves(jnp.asarray(x), shape) for x in arrays]
+            for arrays in (keys, queries, key_gradients)
+        )
     optional = {"queries": queries, "outputs": outputs}
     optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
     for fit in needed(method, shape):

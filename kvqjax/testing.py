@@ -9,6 +9,7 @@ Each raises AssertionError with one line that names what does not hold, and retu
 of your own over our caches, `check_rope` compares the rope of its `KVShape` with its function.
 """
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable
@@ -28,9 +29,9 @@ from kvqjax.cache.surgery import crop, evict, fork, gather, insert
 from kvqjax.codecs import Codec, CodecSpec
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model import weight_trees
-from kvqjax.model.config import KVShape, ModelConfig
+from kvqjax.model.config import PAIRS, KVShape, ModelConfig, RopeConfig
 from kvqjax.model.loading import Model
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import as_given, in_halves, rotate
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
@@ -260,11 +261,16 @@ def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
         raise UserError(f"layer {number} of the shape has no rope; its keys come rotated")
     positions = jnp.stack([jnp.arange(ROPE_TOKENS), jnp.arange(ROPE_TOKENS) + ROPE_FAR])
     x = jax.random.normal(jax.random.key(0), (*positions.shape, config.num_kv_heads, config.head_dim))
-    ours, got = rotate(x, positions, config), jnp.asarray(theirs(x, positions))
+    got = jnp.asarray(theirs(x, positions))
     assert got.shape == x.shape, f"layer {number}: their function gives shape {got.shape} of {x.shape}"
-    if not _near(ours, got):
+    if not _near(_rotated(x, positions, config), got):
         raise AssertionError(f"layer {number}: {_other_turn(config, x, positions, got, theirs)}")
     return ["near positions", "far positions"]
+
+
+def _rotated(x: Array, positions: Array, config: KVShape) -> Array:
+    """Rotate heads whose channels are in the order of the shape's rope."""
+    return as_given(rotate(in_halves(x, config), positions, config), config)
 
 
 def _near(ours: Array, got: Array) -> bool:
@@ -273,19 +279,25 @@ def _near(ours: Array, got: Array) -> bool:
 
 def _other_turn(config: KVShape, x: Array, positions: Array, got: Array, theirs: Turning) -> str:
     """Say in words how another model's rotation differs from a shape's."""
-    if not _near(rotate(x[:, :1], positions[:, :1], config)[0], got[0, :1]):
+    if not _near(_rotated(x[:, :1], positions[:, :1], config)[0], got[0, :1]):
         return "at position 0 their function does not give what this rope gives; are keys scaled or normed in it?"
-    if _near(rotate(x, -positions, config), got):
+    if _near(_rotated(x, -positions, config), got):
         return "their function turns in the other direction"
-    paired = lambda x: x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)  # noqa: E731
-    if _near(rotate(paired(x), positions, config), paired(got)):
-        return "their function pairs channels 2i and 2i + 1, this rope channels i and i + D/2"
+    for pairs in PAIRS:
+        if _near(_rotated(x, positions, dataclasses.replace(config, rope=_paired(config, pairs))), got):
+            return f"their function pairs channels as a Rope with pairs={pairs!r} does, this one has {config.pairs!r}"
     turned, moved = (
-        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND) for made in (rotate(x, positions, config), got)
+        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND) for made in (_rotated(x, positions, config), got)
     )
     if len(moved) != len(turned):
         return f"their function turns {len(moved)} of {config.head_dim} channels, this rope {len(turned)}"
     return _other_angle(config, theirs)
+
+
+def _paired(config: KVShape, pairs: str) -> RopeConfig:
+    """The rope of a layer, for channels in another order."""
+    assert isinstance(config.rope, RopeConfig)  # `check_rope` refused a layer without one
+    return dataclasses.replace(config.rope, pairs=pairs)
 
 
 def _other_angle(config: KVShape, theirs: Turning) -> str:
@@ -293,7 +305,9 @@ def _other_angle(config: KVShape, theirs: Turning) -> str:
     positions = jnp.stack([jnp.arange(ROPE_TOKENS)] * 2)
     for pair in range(config.head_dim // 2):
         unit = jnp.zeros((*positions.shape, config.num_kv_heads, config.head_dim)).at[..., pair].set(1.0)
-        made = [np.asarray(turned)[0, 1, 0] for turned in (rotate(unit, positions, config), theirs(unit, positions))]
+        unit = as_given(unit, config)
+        both = _rotated(unit, positions, config), jnp.asarray(theirs(unit, positions))
+        made = [np.asarray(in_halves(turned, config))[0, 1, 0] for turned in both]
         here, there = (float(np.arctan2(x[pair + config.head_dim // 2], x[pair])) for x in made)
         if abs(here - there) > 1e-4 * max(abs(here), abs(there)):
             return f"pair {pair} turns by {there:.6g} a position in their function, by {here:.6g} here: another theta?"

@@ -8,9 +8,10 @@ from typing import Any
 from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 
-__all__ = ["ExpertConfig", "KVShape", "ModelConfig", "RecurrentConfig", "RopeConfig"]
+__all__ = ["PAIRS", "ExpertConfig", "KVShape", "ModelConfig", "RecurrentConfig", "RopeConfig"]
 
 OF_LAYERS = ("rope", "sliding_window", "scale", "chunked", "qk_norm")  # fields that may differ by layer
+PAIRS = ("halves", "front", "neighbours")  # how channels of a head make the pairs that a rope turns
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
 
 
@@ -25,8 +26,14 @@ class RopeConfig:
     of texts up to `original_max_position`. The factors divide the frequency of every pair, for texts up to that length
     and for longer ones.
 
-    `fraction` is the share of a head's channels that are turned: the first channels of both halves of the head. The
-    pairs of the others have the frequency 0.
+    `fraction` is the share of a head's channels that are turned, and `pairs` says which channels these are and which of
+    them make pair i:
+
+    - "halves": channels i and i + D/2, of which the first of both halves are turned;
+    - "front": the first R = fraction * D channels are turned, and i goes with i + R/2 (GPT-NeoX, Phi);
+    - "neighbours": of the first R channels, 2i goes with 2i + 1 (Meta's Llama, GPT-J, Cohere).
+
+    A cache holds halves: queries and keys of another model's attention layers are put in this order when they come.
     """
 
     theta: float = 10000.0
@@ -43,9 +50,12 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     fraction: float = 1.0
+    pairs: str = "halves"
 
     def __post_init__(self):
         check_fields(self)
+        if self.pairs not in PAIRS:
+            raise UserError(f"pairs={self.pairs!r}; known: {', '.join(PAIRS)}")
         if self.theta <= 0:
             raise UserError(f"theta={self.theta}; wanted a number above 0")
         if not 0 < self.fraction <= 1:
@@ -177,12 +187,26 @@ class KVShape:
                 raise UserError(f"{name} has {len(values)} entries for {self.num_layers} layers")
             object.__setattr__(self, name, _alike(values))
         check_softcap(self.softcap)
+        self._check_pairs()
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
         if self.recurrent is not None and self.recurrent.layers[-1] >= self.depth:
             raise UserError(f"layer {self.recurrent.layers[-1]} is recurrent, in a model of {self.depth} layers")
+
+    def _check_pairs(self) -> None:
+        """Raise UserError where layers order their channels differently: those of a stack are put in order as one."""
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
+        orders = {(rope.pairs, rope.pairs == "halves" or rope.fraction) for rope in ropes if rope is not None}
+        if len(orders) > 1:
+            raise UserError(f"ropes of layers pair channels differently: {sorted(orders, key=str)}")
+
+    @property
+    def pairs(self) -> str:
+        """How the ropes of all layers pair channels."""
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
+        return next((rope.pairs for rope in ropes if rope is not None), "halves")
 
     @property
     def depth(self) -> int:
@@ -336,6 +360,10 @@ class ModelConfig(KVShape):
     def __post_init__(self):
         super().__post_init__()
         check_softcap(self.logit_softcap, "logit_softcap")
+        if self.pairs != "halves":
+            raise UserError(
+                f"a rope with pairs={self.pairs!r} is for a KVShape; weights are put in order when they load"
+            )
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation={self.activation!r}; known: {', '.join(ACTIVATIONS)}")
 

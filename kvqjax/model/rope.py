@@ -14,8 +14,10 @@ from kvqjax.ops.xla_workarounds import made_once
 
 __all__ = [
     "Waves",
+    "as_given",
     "check_length",
     "following",
+    "in_halves",
     "inverse_frequencies",
     "positions_of_layer",
     "rotate",
@@ -103,6 +105,47 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
             f"unknown rope kind {rope.kind!r}; known: none, default, linear, llama3, yarn, dynamic, longrope"
         )
     return np.pad(freq, (0, config.head_dim // 2 - len(freq))).astype(np.float32)
+
+
+def _turned_channels(config: KVShape) -> int:
+    """How many channels of a head turn, in a shape whose ropes pair other channels than halves."""
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    fraction = next(rope.fraction for rope in ropes if rope is not None)
+    return round(config.head_dim * fraction) // 2 * 2
+
+
+def in_halves(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
+    """Put the channels of queries or keys in the order of caches, in which pair i is (i, i + D/2).
+
+    Args:
+        x: heads in the order that `Rope.pairs` names.
+        config: the shape with this rope.
+
+    Returns:
+        The heads in the order of caches. Scores stay as they are: queries and keys change alike.
+    """
+    if config.pairs == "halves":
+        return x
+    turned = _turned_channels(config)
+    front, rest = x[..., :turned], x[..., turned:]
+    if config.pairs == "neighbours":
+        first, second = front[..., ::2], front[..., 1::2]
+    else:
+        first, second = jnp.split(front, 2, axis=-1)
+    still = jnp.split(rest, 2, axis=-1)  # D and the turned channels are even, so that their difference is
+    return jnp.concatenate([first, still[0], second, still[1]], axis=-1)
+
+
+def as_given(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
+    """Undo `in_halves`."""
+    if config.pairs == "halves":
+        return x
+    turned = _turned_channels(config)
+    first, second = ((half[..., : turned // 2], half[..., turned // 2 :]) for half in jnp.split(x, 2, axis=-1))
+    front = jnp.concatenate([first[0], second[0]], axis=-1)
+    if config.pairs == "neighbours":
+        front = jnp.stack([first[0], second[0]], axis=-1).reshape(front.shape)
+    return jnp.concatenate([front, first[1], second[1]], axis=-1)
 
 
 class Waves(NamedTuple):

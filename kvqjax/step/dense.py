@@ -17,6 +17,7 @@ from kvqjax.cache.state import Cache
 from kvqjax.cache.view import LayerView, body_view, expanded, seen, side_by_side
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
+from kvqjax.model.rope import as_given
 from kvqjax.ops.finite import saturated
 from kvqjax.parallel.sharding import of_constants, on_parts
 from kvqjax.step.doors import check_both, kept_program, run_constants, with_own_constants
@@ -70,7 +71,8 @@ def dense(
         constants: an artifact's, where no model is given.
 
     Returns:
-        k: keys [B, S, K, D] as they are attended to, rotated; S is the cache's capacity.
+        k: keys [B, S, K, D] as they are attended to, rotated, their channels as `Rope.pairs` says. S is the cache's
+            capacity.
         v: values [B, S, K, D].
         valid: Bool[B, S], the tokens that a query at position `cache.lengths[b]` sees: not those that a sliding window
             has passed or that were evicted. Keys and values at other positions are 0.
@@ -118,7 +120,8 @@ def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...
         below = range(layer)  # what they hold is decoded for its carry alone, and XLA drops the rest
     for number in below:
         carry = _read(call, model, number, carry)[1]
-    return tuple(_read(call, model, layer, carry)[0])
+    k, v, valid = _read(call, model, layer, carry)[0]
+    return as_given(k, cache.layout.shape), v, valid
 
 
 def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, dict]:

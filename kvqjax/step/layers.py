@@ -24,7 +24,7 @@ from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape, check_softcap
 from kvqjax.model.decoder import Projected
-from kvqjax.model.rope import rotate
+from kvqjax.model.rope import in_halves, rotate
 from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
@@ -175,6 +175,7 @@ def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, 
     """Do `_attend` on one device's part."""
     padding = padding_of(counts)
     # Everything below counts places from a row's first valid token on, as positions and the cache do.
+    q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
     q, k, v = (padding.begun(x) for x in (q, k, v))
     call = begin(cache, padding.counts, q.shape[1], constants, within)
     number, index = placed_layer(call.runs, layer)

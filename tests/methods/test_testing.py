@@ -86,7 +86,9 @@ def turned(x, positions, theta=1e4, count=16, sign=1, interleaved=False):
 
 
 OTHER_ROPES = {
-    "their function pairs channels 2i and 2i . 1": lambda x, p: turned(x, p, interleaved=True),
+    "pairs channels as a Rope with pairs='neighbours' does, this one has 'halves'": lambda x, p: turned(
+        x, p, interleaved=True
+    ),
     "turns 8 of 16 channels, this rope 16": lambda x, p: turned(x, p, count=8),
     "turns in the other direction": lambda x, p: turned(x, p, sign=-1),
     "pair 1 turns by 0.193923 a position in their function, by 0.316228 here": lambda x, p: turned(x, p, theta=5e5),
