@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 
 from kvqjax._arguments import check_counts, check_integer
@@ -35,13 +34,7 @@ from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
 from kvqjax.serving.batch import Made, Parked, RunningBatch, check_request
 from kvqjax.serving.memory import ROWS, memory_for
-from kvqjax.serving.prefix_folder import (
-    Contents,
-    SavedPrefix,
-    owner_of_engine,
-    read_prefixes,
-    write_prefixes,
-)
+from kvqjax.serving.prefix_folder import owner_of_engine, read_prefixes, write_prefixes
 from kvqjax.serving.prefixes import Prefix, Prefixes
 from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
 
@@ -296,7 +289,7 @@ class Engine:
             UserError: the folder exists or cannot be written.
             EngineClosed: the engine's thread has failed.
         """
-        prefixes, contents = self._on_thread(self._prefixes_on_host)
+        prefixes, contents = self._on_thread(lambda: self._prefixes.saved(self._batch))
         write_prefixes(Path(path), self._owner, prefixes, contents)
         return len(prefixes)
 
@@ -316,7 +309,7 @@ class Engine:
             EngineClosed: the engine's thread has failed.
         """
         saved, contents = read_prefixes(Path(path), self.model, self._owner, *self._shapes)
-        return self._on_thread(lambda: self._prefixes_from_host(saved, contents))
+        return self._on_thread(lambda: self._prefixes.keep_saved(saved, contents, self._batch))
 
     def warm(self) -> None:
         """Compile every program, so that no request waits for it: a request of each width of a chunk, with and without
@@ -522,36 +515,6 @@ class Engine:
             feeding.pages = [*shared[:complete], *copies]
         self._batch.go_on_from(prefix.row)
         return True
-
-    def _prefixes_on_host(self) -> tuple[list[SavedPrefix], Contents]:
-        """Copy what is kept, each page once."""
-        kept = self._prefixes.all()
-        numbers = dict.fromkeys(page for _, prefix in kept for page in prefix.pages)
-        contents = {page: self._batch.page_content(page) for page in numbers}
-        rows = [SavedPrefix(trace, prefix.length, jax.device_get(prefix.row), prefix.pages) for trace, prefix in kept]
-        return rows, contents
-
-    def _prefixes_from_host(self, saved: list[SavedPrefix], contents: Contents) -> int:
-        """Keep saved prefixes, those used last before the others; in free pages, since nobody makes way for them."""
-        known, chosen, wanted = {trace for trace, _ in self._prefixes.all()}, [], set()
-        room, free = self._prefixes.room(), 0 if self._pool is None else self._pool.free
-        for prefix in reversed(saved):
-            fits = len(wanted | set(prefix.pages)) <= free
-            if prefix.trace not in known and fits and len(chosen) < room:
-                chosen.append(prefix)
-                wanted |= set(prefix.pages)
-        numbers = sorted(wanted)
-        pages = dict(zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True))
-        for number, page in pages.items():
-            self._batch.fill_page(page, contents[number])
-        for prefix in reversed(chosen):
-            held = [pages[number] for number in prefix.pages]
-            if self._pool is not None:
-                self._pool.share(held)
-            self._prefixes.put(prefix.trace, Prefix(prefix.length, self._batch.row_from_host(prefix.row), held))
-        if self._pool is not None:
-            self._pool.drop(pages.values())  # from now on the prefixes alone are their users
-        return len(chosen)
 
     # --- Pages ---
 

@@ -9,7 +9,7 @@ Words mean something only to the model, the constants and the form that wrote th
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,32 +19,13 @@ from kvqjax.cache import Cache, CacheLayout
 from kvqjax.cache.artifacts import flatten, read_arrays, read_description, read_shapes, write_folder
 from kvqjax.methods import spelled_out
 from kvqjax.model.loading import Model
+from kvqjax.serving.prefixes import Contents, SavedPrefix
 from kvqjax.step.persist import owner_of, require_owner
 
-__all__ = [
-    "Contents",
-    "SavedPrefix",
-    "newest_folder",
-    "owner_of_engine",
-    "read_prefixes",
-    "write_newest",
-    "write_prefixes",
-]
-
-Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
+__all__ = ["newest_folder", "owner_of_engine", "read_prefixes", "write_newest", "write_prefixes"]
 
 PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
 TRACE = 16  # bytes of a trace (kvqjax/serving/prefixes.py)
-
-
-class SavedPrefix(NamedTuple):
-    """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and its pages' numbers.
-    What a page holds stands apart, under its number, since several prefixes may share it."""
-
-    trace: bytes
-    length: int
-    row: Cache
-    pages: list[int]
 
 
 def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:

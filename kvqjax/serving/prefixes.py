@@ -11,12 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from kvqjax.cache import Cache
 from kvqjax.cache.pages import PagePool
+from kvqjax.serving.batch import RunningBatch
 
-__all__ = ["Prefix", "Prefixes"]
+__all__ = ["Contents", "Prefix", "Prefixes", "SavedPrefix"]
+
+Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
 
 REMEMBERED = 4096  # beginnings of prompts of which a trace of 16 bytes is remembered
 
@@ -24,6 +28,16 @@ REMEMBERED = 4096  # beginnings of prompts of which a trace of 16 bytes is remem
 class Prefix(NamedTuple):
     """The first `length` tokens of some prompts: what a row holds beside its pages, and the pages."""
 
+    length: int
+    row: Cache
+    pages: list[int]
+
+
+class SavedPrefix(NamedTuple):
+    """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and its pages' numbers.
+    What a page holds stands apart, under its number, since several prefixes may share it."""
+
+    trace: bytes
     length: int
     row: Cache
     pages: list[int]
@@ -82,18 +96,42 @@ class Prefixes:
         shared = [] if self._pool is None else self._pool.share(pages)
         self._kept[trace] = Prefix(length, row, shared)
 
-    def all(self) -> list[tuple[bytes, Prefix]]:
-        """List the prefixes with their traces, the one used least recently first."""
-        return list(self._kept.items())
+    def saved(self, batch: RunningBatch) -> tuple[list[SavedPrefix], Contents]:
+        """Copy all to the host: the prefixes, the one used least recently first, and each of their pages once."""
+        prefixes = [
+            SavedPrefix(trace, kept.length, jax.device_get(kept.row), kept.pages) for trace, kept in self._kept.items()
+        ]
+        numbers = dict.fromkeys(page for prefix in prefixes for page in prefix.pages)
+        return prefixes, {number: batch.page_content(number) for number in numbers}
 
-    def room(self) -> int:
-        """Count the prefixes that could be kept without dropping one."""
-        return self._most - len(self._kept)
+    def keep_saved(self, saved: Sequence[SavedPrefix], contents: Contents, batch: RunningBatch) -> int:
+        """Keep saved prefixes beside those that are there: as many as there is room for, those used last first. They
+        take free pages, and no request makes way for them.
 
-    def put(self, trace: bytes, prefix: Prefix) -> None:
-        """Keep a prefix that another process read, of whose pages the tree is a user already. There has to be room."""
-        self._kept[trace] = prefix
-        self._remembered[trace] = None
+        Returns:
+            How many are kept now that were not before.
+        """
+        chosen: list[SavedPrefix] = []
+        wanted: set[int] = set()
+        room, free = self._most - len(self._kept), 0 if self._pool is None else self._pool.free
+        for prefix in reversed(saved):
+            fits = len(chosen) < room and len(wanted | set(prefix.pages)) <= free
+            if fits and prefix.trace not in self._kept:
+                chosen.append(prefix)
+                wanted |= set(prefix.pages)
+        numbers = sorted(wanted)
+        pages = dict(zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True))
+        for number, page in pages.items():
+            batch.fill_page(page, contents[number])
+        for prefix in reversed(chosen):
+            held = [pages[number] for number in prefix.pages]
+            if self._pool is not None:
+                self._pool.share(held)
+            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), held)
+            self._remembered[prefix.trace] = None
+        if self._pool is not None:
+            self._pool.drop(pages.values())  # from now on the prefixes alone use them
+        return len(chosen)
 
     def drop(self) -> bool:
         """Let go of the prefix that was used least recently. False where there is none."""

@@ -55,7 +55,7 @@ def test_a_later_engine_goes_on_where_an_earlier_one_ended(model, method, tmp_pa
         assert engine.load_prefixes(path) == count
         got = answers(engine, PROMPTS[2:])
         stats = engine.stats()
-        held = {page for _, prefix in engine._prefixes.all() for page in prefix.pages}
+        held = {page for prefix in engine._prefixes._kept.values() for page in prefix.pages}
     assert [answer.reused_tokens for answer in got] == [640, 640]
     assert [answer.tokens for answer in got] == [answer.tokens for answer in wanted]
     assert stats.pages_free + len(held) == stats.pages
