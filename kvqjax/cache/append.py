@@ -1,5 +1,20 @@
-"""Appending: what is due leaves the window and is encoded, layer by layer of a fresh prompt or tile by tile through all
-layers of a call; then new tokens go to sinks and window."""
+"""Appending new tokens: what is due leaves the window and is encoded into the body, then new tokens are remembered.
+
+    a row before the call    sinks | body ......... | window |              new tokens
+    a row after the call     sinks | body ................... | window |
+
+    1. flush       Units that are due are encoded. Their tokens come from the window, or from the new tokens.
+    2. remember    New tokens are put into sinks and window. There they take the slots of the oldest tokens.
+
+The order matters: new tokens overwrite window slots whose tokens must be encoded first. A unit is due as soon as the
+row holds `window + unit` tokens that its clock has not encoded.
+
+`commit` appends to any cache. It goes over chains (runs that are encoded together) by `flush_chain`, which takes each
+tile (one unit, or several) through all layers. An exact prefill fills an empty cache layer by layer:
+`flush_layer` encodes all tiles of one layer, because the layer above has not run yet.
+
+`held[b]` counts the body tokens (tokens after the sinks) that row b held before the call. It is negative while the
+sinks fill. A source is a named vector of width W per token. New tokens are [L, B, T, W] per source."""
 
 import functools
 from typing import Any
@@ -32,26 +47,50 @@ __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 def flush_layer(
     run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry, pages: Pages = None
 ):
-    """Encode what is due of one layer of a fresh prompt, [B, T, W] per source, row by row. `carry` is what the layer
-    below passed on for every prompt token, [B, T, W]. Returns (body, new, carry). `new` changes only where keys leave
-    the window before values: such a token stays there with its reconstructed key."""
+    """Encode what is due of one layer of a fresh prompt, row by row.
+
+    Args:
+        run: The plan of the layer's run.
+        body: The run's body, {source: {field: arrays}}.
+        layer: The layer's number in the run.
+        new: The prompt's tokens [B, T, W] per source.
+        held: Which body token the first of them is, [B]: minus the sinks where `new` is the whole prompt, 0 where it
+            is the tokens that the body keeps (kvqjax/cache/keeping.py).
+        schedules: The units to encode, one schedule for each clock.
+        constants: The layer's calibrated constants.
+        carry: What the layer below passed on for every one of these tokens, [B, T, W] by name.
+        pages: The pages of every row, where the body lies in pages.
+
+    Returns:
+        (body, new, carry). The carry is this layer's. `new` changes only where keys leave the window before values:
+        a token whose key alone is encoded stays in the window with its reconstructed key."""
     length = next(iter(new.values())).shape[1]
 
     def tile_step(number, row, token, slot, size, state):
+        """Encode the tile of `size` tokens from body token `token` on, by the clock of this `number`."""
+        # The loop over tiles is traced even where it has no turn, and a slice longer than the prompt is an error.
         if size > length:
             return state  # no tile of a prompt this short is ever due
         (body, new, carry), clock = state, schedules[number].clock
+        # Where the tile begins among the prompt's tokens. Tiles that are due lie within the prompt: none is moved.
         start = jnp.clip(token - held[row], 0, length - size)
-        tile = {s: cut_tile(new[s], (), row, start, size) for s in clock.sources}
-        part = {n: jax.lax.dynamic_slice(c, (row, start, 0), (1, size, c.shape[2]))[0] for n, c in carry.items()}
-        body, recon, part = encode_tile(run, body, (layer, row), clock, slot, tile, constants, part, pages)
+        tile = {source: cut_tile(new[source], (), row, start, size) for source in clock.sources}
+        tile_carry = {
+            name: jax.lax.dynamic_slice(carried, (row, start, 0), (1, size, carried.shape[2]))[0]
+            for name, carried in carry.items()
+        }
+        body, recon, tile_carry = encode_tile(run, body, (layer, row), clock, slot, tile, constants, tile_carry, pages)
+        # This layer's carry takes the place of the carry of the layer below, which no later tile reads.
         carry = {
-            n: jax.lax.dynamic_update_slice(c, saturated(part[n][None], c.dtype), (row, start, 0))
-            for n, c in carry.items()
+            name: jax.lax.dynamic_update_slice(
+                carried, saturated(tile_carry[name][None], carried.dtype), (row, start, 0)
+            )
+            for name, carried in carry.items()
         }
         if len(schedules) > 1:  # keys are due before values, and the key that stays in the window is the decoded one
             new = new | {
-                s: new[s].at[row, start + jnp.arange(size)].set(saturated(x, new[s].dtype)) for s, x in recon.items()
+                source: new[source].at[row, start + jnp.arange(size)].set(saturated(x, new[source].dtype))
+                for source, x in recon.items()
             }
         return body, new, carry
 
@@ -64,7 +103,16 @@ def _empty_carry(runs, size: int, dtype) -> dict:
 
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
-    """Say whether every row's one new token is encoded at once, in a form of GPUs, with nothing to carry."""
+    """Say whether nothing but the one new token of each row can be due, and `_flush_newest` can encode it.
+
+    Args:
+        runs: The plans of the chain's runs.
+        news: The new tokens of each run, [L, B, T, W] per source.
+        schedules: The chain's schedules.
+
+    Returns:
+        Whether all of this holds: a token is due as soon as it comes, each row has one new token, bodies are in a form
+        of GPUs and are the rows' own, nothing flows between layers, and every field can be written by a scatter."""
     if len(schedules) > 1 or schedules[0].clock.unit > 1 or schedules[0].clock.window:
         return False  # what is due is then more than the token that just came
     single = all(x.shape[2] == 1 for new in news for x in new.values())
@@ -80,15 +128,19 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
 
 
 def _flush_newest(runs, states, news, schedule: Schedule, constants):
-    """Do what `flush_chain` does where one new token of each row may be due: all rows' are encoded as one tile, and
-    each array takes them by one scatter, which a GPU runs in place as one kernel. There is no loop whose bound is data,
-    because a GPU's host decides on every turn of one."""
+    """Do what `flush_chain` does where one new token of each row may be due (`_is_newest`).
+
+    All rows' tokens are encoded as one tile, and each array takes them by one scatter, which a GPU runs in place as one
+    kernel. There is no loop whose bound is data, because a GPU's host decides on every turn of one. Arguments and
+    result are those of `flush_chain`, which has one schedule here."""
     due = schedule.stop > schedule.start
 
     def layer_step(run, new, fixed, layer, body):
+        """Encode the new token of every row of one layer: a tile [B, W] per source."""
         clock = run.wiring.storage.clocks[0]
-        tile = {s: at_layer(new[s], layer)[:, 0] for s in clock.sources}
+        tile = {source: at_layer(new[source], layer)[:, 0] for source in clock.sources}
         payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
+        # A unit is one token here, so that its number is that of the body token. A body that wraps is a ring of slots.
         here, slots = run.deal.place(modulo(schedule.start, run.slots))
         here, slots = given_to_gpus((due if here is None else due & here, slots))
         put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, here)  # noqa: E731
@@ -102,18 +154,35 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
 
 
 def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype, pages: Pages = None):
-    """Encode what is due in a chain of runs: row by row, tile by tile, a tile through all layers in order. Takes every
-    run's state and new tokens, [L, B, T, W] per source, and returns its (body, window, new). Where keys are encoded
-    before values, their reconstruction replaces them in the window and among the new tokens."""
+    """Encode what is due in a chain of runs: row by row, tile by tile, a tile through all layers in order.
+
+    A tile goes through all layers before the next one does, so that the carry between layers is one tile long.
+
+    Args:
+        runs: The plans of the chain's runs, in layer order.
+        states: What each run holds.
+        news: The new tokens of each run, [L, B, T, W] per source.
+        held: How many body tokens each row held before the call, [B].
+        schedules: The units to encode, one schedule for each clock; the same for all runs of the chain.
+        constants: The calibrated constants of each run, with an axis of layers.
+        dtype: Of the carry.
+        pages: The pages of every row, where bodies lie in pages.
+
+    Returns:
+        (body, window, new) of each run. Where keys are encoded before values, their reconstruction replaces them in
+        the window and among the new tokens; else both are as they were."""
     if _is_newest(runs, news, schedules):
         return _flush_newest(runs, states, news, schedules[0], constants)
+    # With two clocks a token may be encoded in part. Until the rest is encoded too, the window stands for the token.
     replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, slot, size, layer, state):
+        """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all runs, carry)."""
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
         clock = run.wiring.storage.clocks[index]  # layers of a chain may name their sources differently
         tile = {
-            s: gather_tile(window[s], new[s], (layer,), row, token, size, held[row], clock.unit) for s in clock.sources
+            source: gather_tile(window[source], new[source], (layer,), row, token, size, held[row], clock.unit)
+            for source in clock.sources
         }
         body, recon, carry = encode_tile(
             run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry, pages
@@ -132,19 +201,34 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
         return state[0]
 
     entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))
+    # At a step at which no row has a unit due, the loop over rows has no turn.
     anything = functools.reduce(jnp.logical_or, [schedule.anything for schedule in schedules])
     return encode_due(schedules, rows_if(anything, held.shape[0]), length, tile_step, entries)
 
 
 def _put_back(run, window, new, recon, layer, row, token, size, held):
-    """Replace encoded tokens by their reconstruction in the window and among the new tokens."""
+    """Replace encoded tokens by their reconstruction in the window and among the new tokens.
+
+    Args:
+        run: The run's plan.
+        window: The run's window, [L, B, C, W] per source.
+        new: The run's new tokens, [L, B, T, W] per source.
+        recon: The reconstruction of a tile, [size, W] per source.
+        layer, row: Whose tile it is.
+        token: The body token with which the tile begins.
+        size: Tokens of the tile.
+        held: How many body tokens the row held before the call. Later ones are among the new tokens.
+
+    Returns:
+        (window, new)."""
     tokens = token + jnp.arange(size)
     for source, x in recon.items():
+        # Each token is in one of the two places. In the other one its index lies beyond the end, and is dropped.
         slot = jnp.where(tokens < held, modulo(tokens, run.ring), run.ring)
-        fresh = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
-        old, late = window[source], new[source]
-        window = {**window, source: old.at[layer, row, slot].set(saturated(x, old.dtype), mode="drop")}
-        new = {**new, source: late.at[layer, row, fresh].set(saturated(x, late.dtype), mode="drop")}
+        index = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
+        ring, given = window[source], new[source]
+        window = {**window, source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop")}
+        new = {**new, source: given.at[layer, row, index].set(saturated(x, given.dtype), mode="drop")}
     return window, new
 
 
@@ -152,16 +236,27 @@ Sources = dict  # source name -> array
 
 
 def _put(old, new, first, wanted, held):
-    """Put new tokens [L, B, T, W] into those of the slots [L, B, C, W] that are `wanted` [B, C]. Body token t goes to
-    slot t % C, and no wanted slot takes a token before `first` [B]. Rows are written one by one as slices: a gather or
-    scatter over rows makes XLA re-order the whole ring."""
-    count, length = old.shape[2], new.shape[2]
-    size = min(count, length)  # older ones among the new tokens have no slot left
+    """Put new tokens into the `wanted` slots of the window, or of the sinks. Body token t goes to slot t % C.
+
+    Rows are written one by one as slices: a gather or scatter over rows makes XLA re-order the whole ring.
+
+    Args:
+        old: The window or the sinks, [L, B, C, W].
+        new: The new tokens, [L, B, T, W].
+        first: A body token of each row, [B]. No wanted slot takes a token before it.
+        wanted: Which slots take a new token, [B, C].
+        held: The body token that each row's first new token is, [B].
+
+    Returns:
+        `old` with the new tokens."""
+    slots, length = old.shape[2], new.shape[2]
+    size = min(slots, length)  # older ones among the new tokens have no slot left
 
     def row_step(row, old):
+        # A slice of `size` tokens must lie within the new ones. What it has beyond the wanted tokens is put nowhere.
         start = jnp.clip(first[row] - held[row], 0, length - size)
         fresh = jax.lax.dynamic_slice(new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3]))
-        fresh = jnp.pad(row_major(fresh).astype(old.dtype), ((0, 0), (0, 0), (0, count - size), (0, 0)))
+        fresh = jnp.pad(row_major(fresh).astype(old.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0)))
         fresh = jnp.roll(fresh, held[row] + start, axis=2)  # so that token t stands in slot t % C
         line = jnp.where(wanted[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
         return jax.lax.dynamic_update_slice(old, row_major(line), (0, row, 0, 0))
@@ -190,14 +285,27 @@ def _put_one_at_once(old, new, slots, wanted):
 
 
 def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
-    """Put new tokens, [L, B, T, W] per source, into sinks and window. `state.flushed` must already be up to date."""
+    """Put new tokens into sinks and window. What is due of them must have been encoded before.
+
+    Args:
+        run: The run's plan.
+        state: What the run holds; `flushed` is already up to date.
+        new: The new tokens, [L, B, T, W] per source.
+        lengths: How many tokens each row held before the call, sinks included, [B].
+        counts: How many of the new tokens each row takes, [B].
+        sinks: How many first tokens of a row are sinks.
+
+    Returns:
+        The run with its sinks and window."""
     held = lengths - sinks  # body tokens before the call; negative while the sinks fill
     end = held + counts
     oldest = jnp.maximum(end - run.ring, 0)
     slots = ring_tokens(run.ring, oldest)
+    # Sinks are numbered as body tokens before the first one, -sinks to -1: modulo `sinks`, that is their slot.
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
 
     def wanted(tokens):
+        """Mark those of the body tokens that are among the new ones of their row."""
         return (tokens >= held[:, None]) & (tokens < end[:, None])
 
     def into_window(name, old):
@@ -219,12 +327,20 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
 
 
 def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
-    """Append the first `counts[b]` tokens of row b of `pending` and encode what is due, all layers in order.
+    """Append pending tokens to every row and encode what is due, all layers in order.
 
-    `pending` holds one dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
-    mass of the call where tokens are kept by it. Counts are clipped to the tokens given, and tokens beyond the
-    capacity are dropped; either raises the row's overflow flag. A number that is not finite is stored as 0 and counted
-    in `finite`."""
+    A number that is not finite is stored as 0 and counted in `finite`.
+
+    Args:
+        cache: The cache.
+        pending: One dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
+            mass of the call where tokens are kept by it.
+        counts: How many of the T pending tokens each row takes, the first ones. Counts are clipped to the tokens given,
+            and tokens beyond the capacity are dropped; either raises the row's overflow flag.
+        constants: The calibrated constants of each run; empty for methods without.
+
+    Returns:
+        The cache that holds the tokens."""
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = constants or tuple({} for _ in runs)
     length = next(iter(pending[0].values())).shape[2]
@@ -236,10 +352,12 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     # First what is due leaves the window, then new tokens take the slots: the other way round they would overwrite it.
     for chain in chains(layout):
         members, fixed = [runs[i] for i in chain], [constants[i] for i in chain]
+        # A body without slots is never written: the window alone holds the capacity.
         if any(run.slots for run in members):
+            # Runs of a chain have encoded as many units as each other, so that the first one's counts stand for all.
             schedules = schedule(members, states[chain[0]])
-            own = [states[i] for i in chain], [sources[i] for i in chain]
-            flush = flush_chain(members, *own, held, schedules, fixed, layout.dtype, cache.pages)
+            inputs = [states[i] for i in chain], [sources[i] for i in chain]
+            flush = flush_chain(members, *inputs, held, schedules, fixed, layout.dtype, cache.pages)
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 flushed = units_due(runs[i], states[i], held + counts)
                 states[i] = states[i].replace(body=body, window=window, flushed=flushed)

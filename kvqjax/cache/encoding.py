@@ -1,7 +1,14 @@
 """Encoding what leaves the window, tile by tile (docs/design.md, ideas 2, 6, 8).
 
-One tile is one clock unit of one row of one layer. Every path (a decode step, a chunk, a draft, an exact prefill,
-eviction) goes over its tiles by `encode_due` and encodes them as `encode_tile` does, so equal sources give equal words.
+    Schedule        which units of each row are due, and in which slots of the body they go
+    encode_due      goes over rows, over clocks and over tiles, and calls a step for every tile:
+      gather_tile     the tile's tokens, [size, W] per source, from the window and the new tokens
+      encode_tile     their codes, which are stored in the body
+
+A clock says when its sources leave the window: its unit is how many tokens leave together. A tile is one unit of one
+row of one layer, or several consecutive ones where these give the same bits (`units_at_once`). The paths that encode (a
+decode step, a chunk, a draft, an exact prefill, eviction) share `encode_due`, so equal sources give equal words. One
+shortcut for GPUs does not: `_flush_newest` in kvqjax/cache/append.py.
 Rows are looped over, never vmapped: under vmap a conditional flush becomes a select that encodes at every step."""
 
 import functools
@@ -41,9 +48,15 @@ IN_PAGES = 128  # tokens of a tile, at most, where it must end with a page: chun
 
 class Schedule(NamedTuple):
     """List the units of one clock that a call encodes: of row b numbers `start[b]` to `stop[b] - 1`, in this order.
-    `place(row, number)` gives the body token that a unit begins with and the body slot that it is written to. Up to
-    `at_once` consecutive units are encoded as one tile. `aligned`: these begin at a multiple of as many, because pages
-    end there."""
+
+    Attributes:
+        clock: The clock.
+        start: The number of each row's first unit that is due.
+        stop: One past the number of each row's last unit that is due.
+        place: `place(row, number)` gives the body token that a unit begins with, and the body slot that it is written
+            to.
+        at_once: So many consecutive units are encoded as one tile, where as many are due.
+        aligned: Such a tile begins at a multiple of `at_once` units, because pages end there."""
 
     clock: Clock
     start: Int[Array, " B"]
@@ -61,36 +74,57 @@ class Schedule(NamedTuple):
 def in_order(
     clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], runs: Sequence[RunLayout], length: int
 ) -> Schedule:
-    """Schedule the units of bodies that keep all tokens in their order: token t goes to slot t. `length` new tokens may
-    complete units of these `runs`."""
+    """Schedule the units of bodies that keep all tokens in their order: token t goes to slot t.
+
+    Args:
+        clock: The clock whose units are due.
+        start: How many units each row has encoded, [B].
+        stop: How many units each row will have encoded, [B].
+        runs: The runs that are encoded together.
+        length: How many new tokens a row takes at most.
+
+    Returns:
+        The schedule."""
     place = lambda row, number: (number * clock.unit, number * clock.unit)  # noqa: E731
     aligned = any(run.page for run in runs)
     return Schedule(clock, start, stop, place, units_at_once(runs, clock, length), aligned)
 
 
 def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
-    """Return how many units of a clock these runs may encode as one tile. At most as many as `length` new tokens
-    complete, a body holds and memory allows. Only 1 where units encoded together would get other bits, or do not lie
-    side by side in the body."""
+    """Choose how many units of a clock these runs may encode as one tile.
+
+    Args:
+        runs: The runs that are encoded together.
+        clock: The clock whose units are due.
+        length: How many new tokens a row takes at most.
+
+    Returns:
+        A number of units: at most as many as `length` new tokens complete, a body holds and memory allows. Only 1 where
+        units encoded together would get other bits, or do not lie side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
-    alone = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
+    # A matrix product rounds differently for another number of rows. A frame has such products, and codecs that are not
+    # `apart` may have. What flows between layers is reconstructed in tiles of one unit.
+    unchained = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
     beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
-    fine = alone and beside and all(codec.apart for codec in codecs)
+    allowed = unchained and beside and all(codec.apart for codec in codecs)
     most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
-    if not fine:
+    if not allowed:
         return 1
     page = max(run.page for run in runs)
     if page:  # all pages of a pool are as long; tiles of single tokens are planes then, which end with pages anyway
         count = min(most, IN_PAGES) // clock.unit if clock.unit > 1 else 1
-        return next(n for n in range(max(1, count), 0, -1) if page % (n * clock.unit) == 0)
+        # The most units whose tokens divide a page, so that no tile spans two pages.
+        return next(units for units in range(max(1, count), 0, -1) if page % (units * clock.unit) == 0)
     # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
     count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
+    # A packing wants a tile of up to FEW tokens to begin at a multiple of its size. Single units and planes do, several
+    # units need not. Longer tiles may begin at any unit.
     return count if count * clock.unit > FEW else 1
 
 
 def at_layer(tree, index):
     """Return entry `index` of every array's first axis."""
-    return jax.tree.map(lambda a: row_major(cut_along(a, index, 1, 0).squeeze(0)), tree)
+    return jax.tree.map(lambda array: row_major(cut_along(array, index, 1, 0).squeeze(0)), tree)
 
 
 def each_layer(count: int, step: Callable, state):
@@ -101,35 +135,74 @@ def each_layer(count: int, step: Callable, state):
 
 
 def cut_tile(x, at, row, start, size: int):
-    """Return `size` consecutive tokens of one row of `x`, [size, W], by a slice: a gather is slow on TPUs."""
+    """Cut `size` consecutive tokens of one row out of `x`, by a slice: a gather is slow on TPUs.
+
+    Args:
+        x: An array [..., B, S, W].
+        at: The indices of the axes before the rows.
+        row: The row.
+        start: The first token's place among the S.
+        size: How many tokens. Static.
+
+    Returns:
+        The tokens, [size, W]."""
     begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
     return row_major(cut_at(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
 
 
 def gather_tile(window, new, at, row, token, size: int, held, unit: int):
-    """Return the body tokens `token` to `token + size - 1` of one row, [size, W]. Those before `held` come from the
-    window's ring, the others from `new`, which begins with token `held`. `token` is a multiple of `unit`, and of `size`
-    where a tile is one unit. `at` are the indices of the axes before the row."""
+    """Collect the body tokens `token` to `token + size - 1` of one row. Those before `held` come from the window, the
+    others from the new tokens.
+
+    Args:
+        window: One source's window, [..., B, C, W]: a ring in which body token t is in slot t % C.
+        new: Its new tokens, [..., B, T, W]. The first of them is body token `held`.
+        at: The indices of the axes before the rows.
+        row: The row.
+        token: The first body token, a multiple of `unit`, and of `size` where the tile is one unit.
+        size: How many tokens. Static.
+        held: How many body tokens the row held before the call.
+        unit: The clock's unit.
+
+    Returns:
+        The tokens, [size, W]."""
     tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
+    # A tile of one unit or one plane begins at a multiple of its size. One of more units may begin at any unit.
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
         ring = cut_tile(window, at, row, modulo(token, slots), size)
     else:
         ring = window[(*at, row, modulo(tokens, slots))]
+    # One new token can only be the last of a tile that is due. It is broadcast, so that nothing is indexed.
     if length == 1:
         fresh = jnp.broadcast_to(cut_tile(new, at, row, 0, 1), ring.shape)
     else:
+        # The clip keeps indices valid for tokens of the window, whose numbers the next line leaves out.
         fresh = new[(*at, row, jnp.clip(tokens - held, 0, length - 1))]
     return jnp.where((tokens < held)[:, None], ring, fresh)
 
 
 def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry, pages: Pages = None):
-    """Encode one tile of the clock's sources and store it at (layer, row) = `at`, from body slot `slot` on. In a ring
-    the slot is taken modulo its length. `pages` say where the slots of every row are, unless they are the row's own.
-    Returns (body, reconstruction, carry)."""
+    """Encode one tile of the clock's sources and store it in the body.
+
+    Args:
+        run: The run's plan.
+        body: The run's body, {source: {field: arrays}}.
+        at: (layer, row).
+        clock: The clock whose sources the tile holds.
+        slot: The first body slot. In a ring it is taken modulo the ring's length.
+        tile: [size, W] per source.
+        constants: The layer's calibrated constants.
+        carry: What the layer below passed on for these tokens, [size, W] by name.
+        pages: Where the slots of every row are, unless they are the row's own.
+
+    Returns:
+        (body, reconstruction of the tile, the layer's carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
+    # `here` is whether this device stores the slot. None stands for always.
     here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
     if run.page:
         assert pages is not None
+        # A row that has no page there stores nothing. Page 0 then stands for the missing one, to be a valid index.
         page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
         at, here = (at[0], jnp.maximum(page, 0)), page >= 0
     put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, here)  # noqa: E731
@@ -137,7 +210,17 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
 
 
 def store_fields(run: RunLayout, body, clock, payload, put: Callable[[Field, Stored, Array], Stored]):
-    """Return the body with every field of the clock's sources as `put(field, stored, tile)` returns it."""
+    """Store every field of the clock's sources as `put(field, stored, tile)` does.
+
+    Args:
+        run: The run's plan.
+        body: {source: {field: arrays}}.
+        clock: The clock whose sources are stored. Other sources stay as they are.
+        payload: What to store, {source: {field: tile}}.
+        put: Stores a tile in the arrays of its field.
+
+    Returns:
+        The body."""
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
         stored = {name: put(field, body[source][name], payload[source][name]) for name, field in fields.items()}
@@ -146,9 +229,19 @@ def store_fields(run: RunLayout, body, clock, payload, put: Callable[[Field, Sto
 
 
 def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable, state):
-    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due, and return the last state.
-    Rows come one after the other, within a row its clocks, within a clock the oldest tokens first. `clock` is a number,
-    `size` the tokens of the tile. `most` bounds the tokens of a row that can be due: the number of new ones."""
+    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due. Rows come one after the
+    other, within a row its clocks, within a clock the oldest tokens first.
+
+    Args:
+        schedules: One for each clock.
+        rows: How many rows to go over, static or not.
+        most: A bound of how many tokens of a row can be due: the number of new ones. Static.
+        step: Encodes one tile. `clock` is the schedule's number, `token` the tile's first body token, `slot` where it
+            goes in the body, `size` how many tokens the tile has (static).
+        state: What the first step is given. Steps must return a tree of the same shapes.
+
+    Returns:
+        The last state."""
 
     def row_step(row, state):
         for number, schedule in enumerate(schedules):
@@ -163,9 +256,21 @@ def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable,
 
 
 def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
-    """Call `body_fn(unit, size, state)` for every tile of a row, first tiles of `at_once` units, then single units.
-    Where a unit is one token and 32 may be due, tiles are single tokens up to the next multiple of 32, then `at_once`
-    tokens or 32, then single tokens again."""
+    """Call `body_fn(unit, size, state)` for every tile of a row, and return the last state.
+
+    Units of several tokens: tiles of `at_once` units come first, then single units. Where tiles are aligned, single
+    units come before them too. Units of one token, where 32 of them (a plane) may be due, come in this order, because
+    packings of codes take single tokens, or multiples of 32 that begin at one:
+
+        single tokens | tiles of `at_once` tokens | planes | single tokens
+                      ^ a multiple of 32
+
+    Args:
+        schedule: The schedule of the tiles.
+        row: The row.
+        most: As in `encode_due`.
+        body_fn: Encodes the tile that begins with unit number `unit` and has `size` tokens.
+        state: What the first call is given."""
     unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
     if unit > 1 or most < PLANE:
         if at_once > 1:
@@ -183,7 +288,9 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
 
     def phase(number, loop):
         """Encode single tokens up to a multiple of 32, then whole planes. Called again, single tokens to the end. One
-        loop that chooses the size inside would make XLA copy the words."""
+        loop that chooses the size inside would make XLA copy the words.
+
+        `loop` is (the first token that is not encoded yet, state)."""
         token, state = loop
         edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)

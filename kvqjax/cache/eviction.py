@@ -1,6 +1,11 @@
 """Token eviction beside every method (kvqjax.methods.spec): the body holds whole groups of one clock unit, `budget`
 tokens in all; every stored token carries its position, and -1 marks a slot that holds none.
 
+    received    what the queries of one call gave each token                              keep=h2o alone
+    choose      which tokens of a fresh prompt enter the body, token by token
+    enter       where the units go that leave the window, group by group                  chunks and decode steps
+    crop_kept, forget                                                                     when rows are cut or emptied
+
 A group that must make room is masked and its slots are used again: the one whose newest token is the oldest
 (streaming), or the one with the least attention mass, the arriving group being a candidate too (H2O). Mass is what the
 queries of all heads and layers gave a token, float32, from a second pass over the scores once their log-sum-exp is
@@ -8,6 +13,8 @@ known.
 
     cache.kept = {"positions": [B, N]}                                                      streaming
                  {"positions": [B, N], "mass": [B, N/u], "recent": [B, C]}                  h2o; C window slots
+
+N is the budget in tokens, u the clock's unit. `mass` is that of groups, `recent` that of tokens in the window.
 """
 
 from typing import NamedTuple
@@ -25,14 +32,15 @@ Kept = dict  # name -> array, see the module
 
 
 class Received(NamedTuple):
-    """Attention mass of one call: of sinks, window slots and new tokens side by side, and of the body's slots."""
+    """Attention mass of one call: of sinks, window slots and new tokens side by side (M), and of the body's N slots."""
 
     exact: Float[Array, "B M"]
     body: Float[Array, "B N"]
 
 
 class Moves(NamedTuple):
-    """Where units that leave the window go: `count[b]` of them, number `unit[b, i]` to body slot `slot[b, i]`."""
+    """Where units that leave the window go: `count[b]` of them, number `unit[b, i]` to body slot `slot[b, i]`. There is
+    room for U moves; those from `count[b]` on mean nothing."""
 
     unit: Int[Array, "B U"]
     slot: Int[Array, "B U"]
@@ -47,8 +55,17 @@ class Chosen(NamedTuple):
 
 
 def allocate_kept(keep: Keep | None, batch: int, slots: int, unit: int, ring: int) -> Kept:
-    """Allocate the bookkeeping of empty rows: N = `slots`, u = `unit`, C = `ring`. It is empty where no token is ever
-    dropped, and where there is no room for a body."""
+    """Allocate the bookkeeping of empty rows. It is empty where no token is ever dropped, and where there is no body.
+
+    Args:
+        keep: Which tokens the method keeps; None: all.
+        batch: B, the rows.
+        slots: N, the tokens that the body keeps of a row.
+        unit: u, the tokens of a group.
+        ring: C, the window's slots.
+
+    Returns:
+        `kept` (see the module)."""
     if keep is None or not slots:
         return {}
     kept = {"positions": jnp.full((batch, slots), -1, jnp.int32)}
@@ -64,11 +81,21 @@ def received(
     lse: Float[Array, "B T H"],
     softcap: float | None = None,
 ) -> Float[Array, "B S"]:
-    """Sum the attention probability that all queries and heads together give each key; `lse` is the log-sum-exp over
-    all segments."""
+    """Sum the attention probability that all queries and heads together give each key.
+
+    Args:
+        q: The queries, with their rotation.
+        k: The keys of some tokens, with their rotation.
+        mask: Which of these tokens each query sees. Callers let queries that are not valid see none.
+        lse: The log-sum-exp of each query's scores over all segments.
+        softcap: The cap of scores, if there is one.
+
+    Returns:
+        The sums, float32."""
     batch, length, _, dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
+    # A probability is exp(score - lse). The log-sum-exp is that of all segments, so that tokens may come in parts.
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
     scores = capped(scores, softcap) - lse.reshape(batch, length, kv_heads, -1).transpose(0, 2, 3, 1)[..., None]
     share = jnp.exp(scores)  # NaN from queries that see what is not finite
@@ -88,32 +115,56 @@ def choose(
     rule: str, kept: Kept, mass: Float[Array, "B T"], leaving: Int[Array, " B"], window: Int[Array, "B C"],
     unit: int, sinks: int,
 ) -> tuple[Chosen, Kept]:  # fmt: skip
-    """Choose which of the first `leaving[b]` tokens after the sinks of a fresh prompt enter the body: the newest, or
-    those of most `mass`, token by token and in their order. `window` are the body tokens that its slots then stand
-    for."""
+    """Choose which tokens of a fresh prompt enter the body, token by token: the newest (streaming), or those of most
+    mass (h2o).
+
+    Args:
+        rule: The rule of `keep`.
+        kept: The bookkeeping of empty rows.
+        mass: What each of the prompt's tokens received. Streaming reads its shape alone.
+        leaving: How many tokens after the sinks leave the window, whole units. The choice is among these.
+        window: The body tokens that the window's slots stand for after the prompt.
+        unit: The clock's unit, in tokens.
+        sinks: How many first tokens of a row are sinks.
+
+    Returns:
+        (the tokens in the prompt's order, `kept` after the prompt)."""
     length, slots = mass.shape[1], kept["positions"].shape[1]
+    # Whole units: of the tokens that the body keeps, and of those that the prompt has.
     room = min(slots, length // unit * unit)
     tokens = jnp.broadcast_to(jnp.arange(length)[None], mass.shape)
     score = mass if rule == "h2o" else tokens.astype(jnp.float32)  # exact below 2**24 tokens
     score = jnp.where((tokens >= sinks) & (tokens < sinks + leaving[:, None]), score, -jnp.inf)
     best, token = jax.lax.top_k(score, room)
+    # The best tokens come by their scores, and are sorted by their places. What stands for no token is sorted last.
     token = jnp.sort(jnp.where(jnp.isneginf(best), length, token), axis=1)
     real = token < length
     token = jnp.where(real, token, 0)
-    pad = ((0, 0), (0, slots - room))
+    pad = ((0, 0), (0, slots - room))  # a short prompt leaves slots empty
     kept = kept | {"positions": jnp.pad(jnp.where(real, token, -1), pad, constant_values=-1)}
     if rule == "h2o":
         grouped = _by_group(jnp.pad(jnp.where(real, _take(mass, token), 0.0), pad), slots // unit)
+        # Slots that hold no token of the prompt get a number too. It is not read: `_mass_of` asks for held tokens.
         recent = _take(mass, jnp.clip(window + sinks, 0, length - 1))
         kept = kept | {"mass": grouped.sum(-1), "recent": recent}
     return Chosen(token, real.sum(1) // unit), kept
 
 
 def _mass_of(kept: Kept, call: Received, tokens: Int[Array, "B M"], held: Int[Array, " B"], sinks: int) -> Array:
-    """Sum the mass of body tokens in the window or among the new ones: what they had, and what this call gave them, [B,
-    M]."""
+    """Sum the mass of body tokens in the window or among the new ones: what they had, and what this call gave them.
+
+    Args:
+        kept: The bookkeeping before the call, `recent` among it.
+        call: What this call gave each token.
+        tokens: The body tokens that are asked for. Those that a row does not hold yet get a number without a meaning.
+        held: How many body tokens each row held before the call.
+        sinks: How many first tokens of a row are sinks.
+
+    Returns:
+        The mass, [B, M]."""
     ring = kept["recent"].shape[1]
     old, slot = tokens < held[:, None], tokens % ring
+    # `call.exact` has sinks first, then the window's slots, then new tokens.
     place = jnp.where(old, sinks + slot, sinks + ring + tokens - held[:, None])
     now = _take(call.exact, jnp.clip(place, 0, call.exact.shape[1] - 1))
     return now + jnp.where(old, _take(kept["recent"], slot), 0.0)
@@ -123,9 +174,22 @@ def enter(
     rule: str, kept: Kept, call: Received | None, held: Int[Array, " B"], window: Int[Array, "B C"],
     flushed: Int[Array, " B"], target: Int[Array, " B"], most: int, unit: int, sinks: int,
 ) -> tuple[Moves, Kept]:  # fmt: skip
-    """Give the units flushed[b] .. target[b] - 1 that leave the window, `most` at most, their place in the body, one
-    after the other. `call` is the mass of the call that brought new tokens to `held` ones; None: no attention saw them.
-    `window` are the body tokens that its slots stand for afterwards."""
+    """Give the units that leave the window their place in the body, one after the other.
+
+    Args:
+        rule: The rule of `keep`.
+        kept: The bookkeeping before the call.
+        call: The attention mass of the call that brought the new tokens; None: no attention saw them.
+        held: How many body tokens each row held before the call.
+        window: The body tokens that the window's slots stand for after the call.
+        flushed: How many units have left each row's window before the call.
+        target: How many have left it after the call.
+        most: The most units that can leave a window in this call. Static.
+        unit: The clock's unit, in tokens.
+        sinks: How many first tokens of a row are sinks.
+
+    Returns:
+        (the moves of units flushed[b] to target[b] - 1 but for those that lose, `kept` after the call)."""
     batch, slots = kept["positions"].shape
     groups, arriving = slots // unit, jnp.zeros((batch, most))
     if rule == "h2o":
@@ -137,16 +201,19 @@ def enter(
         kept = kept | {"mass": mass, "recent": recent}
 
     def step(i, loop):
+        """Place the i-th unit of every row; `loop` is (moves, positions [B, groups, u], mass [B, groups])."""
         moves, positions, mass = loop
         newest = positions.max(-1)  # [B, groups], -1 where the group is free
+        # The group of least rank makes room. A free one comes before all others.
         rank = jnp.where(newest < 0, -jnp.inf, mass if rule == "h2o" else newest.astype(jnp.float32))
         victim, number = rank.argmin(1), flushed + i
+        # An H2O unit whose mass is less than that of every group is dropped. Rows with fewer units due place none.
         stays = (number < target) & ((rule != "h2o") | (arriving[:, i] >= rank.min(1)))
         rows, at = jnp.arange(batch), jnp.where(stays, victim, groups)  # out of range: nothing is put anywhere
-        line = jnp.where(stays, moves.count, most)
+        entry = jnp.where(stays, moves.count, most)
         moves = Moves(
-            moves.unit.at[rows, line].set(number, mode="drop"),
-            moves.slot.at[rows, line].set(victim * unit, mode="drop"),
+            moves.unit.at[rows, entry].set(number, mode="drop"),
+            moves.slot.at[rows, entry].set(victim * unit, mode="drop"),
             moves.count + stays.astype(jnp.int32),
         )
         place = sinks + number[:, None] * unit + jnp.arange(unit)[None]
@@ -155,7 +222,7 @@ def enter(
 
     blank = jnp.zeros((batch, most), jnp.int32)
     start = Moves(blank, blank, jnp.zeros((batch,), jnp.int32))
-    mass = kept.get("mass", jnp.zeros((batch, groups)))
+    mass = kept.get("mass", jnp.zeros((batch, groups)))  # streaming carries it through the loop and never reads it
     moves, positions, mass = jax.lax.fori_loop(0, most, step, (start, _by_group(kept["positions"], groups), mass))
     kept = kept | {"positions": positions.reshape(batch, slots)}
     return moves, kept | ({"mass": mass} if rule == "h2o" else {})

@@ -1,4 +1,16 @@
-"""A wiring made to fit a layout: compute dtype, stored form, kernels, and clocks that it can have."""
+"""A wiring made to fit a layout: compute dtype, stored form, kernels, and clocks that it can have.
+
+A layer's spec builds a wiring (one layer's cache as a value) that knows no cache. `fitted` then goes through these
+steps, in this order:
+
+    _resolved       "compute" becomes the cache's dtype
+    _in_form        fields get the form in which bodies are stored: heads (GPUs), lines and stripes (CPUs), or planes
+    _with_kernels   the packed form is told which chip's kernels may read it
+    _check_clocks   windows and units that no body can have are refused
+    _by_groups      with eviction, there is one clock of at least 32 tokens
+
+A packed form (`Fast.packed`) is a body that something reads as it is stored: a Pallas kernel or, for uniform codes, the
+plain sums. A direct form (`Fast.direct`) is one that XLA reads at once, stored head by head."""
 
 import dataclasses
 import functools
@@ -23,12 +35,25 @@ MOST_TOKENS = 2**30  # sums of two such counts are still int32
 
 
 def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> Wiring:
-    """Build the wiring of the layers of one spec and `shape`, of which `first` is the first, for a layout. Raises
-    UserError where they do not fit each other."""
+    """Build the wiring of layers of one spec for a layout.
+
+    Args:
+        spec: The layers' spec.
+        layout: All that is static about the cache.
+        first: The number of the first of these layers, for messages.
+        shape: What the cache must know of the model, for these layers.
+
+    Returns:
+        The wiring.
+
+    Raises:
+        UserError: The spec does not fit the model, or its clocks do not fit its codecs or the layout's eviction."""
     try:
+        # The form is chosen first: kernels read planes, so that a body in another form may use none.
         wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
+        # A body's block holds consecutive positions, whose cosines a CPU makes from those of the first one.
         if family(layout.target) == "cpu" and wiring.fast.before_rope:
             wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
     except ValueError as error:
@@ -43,40 +68,63 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
     def fix(codec):
         fields = codec.fields.items()
         return codec._replace(
-            fields={n: dataclasses.replace(f, dtype=dtype) if f.dtype == "compute" else f for n, f in fields}
+            fields={
+                name: dataclasses.replace(field, dtype=dtype) if field.dtype == "compute" else field
+                for name, field in fields
+            }
         )
 
     wiring = wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
     packed = wiring.fast.packed
+    # The other kernels' specs have no compute dtype.
     if packed is None or not isinstance(packed.spec, ExactSpec | PredictedSpec):
         return wiring
     return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
 
 
 def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Give fields the form that they are stored in."""
+    """Give fields the form that they are stored in, and drop the readers that cannot read it.
+
+    Args:
+        wiring: With the cache's dtype.
+        layout: The cache's layout.
+        shape: The layer's shape.
+
+    Returns:
+        The wiring, with a direct form or a packed one, never both."""
     if layout.form == "stripes":
         wiring = _striped(wiring, layout, shape)
+    # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form "heads".
     if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
     def by_head(codec):
         fields = codec.fields.items()
-        return codec._replace(fields={n: f.by_head(shape.num_kv_heads) for n, f in fields})
+        return codec._replace(fields={name: field.by_head(shape.num_kv_heads) for name, field in fields})
 
     codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
+    # What reads packed words expects planes.
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
 def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     """Store codes of keys in lines and of values in stripes where sums of kvqjax.pallas_kernels.few_queries read them:
-    uniform ones of long bodies that keep all tokens."""
+    uniform ones of long bodies that keep all tokens.
+
+    Args:
+        wiring: With the cache's dtype.
+        layout: The cache's layout.
+        shape: The layer's shape.
+
+    Returns:
+        The wiring, unchanged where its body is another one."""
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
+    # Rings of sliding windows and evicted bodies are not read by these sums, which want slots in the tokens' order.
     keeps_all = shape.window is None and layout.method.keep is None
     # No word of keys may have channels of two heads: they are read head by head, and split over devices by heads.
-    whole_words = all(shape.head_dim * part % 32 == 0 for part in split_bits(packed.spec.key_bits))
+    whole_words = all(shape.head_dim * bits % 32 == 0 for bits in split_bits(packed.spec.key_bits))
     if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
         return wiring
 
@@ -92,15 +140,29 @@ def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
 
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
-    """Tell a packed form which chip's kernels may read it; "cpu" stands for none."""
+    """Tell a packed form which chip's kernels may read it; "cpu" stands for none.
+
+    Args:
+        packed: The packed form of a body, in the form that it is stored in.
+        layout: The cache's layout.
+
+    Returns:
+        The packed form, which also says whether the table of kernels need not be asked (`trusted`), and whether
+        anything reads the words themselves (`straight`)."""
     striped = isinstance(packed.spec, PackedSpec) and packed.spec.striped
     allowed = not striped and layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
+    # Without a kernel, words are read as they are stored where they are plain uniform codes, and else decoded first.
     straight = spec.target != "cpu" or (isinstance(spec, PackedSpec) and spec.plain)
+    # Where `forms` lists what may run, the chip checked it or the user forces it. Else the table decides.
     return packed._replace(spec=spec, trusted=layout.kernels.forms is not None, straight=straight)
 
 
 def _check_clocks(wiring: Wiring, name: str) -> None:
+    """Raise UserError for windows and units that no body can have. `name` is the method's, for messages.
+
+    A unit of several tokens is a multiple of 32, because its codes are written as whole planes, and a multiple of the
+    tokens that each of its codecs encodes at a time."""
     for clock in wiring.storage.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
@@ -120,11 +182,22 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
 
 def _by_groups(wiring: Wiring, method: Method) -> Wiring:
     """Give the wiring a clock that eviction can work with: one for all sources, of whole planes at least. It stays as
-    it is where nothing is evicted."""
+    it is where nothing is evicted.
+
+    Args:
+        wiring: The wiring, with clocks that a body can have.
+        method: The cache's method, whose `keep` says how many tokens the body keeps.
+
+    Returns:
+        The wiring.
+
+    Raises:
+        UserError: It has several clocks, or a unit is more than the body may keep."""
     if method.keep is None:
         return wiring
     if len(wiring.storage.clocks) > 1:
         raise UserError(f"{method}: keys and values leave the window apart, so their tokens cannot be evicted")
+    # A unit is the least that can be freed, since the scales of a group and a plane of codes belong to all its tokens.
     clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
     if method.keep.budget < clock.unit:
         raise UserError(f"{method}: tokens leave the body {clock.unit} at a time; keep that many at least")

@@ -1,5 +1,14 @@
 """Which tokens a body keeps: all in their order, or those that eviction leaves (kvqjax/cache/eviction.py). Whoever
-writes or reads a body asks here."""
+writes or reads a body asks here.
+
+    before a body is written    schedules_of     tokens are appended to a cache
+                                entering         an exact prefill fills an empty cache
+    before a body is read       read_as          what queries must know of an evicting body
+                                no_mass          the attention mass with which a call begins: zero
+
+A schedule lists the units that are encoded and the body slots that they are written to. `kept` is the bookkeeping of
+evicted tokens (`Cache.kept`): the position of each body slot's token and, with keep=h2o, attention masses (what all
+queries so far gave a group or a window slot). It is empty where nothing is evicted, and where there is no body."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,34 +30,60 @@ Schedules = Callable[[Sequence[RunLayout], Run], tuple[Schedule, ...]]
 
 
 def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tuple[Schedules, Kept]:
-    """Schedule what is encoded when `counts[b]` of the pending tokens are appended. Returns a function from a chain's
-    runs and state to their schedules, and the bookkeeping of evicted tokens after the call."""
+    """Schedule what is encoded when pending tokens are appended.
+
+    Args:
+        cache: The cache before the call.
+        pending: The new tokens [L, B, T, W] per source, for each run; after them the attention mass of the call, where
+            tokens are kept by it.
+        counts: How many of the T tokens each row takes.
+
+    Returns:
+        A function from the runs of a chain and the state of one of them to their schedules, one for each clock. Then
+        `kept` after the call."""
     held = cache.lengths - cache.layout.method.sinks
 
     length = next(iter(pending[0].values())).shape[2]
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
-        parts = zip(runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True)
-        return tuple(in_order(c, first, stop, runs, length) for c, first, stop in parts)
+        due_units = zip(
+            runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True
+        )
+        return tuple(in_order(clock, first, stop, runs, length) for clock, first, stop in due_units)
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
         return every, cache.kept
+    # A row keeps the same tokens in all layers, so that one choice is the schedule of every chain.
     moves, kept = _moves(cache, keep.rule, pending, held, counts)
 
     def moved(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         clock = runs[0].wiring.storage.clocks[0]
-        place = lambda row, i: (moves.unit[row, i] * clock.unit, moves.slot[row, i])  # noqa: E731
+        # The schedule numbers the moves, not the units: a unit that loses against the body's is never encoded.
+        place = lambda row, move: (moves.unit[row, move] * clock.unit, moves.slot[row, move])  # noqa: E731
         return (Schedule(clock, jnp.zeros_like(moves.count), moves.count, place),)
 
     return moved, kept
 
 
 def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
-    """Choose the body slots of the units that leave the window. Returns their moves and the bookkeeping afterwards."""
+    """Choose the body slots of the units that leave the window.
+
+    Args:
+        cache: The cache before the call.
+        rule: The rule of `keep`.
+        pending: As in `schedules_of`.
+        held: How many body tokens each row held before the call, [B].
+        counts: How many of the new tokens each row takes, [B].
+
+    Returns:
+        (the moves of these units, `kept` after the call)."""
+    # The first run stands for all: with eviction all layers have one window and one unit.
     run, flushed = runs_of(cache.layout)[0], cache.runs[0].flushed[0]
     clock, length = run.wiring.storage.clocks[0], next(iter(pending[0].values())).shape[2]
+    # So many units at most are completed by `length` new tokens, wherever the first of them stands in its unit.
     most = (length + clock.unit - 1) // clock.unit
+    # After the sources of all runs comes the mass, unless the caller has none.
     call = pending[-1] if len(pending) > len(cache.runs) else None
     end, sinks = held + counts, cache.layout.method.sinks
     window, target = window_tokens(run.ring, end), due(clock, end, flushed)
@@ -58,9 +93,15 @@ def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves
 class Entering(NamedTuple):
     """Say which tokens of a fresh prompt are encoded, and which stay exact.
 
-    `sources(new)` picks the R tokens that are encoded out of the prompt's T: [B, R, W] of [B, T, W]. The first of them
-    is body token `held[b]`, and `schedules(runs, state)` lists their units. `rest(new, encoded)` gives the prompt's
-    tokens that sinks and window keep, where `encoded` are `sources(new)` after encoding."""
+    Attributes:
+        held: Which body token the first of the picked tokens is, [B].
+        schedules: `schedules(runs, state)` lists the units of the picked tokens.
+        sources: `sources(new)` picks R of the prompt's T tokens, among them all that are encoded: [B, R, W] of
+            [B, T, W].
+        rest: `rest(new, encoded)` gives the prompt's tokens [B, T, W] that sinks and window take theirs from.
+            `encoded` are the picked tokens as they are after encoding.
+        length: R.
+        kept: The bookkeeping of evicted tokens after the prompt."""
 
     held: Int[Array, " B"]
     schedules: Schedules
@@ -71,8 +112,17 @@ class Entering(NamedTuple):
 
 
 def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Array, "B T"]], length: int) -> Entering:
-    """Choose the tokens that enter the body, of a prompt of `length` tokens with `counts[b]` valid ones. `mass()` gives
-    the softmax weights that each token received, summed; it is called only by rules that choose by them."""
+    """Choose the tokens of a fresh prompt that enter the body.
+
+    Args:
+        cache: An empty cache.
+        counts: How many of the prompt's tokens are valid in each row.
+        mass: Gives the softmax weights that each token received, summed. It runs all layers, and is called only by
+            rules that choose by these weights.
+        length: T, how many tokens the prompt has, those that are not valid included.
+
+    Returns:
+        The choice."""
     sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
@@ -81,10 +131,13 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
+        # Prompt token 0 is body token -sinks. Sinks and window come from the tokens after encoding, because a key that
+        # is encoded before its value stays in the window as it was reconstructed.
         return Entering(empty - sinks, every, lambda new: new, lambda new, encoded: encoded, length, cache.kept)
     run = runs_of(cache.layout)[0]
     clock, window = run.wiring.storage.clocks[0], window_tokens(run.ring, counts - sinks)
     leaving = due(clock, counts - sinks, empty) * clock.unit
+    # Streaming reads the shape of the mass alone.
     given = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
     chosen, kept = choose(keep.rule, cache.kept, given, leaving, window, clock.unit, sinks)
 
@@ -92,9 +145,11 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
         return {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
 
     def fresh(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
-        own = runs[0].wiring.storage.clocks[0]
-        return (in_order(own, empty, chosen.units, runs, chosen.token.shape[1]),)
+        run_clock = runs[0].wiring.storage.clocks[0]
+        return (in_order(run_clock, empty, chosen.units, runs, chosen.token.shape[1]),)
 
+    # The picked tokens are numbered from 0 and go to the body's first slots in their order. Sinks and window take the
+    # prompt's own tokens: with eviction there is one clock, and encoding changes none of them.
     return Entering(empty, fresh, picked, lambda new, encoded: new, chosen.token.shape[1], kept)
 
 
@@ -107,8 +162,19 @@ def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:
 
 
 def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str, jax.Array]:
-    """Return `stored` and `oldest` of `NewTokens`: the positions in the body, and the first that each query of a draft
-    may see."""
+    """Say how queries of new tokens must read an evicting body.
+
+    Args:
+        cache: The cache before the call.
+        positions: The positions of the new tokens.
+        within: What new tokens see of each other, "chunk" or "step".
+
+    Returns:
+        Fields of `NewTokens`: `stored`, the position of each body slot's token, and for a draft ("step") `oldest`, the
+        first position that each query may see. Empty where nothing is evicted.
+
+    Raises:
+        UserError: A draft whose tokens are kept by their attention mass."""
     if not cache.kept:
         return {}
     if within == "chunk" or positions.shape[1] == 1:
@@ -120,5 +186,7 @@ def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str
         )
     run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
     clock = run.wiring.storage.clocks[0]
+    # So many units are encoded when the row holds the tokens before the query. Decoding one by one would then have the
+    # newest `budget` of their tokens in the body.
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
     return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.budget + sinks}

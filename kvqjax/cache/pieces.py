@@ -5,7 +5,16 @@
 
 Tokens keep their positions: keys after RoPE carry them, and every later layer's keys and values were made from all
 tokens before. So a tail belongs behind the very tokens that it was computed after, at the same place, and nowhere else;
-this is what a tree of shared prefixes needs. Another order of texts needs another forward pass."""
+this is what a tree of shared prefixes needs. Another order of texts needs another forward pass.
+
+    cache                  sinks | body ........................ | window
+    cut at `start`         sinks | body .... |                              the head: encoded tokens alone
+                                   blank sinks | body .......... | window   the tail: a `Piece`
+
+A cut lies where units of all sources of all layers end, so that no unit is taken apart and none is encoded anew: words
+are moved as they are. `shift` counts the body tokens before the cut, `start` counts the sinks too. A row that cannot be
+cut or joined is an error where numbers are known. Inside jit they are not: such a row is emptied, and its overflow flag
+raised."""
 
 import dataclasses
 import functools
@@ -49,12 +58,16 @@ class Piece(struct.PyTreeNode):
 
 
 def _grain(layout: CacheLayout) -> int:
-    """Count the tokens after which units of all sources of all layers end together."""
+    """Count the tokens after which units of all sources of all layers end together: every so many body tokens."""
     return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
 
 
 def _check_means(layout: CacheLayout, what: str) -> None:
-    """Raise UserError for caches whose tokens have no fixed place."""
+    """Raise UserError for caches whose tokens have no fixed place.
+
+    Args:
+        layout: The cache's layout.
+        what: The operation, for messages: "cut" or "join"."""
     if layout.pool is not None:
         raise UserError(f"{what}: the rows of this cache take pages of a pool; rows that share pages share tokens")
     if layout.method.keep is not None:
@@ -121,9 +134,10 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
             and are the piece's.
 
     Returns:
-        The first `piece.start` tokens, all encoded, in a cache that shares its arrays with `cache`, and the piece:
-        codes where they were codes, and exact tokens where they were exact, in arrays that are shorter by what is left
-        out. The piece of the tokens between two places is cut from the head of the later one.
+        (head, piece). The head holds the first `piece.start` tokens, all encoded, in a cache that shares its arrays
+        with `cache`. The piece has codes where they were codes, and exact tokens where they were exact, in arrays that
+        are shorter by what is left out. The piece of the tokens between two places is cut from the head of the later
+        one.
 
     Raises:
         UserError: A row holds fewer tokens than there are sinks; `tokens` is less; the method evicts tokens, a layer's
@@ -139,6 +153,7 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
         encoded = _least_encoded(cache)
         if known:
             shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
+        # The head has all sinks of a row, also where it has no other token.
         bad = (encoded < shift) | (cache.lengths < sinks)
     if (row := _refuse(bad, cache)) is not None:
         length = int(np.asarray(cache.lengths)[row])
@@ -151,16 +166,25 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
 @functools.partial(jax.jit, static_argnames="start")
 @jax.enable_x64(False)
 def _cut(cache: Cache, start: int) -> Cache:
-    """Shift every row down by the body tokens before `start`."""
+    """Shift every row down by the body tokens before `start`.
+
+    Args:
+        cache: The cache, whose rows have encoded these tokens; other rows are emptied by the caller.
+        start: How many tokens of each row are left out, sinks included. Static.
+
+    Returns:
+        The other tokens, as a cache of a smaller capacity holds its first ones."""
     layout, shift = cache.layout, start - cache.layout.method.sinks
     windows = max(clock.window for run in runs_of(layout) for clock in run.wiring.storage.clocks)
-    # With so much room more, as much can be encoded as a row may have encoded: a crop leaves no exact tokens.
+    # A crop may leave a row all of whose tokens are encoded. A body only has slots for as many tokens as the capacity
+    # leaves beside the window: with room for a window more, it has slots for all of them.
     small = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
     lengths = cache.lengths - shift
     body_lengths = lengths - layout.method.sinks
 
     # Every unit keeps its words: the shift is a multiple of all units, so that none is cut or encoded anew.
-    def one(old: RunLayout, new: RunLayout, state: Run) -> Run:
+    def shifted(old: RunLayout, new: RunLayout, state: Run) -> Run:
+        """Shift one run, of which `state` is what the cache holds, from its plan `old` to the piece's plan `new`."""
         clocks = old.wiring.storage.clocks
         flushed = tuple(count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True))
         tile = lambda source, name, _, layer, row, token, size: stored_tile(  # noqa: E731
@@ -173,9 +197,10 @@ def _cut(cache: Cache, start: int) -> Cache:
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
     states = zip(runs_of(layout), runs_of(small), cache.runs, strict=True)
-    # A token before the piece that is not finite leaves nothing of the row that means anything.
+    # A token before the piece that is not finite leaves nothing of the row that means anything: none of the piece's
+    # tokens then counts as finite.
     finite = jnp.maximum(cache.finite - shift, layout.method.sinks)
-    runs = tuple(one(old, new, state) for old, new, state in states)
+    runs = tuple(shifted(old, new, state) for old, new, state in states)
     return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=small)
 
 
@@ -215,7 +240,9 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
             f"{head.batch} rows cannot be joined with {tail.cache.batch}; kvqjax.repeat or gather makes more"
         )
     shift = tail.start - layout.method.sinks
+    # What is known is computed at once, inside a trace too, so that it can be refused here.
     with reading(_are_known(head, tail.cache)):
+        # The tail's lengths count its blank sinks, which stand for those of the head.
         lengths = tail.cache.lengths + shift
         unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
         crowded = lengths > capacity
@@ -242,15 +269,25 @@ def _encoded_in(layout: CacheLayout) -> list[tuple[RunLayout, Any]]:
 @functools.partial(jax.jit, static_argnames="layout")
 @jax.enable_x64(False)
 def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
-    """Shift the piece up to its place behind the head."""
-    part, shift = tail.cache, tail.start - layout.method.sinks
-    body_lengths = part.lengths + shift - layout.method.sinks
+    """Shift the piece up to its place behind the head.
 
-    def one(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
+    Args:
+        head: The cache of the tokens before the piece. Rows may hold more: those are left out.
+        tail: The piece.
+        layout: The layout of the result, which differs from the head's in the capacity alone.
+
+    Returns:
+        The cache of all these tokens."""
+    piece, shift = tail.cache, tail.start - layout.method.sinks
+    body_lengths = piece.lengths + shift - layout.method.sinks
+
+    def joined(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
+        """Join one run: `first` and `before` are the head's plan and state, `second` and `after` the piece's."""
         clocks = new.wiring.storage.clocks
 
         def tile(source, name, field, layer, row, token, size):
             """Take tokens before the piece from the head, others from the piece."""
+            # A tile may lie on both sides of the piece's beginning. It is read on both, and a mask takes the tokens.
             behind = stored_tile(second, after, source, name, layer, row, token - shift, size)
             # A piece from the first body token on has all of it: the head has sinks alone.
             if not shift:
@@ -258,6 +295,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
             ahead = stored_tile(first, before, source, name, layer, row, token, size)
             return field.choose(token + jnp.arange(size) < shift, ahead, behind)
 
+        # The shift is a multiple of every unit: counts of units stay whole.
         flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
         window = {
@@ -266,12 +304,12 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
         body = moved_body(new, encoded, tile) if new.slots and second.slots else {}
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 
-    plans = runs_of(head.layout), runs_of(part.layout), runs_of(layout)
-    runs = tuple(one(*each) for each in zip(*plans, head.runs, part.runs, strict=True))
-    lengths = part.lengths + shift
+    plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)
+    runs = tuple(joined(*each) for each in zip(*plans, head.runs, piece.runs, strict=True))
+    lengths = piece.lengths + shift
     # A token of the head that is not finite comes before all of the piece's; else the piece's first one counts.
-    finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, part.finite + shift)
-    overflow = head.overflow | part.overflow
+    finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift)
+    overflow = head.overflow | piece.overflow
     return head.replace(
         runs=runs, lengths=lengths, overflow=overflow, finite=jnp.minimum(finite, lengths), layout=layout
     )
