@@ -6,6 +6,12 @@ Points arrive in a stream and only their histogram is kept: per bin the weight a
 exact and only cluster borders are rounded, to a bin of 2.4e-4. Dynamic programming over 1024 merged bins finds the
 globally best partition (the clusters of an optimum are intervals), Lloyd's iterations on the full histogram then
 settle the borders. One k-means++ start, which the released code uses, may end 10 % and more above this.
+
+    points u, weights w -> `histogram` (8192 bins, summed over sequences) -> 1024 bins -> `_best_borders`
+    -> means of the clusters -> 100 Lloyd's iterations on 8192 bins -> sorted signposts (`weighted_kmeans`)
+
+A point is one number of a key or value, normalised to [-1, 1]. A signpost is the number that a code stands for. N bins
+have N + 1 borders, numbered from 0: border i lies before bin i. M is the number of signposts, and L that of layers.
 """
 
 import functools
@@ -17,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 __all__ = ["BINS", "Histogram", "histogram", "objective", "q_norm", "weighted_kmeans"]
 
-BINS = 8192
+BINS = 8192  # of a histogram; a multiple of COARSE
 COARSE = 1024  # bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost
 LLOYD_STEPS = 100
 
@@ -34,10 +40,21 @@ class Histogram(NamedTuple):
 
 
 def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Array, " P"]) -> Histogram:
-    """The histogram of P points; those not kept weigh nothing."""
+    """Make the histogram of P points.
+
+    Args:
+        u: the points; those beyond [-1, 1] count at its ends.
+        weight: of each point, not negative.
+        keep: the points that count. Outliers do not.
+
+    Returns:
+        The sums over the points that count. `weight`, `moment` and `energy` are weighted, `count` and `total` are not.
+    """
     keep = keep.astype(jnp.float32)
+    # A point that is not kept may be anything, and 0 x inf is NaN: it becomes 0.
     u = jnp.clip(jnp.where(keep > 0, u, 0.0), -1.0, 1.0)
     weight = jnp.where(keep > 0, weight, 0.0)
+    # u = 1 lies on the upper border of the last bin, and belongs to it.
     bins = jnp.clip(((u + 1) * (BINS / 2)).astype(jnp.int32), 0, BINS - 1)
     columns = jnp.stack([weight, weight * u, keep, keep * u], axis=-1)
     sums = jnp.zeros((BINS, 4), jnp.float32).at[bins].add(columns)
@@ -45,8 +62,17 @@ def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Arra
 
 
 def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> Float[Array, "N1 N1"]:
-    """gain[i, j] = (sum w u)^2 / sum w over bins i..j-1: what one signpost there takes off sum w u^2; -inf for i >
-    j."""
+    """Compute what one signpost takes off sum w u^2, for every interval of bins.
+
+    Args:
+        weight: the sum of w of each bin.
+        moment: the sum of w u of each bin.
+
+    Returns:
+        gain[i, j] = (sum w u)^2 / sum w over bins i to j - 1, of a signpost at their mean; 0 for bins without weight,
+        -inf for i > j.
+    """
+    # Differences of running sums are the sums over every interval.
     weight, moment = (jnp.concatenate([jnp.zeros(1), jnp.cumsum(a)]) for a in (weight, moment))
     mass = weight[None, :] - weight[:, None]
     gain = (moment[None, :] - moment[:, None]) ** 2 / jnp.where(mass > 0, mass, 1.0)
@@ -55,17 +81,28 @@ def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> F
 
 
 def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count: int) -> Int[Array, " M1"]:
-    """Borders b_0 = 0 <= ... <= b_count = N of the partition into intervals with the least cost, by dynamic
-    programming."""
+    """Find the partition of the bins into intervals with the least cost, by dynamic programming.
+
+    Args:
+        weight: the sum of w of each bin.
+        moment: the sum of w u of each bin.
+        count: M, how many intervals are wanted.
+
+    Returns:
+        Borders b_0 = 0 <= ... <= b_M = N. An interval may be empty.
+    """
+    # sum w u^2 is the same for all partitions, so that the least cost is the largest sum of gains.
     gains = _interval_gains(weight, moment)
 
     def extend(best, _):
-        through = best[:, None] + gains
+        """Take `best` [N+1], the largest gain of some intervals that end at each border, to that of one more."""
+        through = best[:, None] + gains  # [border where the last interval begins, border where it ends]
         return through.max(0), through.argmax(0)
 
     _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]
 
     def back(border, choices):
+        """Go from the border where an interval ends to the one where it begins."""
         return choices[border], border
 
     first, borders = jax.lax.scan(back, jnp.int32(weight.size), came_from.astype(jnp.int32), reverse=True)
@@ -73,26 +110,41 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
 
 
 def _means(cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M"]) -> Float[Array, " M"]:
-    """Weighted mean of each cluster; an empty one keeps its signpost."""
+    """Compute the weighted mean of each cluster.
+
+    Args:
+        cluster: the number of each bin's cluster.
+        weight: the sum of w of each bin, [N].
+        moment: the sum of w u of each bin, [N].
+        previous: the signposts before; a cluster without weight keeps its own.
+
+    Returns:
+        The new signposts, in the order of the clusters.
+    """
     member = (cluster[None, :] == jnp.arange(previous.size)[:, None]).astype(jnp.float32)
-    mass, first = (jnp.where(member > 0, a[None], 0.0).sum(1) for a in (weight, moment))
-    return jnp.where(mass > 0, first / jnp.where(mass > 0, mass, 1.0), previous)
+    mass, cluster_moment = (jnp.where(member > 0, a[None], 0.0).sum(1) for a in (weight, moment))
+    return jnp.where(mass > 0, cluster_moment / jnp.where(mass > 0, mass, 1.0), previous)
 
 
 def _centres(hist: Histogram) -> Float[Array, " N"]:
-    """Where each bin's points lie: their weighted mean, or the middle of an empty bin."""
+    """Say where each bin's points lie: at their weighted mean, or in the middle of an empty bin."""
     middle = (jnp.arange(BINS, dtype=jnp.float32) + 0.5) * (2 / BINS) - 1
     return jnp.where(hist.weight > 0, hist.moment / jnp.where(hist.weight > 0, hist.weight, 1.0), middle)
 
 
 def _nearest(centres, signposts):
+    """Find the nearest of sorted signposts, by the middles between neighbours."""
     return jnp.searchsorted((signposts[1:] + signposts[:-1]) / 2, centres)
 
 
 def _one(hist: Histogram, count: int) -> Float[Array, " M"]:
+    """Find the `count` signposts of one histogram."""
     coarse = [a.reshape(COARSE, -1).sum(1) for a in (hist.weight, hist.moment)]
+    # Gains hold squares of moments, so the largest weight is brought to 1: squares of numbers of any size would leave
+    # the range of float32. A histogram without weight is not divided by 0.
     peak = jnp.maximum(coarse[0].max(), jnp.finfo(jnp.float32).tiny)
     borders = _best_borders(coarse[0] / peak, coarse[1] / peak, count)
+    # Each bin of the full histogram begins in the cluster of its merged bin.
     cluster = jnp.searchsorted(borders[1:-1], jnp.arange(BINS) * COARSE // BINS, side="right")
     edges = borders.astype(jnp.float32) * (2 / COARSE) - 1
     weight, moment = hist.weight / peak, hist.moment / peak
@@ -100,6 +152,7 @@ def _one(hist: Histogram, count: int) -> Float[Array, " M"]:
     centres = _centres(hist)
 
     def step(_, signposts):
+        # `_nearest` wants sorted signposts.
         return jnp.sort(_means(_nearest(centres, signposts), weight, moment, signposts))
 
     return jax.lax.fori_loop(0, LLOYD_STEPS, step, jnp.sort(start))
@@ -107,16 +160,33 @@ def _one(hist: Histogram, count: int) -> Float[Array, " M"]:
 
 @functools.partial(jax.jit, static_argnames="count")
 def weighted_kmeans(hist: Histogram, count: int) -> Float[Array, "L M"]:
-    """`count` sorted signposts for each of L histograms."""
+    """Find the signposts that minimise the weighted squared error.
+
+    Args:
+        hist: L histograms, with the layers in front.
+        count: M, how many signposts are wanted.
+
+    Returns:
+        Sorted signposts of each histogram.
+    """
     return jax.lax.map(lambda h: _one(h, count), hist)
 
 
 @jax.jit
 def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, " L"]:
-    """sum w (u - nearest)^2 of each histogram."""
+    """Compute what the signposts leave of the error.
+
+    Args:
+        hist: L histograms.
+        signposts: sorted, of each histogram.
+
+    Returns:
+        sum w (u - v)^2 of each histogram, v being the signpost nearest to the point's bin.
+    """
 
     def of_layer(h, points):
         value = points[_nearest(_centres(h), points)]
+        # sum w (u - v)^2 = sum w u^2 + sum w v^2 - 2 sum w u v, and v is the same for all points of a bin.
         return h.energy + (h.weight * value * value - 2 * h.moment * value).sum()
 
     return jax.vmap(of_layer)(hist, signposts)
@@ -124,10 +194,20 @@ def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "
 
 @jax.jit
 def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2"]:
-    """Scale and offset that give the quantised points the mean and standard deviation of the points (Q-Norm of the
-    released code: unweighted, over what is not an outlier)."""
+    """Find what gives the quantised points the mean and standard deviation of the points (Q-Norm of the released code:
+    unweighted, over what is not an outlier).
+
+    Args:
+        hist: L histograms.
+        signposts: sorted, of each histogram.
+
+    Returns:
+        Scale and offset of each histogram: a signpost v becomes v * scale + offset.
+    """
 
     def of_layer(h, points):
+        """Give the scale and offset of one histogram; `points` are its signposts."""
+        # A bin's points count as if all were at their plain mean. An empty bin counts nothing.
         middle = jnp.where(h.count > 0, h.total / jnp.maximum(h.count, 1.0), 0.0)
         value = points[_nearest(middle, points)]
         number = jnp.maximum(h.count.sum(), 1.0)

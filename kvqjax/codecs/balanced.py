@@ -1,11 +1,15 @@
 """Tiles whose variances are balanced along both axes before uniform codes are taken (KVarN, arXiv 2606.03458,
 algorithm 1).
 
-A tile is one KV head's g tokens. Alternating divisions of its columns and rows by their standard deviations end where
-all of them are 1. Of the two factors that of the codes' own axis (a key's channel, a value's token) disappears in their
-scale and minimum; the other one is stored, and divided out as stored:
+A tile is one KV head's g tokens. Its columns and rows are divided by their standard deviations in turn, which brings
+all deviations towards 1 (`balance`). The product of a column's or row's divisors is its factor. The factor along the
+axis of the codes' scales (a key's channel, a value's token) disappears in their scale and minimum; the other one is
+stored, and divided out as stored:
 
     keys:   x_hat = (code scale_c + low_c) token_t          values:  x_hat = (code scale_t + low_t) channel_c
+
+    encode    x [u, W] -> tiles [n, K, g, D] -> factors -> x / stored factor -> uniform codes    (kvqjax.codecs.uniform)
+    decode    uniform codes -> numbers -> * stored factor
 
 Released code keeps every log factor above -0.3: what varies little (most models' values) can then hardly be balanced.
 `floor` is that bound; None lets factors be as small as they come.
@@ -27,9 +31,9 @@ from kvqjax.ops.layout import Field
 
 __all__ = ["Balanced", "balance", "imbalance"]
 
-LEAST, MOST = 1e-3, 1e3  # of one division
-CEILING = 10.0  # of a log factor
-LOWEST = -40.0  # of a log factor without a floor: a column of zeros would otherwise underflow
+LEAST, MOST = 1e-3, 1e3  # what one division may divide by
+CEILING = 10.0  # the largest logarithm of a factor
+LOWEST = -40.0  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
 
 Tile = Float[Array, "*B R C"]
 
@@ -43,6 +47,7 @@ def imbalance(x: Tile) -> Float[Array, "*B"]:
     """Add the ratios of largest to smallest deviation, of columns and of rows: 2 for a balanced tile."""
 
     def ratio(deviation):
+        # A column or row of equal numbers has deviation 0, and the ratio stays finite.
         deviation = jnp.maximum(deviation, 1e-8)
         return deviation.max(-1) / deviation.min(-1)
 
@@ -50,24 +55,38 @@ def imbalance(x: Tile) -> Float[Array, "*B"]:
 
 
 def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, "*B C"], Float[Array, "*B R"]]:
-    """Find factors of columns and rows that balance a tile. Of all rounds, and the start with factors 1, the most
-    balanced one is taken."""
+    """Find the factors of columns and rows that balance a tile.
+
+    Args:
+        tile: one tile, or any number of them with leading axes, each balanced by itself.
+        rounds: how often columns and then rows are divided.
+        floor: the smallest logarithm of a factor; None: LOWEST.
+
+    Returns:
+        The factors by which columns and rows are to be divided. Of all rounds, and the start with factors 1, the most
+        balanced one is taken.
+    """
     lowest = LOWEST if floor is None else floor
 
+    # Factors are kept as logarithms, where a division is a sum.
     def grown(log, x, axis: int):
+        """Add the logarithms of the deviations of `x` to those of the factors so far, within bounds."""
         return jnp.clip(log + jnp.log(jnp.clip(_deviation(x, axis), LEAST, MOST)), lowest, CEILING)
 
     def over(columns, rows):
+        """Divide the tile by factors, given as logarithms."""
         return tile / jnp.exp(columns)[..., None, :] / jnp.exp(rows)[..., :, None]
 
     def step(_, state):
         columns, rows, best, kept = state
+        # Rows are divided by the deviations that they have after the columns were divided.
         columns = grown(columns, over(columns, rows), -2)
         rows = grown(rows, over(columns, rows), -1)
-        now = imbalance(over(columns, rows))
-        better = (now <= best)[..., None]
+        current = imbalance(over(columns, rows))
+        # A later round may leave a tile less balanced. Each tile keeps its own best one.
+        better = (current <= best)[..., None]
         kept = (jnp.where(better, columns, kept[0]), jnp.where(better, rows, kept[1]))
-        return columns, rows, jnp.minimum(now, best), kept
+        return columns, rows, jnp.minimum(current, best), kept
 
     start = (jnp.zeros(tile.shape[:-2] + tile.shape[-1:]), jnp.zeros(tile.shape[:-1]))
     columns, rows = jax.lax.fori_loop(0, rounds, step, (*start, imbalance(tile), start))[3]
@@ -76,8 +95,17 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """Uniform codes of `bits` in tiles of `group` tokens and one of `heads` parts of the channels (0: the model's KV
-    heads). `along` as in `Uniform`: "tokens" for keys, "channels" for values."""
+    """Uniform codes of balanced tiles.
+
+    Attributes:
+        bits: of a code.
+        along: as in `Uniform`: "tokens" for keys, "channels" for values.
+        heads: equal parts of the channels, each with tiles of its own; 0: the model's KV heads (`for_heads`).
+        group: tokens of a tile.
+        rounds: of balancing.
+        floor: bounds the logarithms of factors from below; None: hardly at all.
+        dtype: of scales, minima and factors.
+    """
 
     bits: int
     along: str
@@ -97,10 +125,12 @@ class Balanced:
             raise UserError(f"group={self.group}; tiles have 32, 64 or 128 tokens")
 
     def for_heads(self, heads: int, head_dim: int) -> "Balanced":
+        """Fill in the model's KV heads, unless `heads` was given."""
         return dataclasses.replace(self, heads=self.heads or heads)
 
     def inner(self, width: int) -> Uniform:
-        """Give the uniform codec's spec for balanced vectors of `width` channels."""
+        """Give the uniform codec's spec for balanced vectors of `width` channels. Its groups lie within a tile: the
+        tokens of a key's channel, or the channels of a value's head."""
         group = self.group if self.along == "tokens" else width // self.heads
         return Uniform(bits=self.bits, along=self.along, group=group, dtype=self.dtype)
 
@@ -109,27 +139,33 @@ class Balanced:
 
 
 def _tiles(spec: Balanced, x: Float[Array, "u W"]) -> Float[Array, "n K g D"]:
+    """Cut vectors into tiles, one of each group of tokens and head, in float32."""
     return jnp.swapaxes(wide(x).reshape(-1, spec.group, spec.heads, x.shape[-1] // spec.heads), 1, 2)
 
 
 def _keys(spec: Balanced, width: int) -> Codec:
+    """Build the codec of keys: a factor for each token and head is stored beside codes with scales per channel."""
     inner = spec.inner(width).build(width)
     field = Field(kind="token", width=spec.heads, role="scales", dtype=spec.dtype)
 
     def encode(_, x: Float[Array, "u W"]):
-        tiles = jnp.swapaxes(_tiles(spec, x), -1, -2)  # rows are channels
+        # Rows are channels, so that columns, whose factors are stored, are tokens, as in `_values` they are channels.
+        tiles = jnp.swapaxes(_tiles(spec, x), -1, -2)
         factor = saturated(balance(tiles, spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, g]
         factor = jnp.swapaxes(factor, 1, 2).reshape(x.shape[0], spec.heads)
+        # Divided by the factor as it is stored, so that its rounding costs nothing.
         return inner.encode({}, over_parts(wide(x), factor.astype(jnp.float32))) | {"factor": factor.T}
 
     def decode(_, tile):
-        rest = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
-        return times_parts(rest, tile["factor"])
+        balanced = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
+        return times_parts(balanced, tile["factor"])
 
     return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)
 
 
 def _values(spec: Balanced, width: int) -> Codec:
+    """Build the codec of values: a factor for each channel and group of tokens is stored beside codes with scales per
+    token and head."""
     inner = spec.inner(width).build(width)
     field = Field(kind="group", width=width, group=spec.group, role="scales", dtype=spec.dtype)
 
@@ -144,8 +180,9 @@ def _values(spec: Balanced, width: int) -> Codec:
         return inner.encode({}, (tokens / over).reshape(x.shape)) | {"factor": factor}
 
     def decode(_, tile):
-        rest = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
-        tokens, times = grouped(rest, tile["factor"])
-        return (tokens * times).reshape(rest.shape)
+        balanced = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
+        tokens, times = grouped(balanced, tile["factor"])
+        return (tokens * times).reshape(balanced.shape)
 
+    # The inner codec encodes token by token. Balancing needs whole tiles.
     return inner._replace(unit=spec.group, fields={**inner.fields, "factor": field}, encode=encode, decode=decode)

@@ -11,6 +11,12 @@ levels a group of g pairs is coded, round after round, by a pair of levels (A_r,
 A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs; multiplication by j
 is then a quarter turn, (x | y) -> (-y | x). `prescale` is the token's norm over all heads; codes are computed against
 its stored value. A key of zeros has prescale 0 and codes that decode to zeros; an infinite key stays non-finite.
+
+    encode    x [u, K*D] -> / prescale -> groups [C, u, 2g] -> each round: nearest centre, residual -> levels [u, 2 R C]
+    decode    levels -> rows of the codebook -> sum over rounds [u, C, 2g] -> channels [u, K*D] -> * prescale
+
+A level is the number of a codebook row. A centre is C_r[A] + j C_r[B], one of the L^2 vectors that a round can add.
+Decoding has three forms with one result but for rounding, each for one kind of chip (`_decode`).
 """
 
 import dataclasses
@@ -34,10 +40,16 @@ FIT = Fit("kvqjax.calibrate.commvq")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommVQKeys:
-    """`group` pairs share a code (0: all head_dim/2 pairs of a head); `levels` is a power of two; `dtype` stores the
-    prescale.
+    """Additive codes of keys before RoPE.
 
     Stored bits per channel: rounds * log2(levels) / group, and the prescale's 16/W.
+
+    Attributes:
+        head_dim: D, the channels of a head.
+        rounds: R, how many centres are added.
+        levels: L, the rows of a round's codebook: a power of two.
+        group: g, the rotation pairs that share a code; 0: all D/2 pairs of a head.
+        dtype: stores the prescale.
     """
 
     head_dim: int
@@ -63,7 +75,18 @@ class CommVQKeys:
         return self.group or self.head_dim // 2
 
     def build(self, width: int) -> Codec:
-        """Build the codec of `width` = K*D channels. Its constant "codebook" is [R, C, L, 2g]."""
+        """Build the codec.
+
+        Args:
+            width: K*D, the channels of all KV heads.
+
+        Returns:
+            A codec with codes of log2(L) bits, 2 R C a token, and a prescale for each token. Its constant "codebook"
+            is [R, C, L, 2g].
+
+        Raises:
+            UserError: for a width that is not made of whole heads.
+        """
         if width % self.head_dim:
             raise UserError(f"head_dim={self.head_dim} does not divide the width {width}")
         groups = width // (2 * self.pairs)
@@ -86,6 +109,7 @@ class CommVQKeys:
 def group_pairs(x: Float[Array, "*n W"], head_dim: int, pairs: int) -> Float[Array, "*n C g2"]:
     """Reshape channels to groups of rotation pairs, real parts first. (A head's channels are its pairs' real parts,
     then their imaginary parts.)"""
+    # [.., heads, real or imaginary, groups of a head, pairs of a group]
     parts = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2 // pairs, pairs)
     return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-1], -1, 2 * pairs)
 
@@ -103,7 +127,8 @@ def quarter_turn(x: Float[Array, "*n g2"]) -> Float[Array, "*n g2"]:
 
 
 def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]) -> Float[Array, "*n g2"]:
-    """Look up the cluster centres C[A] + j C[B] in one group's codebook."""
+    """Look up the cluster centres C[A] + j C[B] in one group's codebook of one round."""
+    # Levels come from `nearest`, so they are rows of the codebook and need no check.
     row = book.at[a].get(mode="promise_in_bounds")
     return row + quarter_turn(book.at[b].get(mode="promise_in_bounds"))
 
@@ -111,11 +136,19 @@ def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"])
 def split_distances(
     x: Float[Array, "n g2"], book: Float[Array, "L g2"]
 ) -> tuple[Float[Array, "n L"], Float[Array, "n L"], Float[Array, "L L"]]:
-    """Give (a, b, cross) with |x - centre(A, B)|^2 - |x|^2 = a[A] + b[B] + cross[A, B]. That takes two inner products
-    with L vectors instead of L^2 centres. Products are float32 whatever the platform's default precision."""
-    exact = {"precision": "highest"}
+    """Split the squared distances to all centres into terms of A, of B and of both. That takes two inner products with
+    L vectors instead of L^2 centres.
+
+    Args:
+        x: vectors of one group.
+        book: the group's codebook of one round.
+
+    Returns:
+        (a, b, cross) with |x - centre(A, B)|^2 - |x|^2 = a[A] + b[B] + cross[A, B].
+    """
+    exact = {"precision": "highest"}  # float32 whatever the platform's default precision
     turned = quarter_turn(book)
-    energy = (book * book).sum(-1)[None]
+    energy = (book * book).sum(-1)[None]  # |C|^2, which a quarter turn leaves as it is
     a = energy - 2 * jnp.einsum("nd,ld->nl", x, book, **exact)
     b = energy - 2 * jnp.einsum("nd,ld->nl", x, turned, **exact)
     return a, b, 2 * jnp.einsum("ad,bd->ab", book, turned, **exact)
@@ -123,6 +156,7 @@ def split_distances(
 
 def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
     """Find the levels (A, B) of the nearest centre; of equally near ones the smallest A, then the smallest B."""
+    # |x|^2 is the same for all centres, and is left out.
     a, b, cross = split_distances(x, book)
     distance = a[:, :, None] + b[:, None, :] + cross[None]
     code = distance.reshape(x.shape[0], -1).argmin(-1).astype(jnp.int32)
@@ -130,9 +164,21 @@ def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Ar
 
 
 def _encode(spec: CommVQKeys, codebook, x):
+    """Encode keys, one round after the other on what the rounds before leave.
+
+    Args:
+        spec: the codec's sizes.
+        codebook: [R, C, L, 2g].
+        x: keys [u, K*D].
+
+    Returns:
+        Codes [u, 2 R C], which stand in the order of rounds, then A before B, then groups; and prescales [1, u].
+    """
+    # float32, with numbers beyond `LARGEST` cut, so that the sum of squares stays finite.
     x = wide(x)
     prescale = jnp.sqrt((x * x).sum(-1)).astype(spec.dtype)
     stored = prescale.astype(jnp.float32)[:, None]
+    # Groups come first: each has a codebook of its own.
     residual = jnp.swapaxes(group_pairs(x / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
 
     def search(rest, book):  # [C, u, 2g], [C, L, 2g]
@@ -144,10 +190,19 @@ def _encode(spec: CommVQKeys, codebook, x):
 
 
 def _indices(codebook, codes) -> Int[Array, "R 2 *B n C"]:
-    """Say which of a codebook's rows, [R * C * L, 2g], `codes` name for the A and the B of every round."""
+    """Say which rows the codes name.
+
+    Args:
+        codebook: [R, C, L, 2g]; its rows are numbered in this order, as R*C*L rows.
+        codes: [.., n, 2 R C], as `_encode` gives them.
+
+    Returns:
+        The number of the row of each level, for the A and the B of every round and group.
+    """
     rounds, groups, levels, _ = codebook.shape
     codes = codes.astype(jnp.int32)
     codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))
+    # The first row of each round's and group's codebook.
     first = jnp.arange(rounds * groups, dtype=jnp.int32).reshape(rounds, *[1] * (codes.ndim - 2), groups) * levels
     return codes + first
 
@@ -160,6 +215,7 @@ def _rows_of(codebook, indices) -> Float[Array, "*B C g2"]:
 
 def _gathered(codebook, codes):
     """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32: one round after the other."""
+    # All A and all B are summed apart, and the sum of the B is turned once at the end.
     indices = _indices(codebook, codes)
     start = jnp.zeros((*indices.shape[1:], codebook.shape[-1]), jnp.float32)
     total = jax.lax.scan(lambda total, at: (total + _rows_of(codebook, at), None), start, indices)[0]
@@ -174,16 +230,30 @@ def _at_once(codebook, codes):
 
 
 def _decode(spec: CommVQKeys, constants, tile):
+    """Decode keys, by the form that suits the chip that the program runs on.
+
+    Args:
+        spec: the codec's sizes.
+        constants: "codebook" [R, C, L, 2g], and "columns" where they were prepared once per step.
+        tile: codes [.., n, 2 R C] and prescales [.., 1, n].
+
+    Returns:
+        Keys [.., n, K*D], float32.
+    """
+
     def multiplied(constants, codes):
+        """Choose rows by products with one-hot columns: XLA for TPUs gathers row by row."""
         return summed_columns(constants["columns"] if "columns" in constants else columns(constants["codebook"]), codes)
 
     def gathered(constants, codes):
+        """Look rows up, one round after the other."""
         return _gathered(constants["codebook"], codes)
 
     def fused(constants, codes):
-        """Parts of unit vectors fit float16; float32 would be twice the bytes."""
-        found = _at_once(constants["codebook"], codes)
-        return kept_apart(found.astype(jnp.float16)).astype(jnp.float32)
+        """Look rows up in one kernel, which writes float16: float32 would be twice the bytes."""
+        # Keys over their norm are parts of unit vectors, whose numbers fit float16.
+        total = _at_once(constants["codebook"], codes)
+        return kept_apart(total.astype(jnp.float16)).astype(jnp.float32)
 
     codes = tile["codes"].astype(jnp.uint32)
     total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)

@@ -12,6 +12,12 @@ is, and coefficients with little of it get none.
 Which coefficients have how many bits is the same in every layer, so that layers can be stacked. It follows from a
 typical spectrum, log2 sigma_i = -slope * log2(1 + 48 i / W), by giving bits, two coefficients at a time, to where they
 take off most of the squared error. A token's coefficients share a scale, their root mean square.
+
+    encode    x [u, W] -> - mean -> A -> z [u, R] -> / scale -> nearest grid points -> codes of 1 to 8 bits
+    decode    codes -> grid points -> * scale -> z_hat [u, R] -> B -> + mean -> x_hat [u, W]
+
+A rank is a coefficient's place in the order of variance. R is how many coefficients have bits. A grid is the list of
+points that a code chooses from; a point has one number or two, so that a code stands for as many coefficients.
 """
 
 import dataclasses
@@ -42,15 +48,21 @@ ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1078, 3: 0.0295, 4: 0.0078, 6: 0.0020, 8: 0.00
 DIMS = {1: 1, 2: 2, 3: 2, 4: 2, 6: 1, 8: 1}  # numbers that a grid point has
 MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothing to choose
 REACH = 16  # deviations, beyond the furthest token seen on SmolLM2-135M (python -m benchmarks.spectra)
-# Of the spectra of keys and of values (the same command).
+# Slopes of the spectra of keys and of values (the same command).
 KEY_SLOPE, VALUE_SLOPE = 1.0, 0.5
 BEND = 48  # where a spectrum bends, as ranks are counted from 1 to 49: fitted to SmolLM2-135M's (the same command)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Klt:
-    """`bits` per channel on average; `slope` of the spectrum that they are given by, 0 for equal bits; `scale` "token"
-    or "none"; `dtype` of the scales."""
+    """Transform coding of vectors of W channels.
+
+    Attributes:
+        bits: of the codes, per channel on average; a token's scale comes on top.
+        slope: of the spectrum that bits are given by, in bits for each doubling of 1 + 48 i / W; 0 for equal bits.
+        scale: "token" stores the root mean square of a token's coefficients, "none" stores no scale.
+        dtype: of the scales.
+    """
 
     bits: float = 2.0
     slope: float = 1.0
@@ -69,33 +81,38 @@ class Klt:
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 
     def build(self, width: int) -> Codec:
+        # Bits are given to two neighbours at a time, since grids of 2 to 4 bits have points of two numbers.
         if width % 2:
             raise UserError(f"klt takes vectors of an even number of channels, not of {width}")
         return _codec(self, width, bits_of_ranks(width, self.bits, self.slope))
 
     def summed_form(self, width: int) -> tuple[int, Callable, Callable]:
         """Describe values as coefficients, which are summed before they are turned back (`Linear` of
-        kvqjax.codecs.base)."""
+        kvqjax.codecs.base): (R, what reads coefficients, what turns means of them back)."""
         bits = bits_of_ranks(width, self.bits, self.slope)
         return sum(b > 0 for b in bits), functools.partial(_coefficients, self, _levels(bits)), _turned_back
 
 
 @functools.cache
 def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
-    """Bits of each coefficient, the largest variance first: greedily, two neighbours at a time, where another bit takes
-    off most of the squared error.
+    """Choose the bits of each coefficient, the largest variance first: greedily, two neighbours at a time, where
+    another bit takes off most of the squared error.
 
     Args:
         width: W, how many coefficients there are; even.
-        bits: the mean over all of them, which is not exceeded.
+        bits: the mean over all of them. All coefficients together get at most W times as many, rounded to an even
+            number of bits.
         slope: of the spectrum, in bits for each doubling of 1 + 48 i / W.
 
     Returns:
         The bits of the coefficients 0 to W - 1; they never rise.
     """
+    # Of every second coefficient: one entry stands for two neighbours. 4^x is the square of a deviation 2^x.
     variance = 4.0 ** (-slope * np.log2(1 + BEND * np.arange(0, width, 2) / width))
+    # A level of infinitely many bits ends the list: no budget pays for it, so that indices stay inside.
     levels, errors = np.array([*ERRORS, np.inf]), np.array([*ERRORS.values(), 0.0])
-    gains, steps = -np.diff(errors), np.diff(levels)  # of one level more, and its bits
+    gains, steps = -np.diff(errors), np.diff(levels)  # what one level more takes off the error, and its bits
+    # Levels of pairs so far, and the bits that are left, counted once for both coefficients of a pair.
     given, left = np.zeros(width // 2, int), round(bits * width / 2)
     while True:
         worth = np.where(steps[given] <= left, variance * gains[given] / steps[given], 0)
@@ -108,29 +125,31 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
 
 @functools.cache
 def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
-    """The grid of coefficients of so many bits. Few bits are best spent on a normal distribution. The first
-    coefficients, which have many, have heavy tails, and a few tokens far out would make most of the error of a grid
-    that ends at 4 deviations (python -m benchmarks.spectra). So their points reach to `REACH`, evenly spaced in
-    asinh x."""
+    """Make the grid of coefficients of so many bits: float32 [2^(bits p), p], of points with p = DIMS[bits] numbers."""
     if bits == 1:
         half = (2 / np.pi) ** 0.5  # the mean of a half normal distribution
         return np.array([[-half], [half]], np.float32)
+    # Few bits are best spent on a normal distribution. The first coefficients, which have many, have heavy tails, and a
+    # few tokens far out would make most of the error of a grid that ends at 4 deviations (python -m
+    # benchmarks.spectra). So their points reach to `REACH`, evenly spaced in asinh x.
     if bits > 4:
         return np.sinh(np.linspace(-np.arcsinh(REACH), np.arcsinh(REACH), 1 << bits))[:, None].astype(np.float32)
     return shipped_grid(bits, DIMS[bits])
 
 
 def _codes(bits: int, count: int) -> Field:
-    """The field of `count` coefficients of so many bits each."""
+    """Describe the field of `count` coefficients of so many bits each: one code for each grid point."""
     return Field(kind="codes", width=count // DIMS[bits], bits=bits * DIMS[bits], role="payload")
 
 
 def _levels(bits: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The coefficients of equal bits: (bits, rank of the first, how many), most bits first."""
+    """List the coefficients of equal bits: (bits, rank of the first, how many), most bits first."""
+    # Bits never rise with the rank, so that equal bits stand side by side.
     return [(b, bits.index(b), bits.count(b)) for b in sorted(set(bits) - {0}, reverse=True)]
 
 
 def _times(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) -> Float[Array, "*lead O"]:
+    """Multiply in float32, whatever the platform's default precision."""
     return jnp.einsum("...i,ij->...j", x, matrix.astype(jnp.float32), precision="highest")
 
 
@@ -142,14 +161,24 @@ def _times_in_bfloat16(x: Float[Array, "*lead I"], matrix: Float[Array, "I O"]) 
 
 
 def _coefficients(spec: Klt, levels: list[tuple[int, int, int]], tile: dict) -> Float[Array, "*lead R"]:
-    """The coefficients that codes stand for."""
+    """Look up the coefficients that a tile's codes stand for, times their token's scale.
+
+    Args:
+        spec: says whether tokens have scales.
+        levels: as `_levels` lists them.
+        tile: the stored fields of u tokens.
+
+    Returns:
+        The R coefficients that have bits, in the order of their ranks.
+    """
     numbers = [points_of(grid_of(b), tile[f"codes{b}"].astype(jnp.uint32)) for b, _, _ in levels]
+    # Levels go from most bits to fewest, so that their coefficients side by side are in the order of ranks.
     z = jnp.concatenate(numbers, -1)
     return z * jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) if spec.scale == "token" else z
 
 
 def _turned_back(constants: dict, z: Float[Array, "*lead R"]) -> Float[Array, "*lead W"]:
-    """The vectors, or means of them, that coefficients belong to."""
+    """Give the vectors that coefficients belong to, or the means of vectors that means of coefficients belong to."""
     mean = constants["mean"].astype(jnp.float32)
     # For 131072 tokens of 1024 channels an H100 takes 5.1 ms in float32, 0.85 ms in TF32.
     turned = jax.lax.platform_dependent(z, constants["back"], cuda=_times_in_bfloat16, default=_times)
@@ -157,9 +186,17 @@ def _turned_back(constants: dict, z: Float[Array, "*lead R"]) -> Float[Array, "*
 
 
 def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
-    """Build the codec of `width` channels. Fields: codes of every number of bits that is used, and a scale a token.
-    Constants: mean [W], into [W, R] and back [R, W] of R coefficients that have bits. A unit is a plane: XLA multiplies
-    a single token by a matrix in another order than several."""
+    """Build the codec.
+
+    Args:
+        spec: what is stored.
+        width: W, the channels of a vector.
+        bits: of the coefficients, by rank.
+
+    Returns:
+        A codec with a field of codes for every number of bits that is used, and a scale for each token. Its constants
+        are `mean` [W], `into` [W, R] (A) and `back` [R, W] (B).
+    """
     kept = sum(b > 0 for b in bits)
     levels = _levels(bits)
     fields = {f"codes{b}": _codes(b, count) for b, _, count in levels}
@@ -167,11 +204,12 @@ def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
         fields["scale"] = Field(kind="token", width=1, role="scales", dtype=spec.dtype)
 
     def encode(constants, x: Float[Array, "u W"]):
+        """Turn vectors into coefficients, divide them by their token's scale, and find the nearest grid points."""
         z = _times(wide(x) - constants["mean"].astype(jnp.float32)[None], constants["into"])
         payload = {}
         if spec.scale == "token":
             scale = jnp.sqrt(jnp.square(z).mean(-1)).astype(spec.dtype)
-            # Codes are found against the scale as it is stored.
+            # Codes are found against the scale as it is stored. A token without deviation from the mean has scale 0.
             divisor = scale.astype(jnp.float32)
             z = z / jnp.where(divisor > 0, divisor, 1.0)[:, None]
             payload["scale"] = scale[None]
@@ -184,4 +222,6 @@ def _codec(spec: Klt, width: int, bits: tuple[int, ...]) -> Codec:
         return _turned_back(constants, _coefficients(spec, levels, tile))
 
     needs: dict[str, tuple[int, ...]] = {"mean": (width,), "into": (width, kept), "back": (kept, width)}
+    # A unit is a plane: XLA multiplies a single token by a matrix in another order than several, and tiles must decode
+    # to the same bits one by one and together.
     return Codec(width, PLANE, fields, encode, decode, needs, FIT)

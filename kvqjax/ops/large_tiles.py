@@ -2,9 +2,21 @@
 of ours.
 
 What a GPU's compiler takes into a product is the exponential of its result, but not what is subtracted before it, nor a
-mask. So both are channels of the product: a query's row holds its channels, 1 for its part and 0 for the other parts,
-and its peak below zero; a key's holds its channels, for each part 0 or a number that leaves no weight, and 1. Weights
-then reach memory in the inputs' dtype, and scores in float32 never do.
+mask. So both are channels of the product, COLUMNS more than the D of a head; E = D + COLUMNS:
+
+                  D channels    P columns, one a part                  1 column             the rest
+    query's row   the query     1 for its own part, 0 for the others   its peak, negated    0
+    key's row     the key       0 if the part sees the key, else low   1                    0
+
+                  D channels    1 column                               the rest
+    value's row   the value     1 if any part sees the key, else 0     0
+
+The product of a query's row and a key's is score - peak, or so low that it leaves no weight. Its exponential is the
+softmax weight. So weights reach memory in the inputs' dtype, and scores in float32 never do. The sum of weights times
+values' rows has the sum of the weights in the column behind the values.
+
+A part is some consecutive queries; a key counts as seen where all of them see it. A peak is a query's running maximum,
+rounded to the queries' dtype. A tile is the keys that one turn of the loop reads.
 """
 
 from collections.abc import Callable
@@ -20,11 +32,17 @@ from kvqjax.ops.xla_workarounds import zeros_by
 
 __all__ = ["tile_attention", "tiled_attention"]
 
-COLUMNS = 16  # beside the channels: as many as a matrix unit takes at once; all but one may be parts
+COLUMNS = 16  # channels beside a head's: as many as a matrix unit takes at once; all but one may be parts
 
 
 class _State(NamedTuple):
-    """Peaks so far, the queries' rows with them, and the weighted sums of values, behind them those of the weights."""
+    """The online softmax of the queries.
+
+    Attributes:
+        peak: of every query so far, in the queries' dtype; -inf before any key.
+        rows: the queries' rows with these peaks.
+        sums: of values' rows under their weights, float32: of the values, and behind them that of the weights.
+    """
 
     peak: Float[Array, "B K G T"]
     rows: Float[Array, "B K G T E"]
@@ -32,16 +50,17 @@ class _State(NamedTuple):
 
 
 def _with_columns(x: Float[Array, "*B D"], *columns: Shaped[Array, "*B _"]) -> Float[Array, "*B E"]:
-    """`x` with COLUMNS channels more, those that are not given 0."""
+    """Put COLUMNS channels behind those of `x`: the given columns, and 0 in the rest."""
     rest = jnp.zeros((*x.shape[:-1], COLUMNS - sum(column.shape[-1] for column in columns)), x.dtype)
     return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), rest], -1)
 
 
 def _rows(q: Float[Array, "B K G T D"], peak: Float[Array, "B K G T"], parts: int) -> Float[Array, "B K G T E"]:
-    """The queries' rows; a peak of -inf, which no key has raised yet, counts as 0."""
-    below = jnp.where(jnp.isneginf(peak), 0, -peak)[..., None]
+    """Make the queries' rows, of queries in `parts` equal parts."""
+    # A peak of -inf, which no key has raised yet, counts as 0: a row must be finite.
+    negated = jnp.where(jnp.isneginf(peak), 0, -peak)[..., None]
     part = jnp.arange(q.shape[3]) // (q.shape[3] // parts)
-    return _with_columns(q, jnp.broadcast_to(jax.nn.one_hot(part, parts), (*peak.shape, parts)), below)
+    return _with_columns(q, jnp.broadcast_to(jax.nn.one_hot(part, parts), (*peak.shape, parts)), negated)
 
 
 def _add(
@@ -51,25 +70,41 @@ def _add(
     v: Float[Array, "B S K D"],
     seen: Bool[Array, "B P S"],
 ) -> _State:
-    """Fold one tile in, of which each of P parts of the queries sees what is `seen`. A first product finds how far it
-    rises above the peaks, rounded: any number near a peak will do, as long as all of a query's weights are taken from
-    the same one."""
+    """Fold one tile of keys and values into the online softmax.
+
+    Args:
+        state: the online softmax so far.
+        q: the queries, scaled by D^-1/2.
+        k: the tile's keys.
+        v: the tile's values.
+        seen: the keys of the tile that each of P parts of the queries sees.
+
+    Returns:
+        The online softmax after the tile.
+    """
+    # Half of the lowest number: a score and a peak are added to it, and the sum must stay finite.
     low = float(jnp.finfo(q.dtype).min) / 2
-    parts = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))
-    shown = parts.any(-1, keepdims=True)
+    by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))
+    shown = by_part.any(-1, keepdims=True)
+    # What no part sees may hold anything, and 0 x inf is NaN.
     k, v = (jnp.where(shown, x, 0) for x in (k, v))
-    k, v = _with_columns(k, jnp.where(parts, 0, low), jnp.ones(shown.shape)), _with_columns(v, shown)
+    k, v = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(shown.shape)), _with_columns(v, shown)
+    # A first product finds how far the tile rises above the peaks, rounded: any number near a peak will do, as long as
+    # all of a query's weights are taken from the same one.
     rise = jnp.einsum("bkgte,bske->bkgts", state.rows, k, preferred_element_type=q.dtype).max(-1)
     old = jnp.where(jnp.isneginf(state.peak), 0, state.peak)
+    # A rise as low as `low` is that of a query which sees no key of the tile: its peak stays.
     peak = jnp.maximum(state.peak, jnp.where(rise > low / 2, old + rise, -jnp.inf))
     rows = _rows(q, peak, seen.shape[1])
     weights = jnp.exp(jnp.einsum("bkgte,bske->bkgts", rows, k, preferred_element_type=jnp.float32)).astype(v.dtype)
     sums = jnp.einsum("bkgts,bske->bkgte", weights, v, preferred_element_type=jnp.float32)
+    # A query that has seen nothing has no sums to keep; -inf - -inf would be NaN.
     decay = jnp.where(jnp.isneginf(state.peak), 0, jnp.exp((state.peak - peak).astype(jnp.float32)))
     return _State(peak, rows, state.sums * decay[..., None] + sums)
 
 
 def _finished(peak: Float[Array, "B K G T"], sums: Float[Array, "B K G T E"]) -> Partial:
+    """Divide the sums of values by those of the weights, and give them with their log-sum-exp."""
     dim = sums.shape[-1] - COLUMNS
     return finish(Running(peak.astype(jnp.float32), sums[..., dim], sums[..., :dim]))
 
@@ -82,9 +117,23 @@ def tile_attention(
     last: Int[Array, ""] | int,
     carry: Any = None,
 ) -> tuple[Partial, Any]:
-    """`blockwise_attention` where all queries of a row see the same keys of every block. Peaks are of the queries'
-    dtype, so scores must stay below 4e4 in bfloat16: one above its rounded peak by more than float32's exponent range
-    would be infinite."""
+    """Attend to blocks one at a time, as `blockwise_attention` does, where all queries of a row see the same keys.
+
+    Peaks are of the queries' dtype, so scores must stay below 4e4 in bfloat16: the exponential of one that exceeds its
+    rounded peak by more than float32's exponent range would be infinite.
+
+    Args:
+        q: queries, not yet scaled.
+        kv_heads: K, the number of KV heads.
+        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of block j. The masks of a
+            row's T queries are equal.
+        first: the first block that is read.
+        last: one past the last block.
+        carry: what goes from block to block; any pytree.
+
+    Returns:
+        Output and log-sum-exp, float32, and the carry after the last block.
+    """
     by_head = grouped(q, kv_heads)
 
     def step(j, loop):
@@ -94,6 +143,7 @@ def tile_attention(
 
     peak = jnp.full(by_head.shape[:-1], -jnp.inf, q.dtype)
     rows = _rows(by_head, peak, 1)
+    # Constant zeros would be made for all unrolled layers at once.
     start = _State(peak, rows, zeros_by(q, rows.shape))
     state, carry = jax.lax.fori_loop(first, last, step, (start, carry))
     return _finished(state.peak, state.sums), carry
@@ -107,24 +157,38 @@ def tiled_attention(
     tiles: list[tuple[int, int]],
     size: tuple[int, int],
 ) -> Partial:
-    """The same for many chunks of queries: `tiles` are (chunk, tile of keys) in units of `size`. `seen(chunk, keys)`
-    says which keys, by their places, all queries of each part of a chunk see. Who sees none merges as nothing; the
-    output is of the queries' dtype. The loop is one, and its length static: a GPU runs it without asking the host."""
+    """Attend from many chunks of queries to the tiles that each of them sees.
+
+    Args:
+        q: queries of T tokens, not yet scaled.
+        k: keys of S tokens.
+        v: values of the same tokens.
+        seen: `seen(chunk, places)` marks which keys, by their places among the S, all queries of each of P parts of a
+            chunk see.
+        tiles: the pairs (chunk of queries, tile of keys) that are worked off, in this order.
+        size: how many queries a chunk has, and how many keys a tile has; they divide T and S.
+
+    Returns:
+        The output in the queries' dtype, and the log-sum-exp, float32. A query that sees nothing merges as nothing.
+    """
     queries, keys = size
     chunks = grouped(q, k.shape[2])
     chunks = jnp.moveaxis(chunks.reshape(*chunks.shape[:3], -1, queries, chunks.shape[4]), 3, 0)
 
-    def step(n, whole):
-        chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[n]
-        part, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *whole))
-        own_k, own_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
+    # One loop over all pairs, whose length is static: a GPU runs it without asking its host.
+    def step(number, whole):
+        chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[number]
+        chunk_q, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *whole))
+        tile_k, tile_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
         shown = seen(chunk, tile * keys + jnp.arange(keys))
-        state = _add(_State(peak, _rows(part, peak, shown.shape[1]), sums), part, own_k, own_v, shown)
+        state = _add(_State(peak, _rows(chunk_q, peak, shown.shape[1]), sums), chunk_q, tile_k, tile_v, shown)
         put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, chunk, 0)  # noqa: E731
+        # Rows follow from queries and peaks, and are made anew at the chunk's next tile.
         return put(whole[0], state.peak), put(whole[1], state.sums)
 
     peak = jnp.full(chunks.shape[:-1], -jnp.inf, q.dtype)
     start = peak, zeros_by(q, (*peak.shape, q.shape[3] + COLUMNS))
     found = jax.vmap(_finished)(*jax.lax.fori_loop(0, len(tiles), step, start))
+    # [chunks, B, queries, ..] to [B, T, ..].
     out, lse = (jnp.moveaxis(x, 0, 1).reshape(q.shape[:2] + x.shape[3:]) for x in found)
     return Partial(out.astype(q.dtype), lse)

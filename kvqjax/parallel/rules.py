@@ -1,4 +1,16 @@
-"""Which axis of which array is split over which axis of a mesh (kvqjax/parallel/sharding.py), said once."""
+"""Which axis of which array is split over which axis of a mesh (kvqjax/parallel/sharding.py), said once.
+
+A logical axis is what an array's axis means: rows, body tokens, KV heads, query heads, vocabulary. `Rules` maps each to
+mesh axes, and gives a `PartitionSpec` for every parameter and for every array of a cache. The mesh of a model of ours:
+
+    mesh axis    data      seq                kv                    group
+    splits       rows      blocks of the      KV heads, and with    what is left of `model`: query heads, MLP,
+                           body, in turn      them query heads      and blocks of the body that `kv` has split by heads
+
+`kvqjax/parallel/sharding.py` chooses the rules and runs a step under them. `local_config` and `local_layout` describe
+one device's part, so that the code of a single device runs on it unchanged. A method that mixes KV heads needs all
+channels of a token on one device: `kv_heads` is empty then, and `sequence` takes `kv` too (`shares_heads` finds out).
+"""
 
 import dataclasses
 import functools
@@ -25,8 +37,18 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axes to mesh axes. `kv_heads` is a leading part of `width`; the rest of `width` ends `sequence`.
-    `projections` splits the columns of the key and value projections: as `kv_heads`, or as `width`."""
+    """Logical axes to mesh axes. The rest of `width` behind `kv_heads` ends `sequence`: devices along it have the same
+    KV heads and share their tokens.
+
+    Attributes:
+        mesh: the devices, or an abstract mesh where they are only planned with.
+        batch: splits rows of tokens, cache and logits.
+        sequence: the body's blocks are dealt over it in turn.
+        kv_heads: splits sinks, window and the channels of the body; a leading part of `width`.
+        projections: splits the columns of the key and value projections: as `kv_heads`, as `width`, or not at all.
+        width: splits query heads, MLP, whole experts and the heads of recurrent layers.
+        vocabulary: splits the embedding, the head and logits.
+    """
 
     mesh: Mesh | AbstractMesh
     batch: Axes = ("data",)
@@ -37,6 +59,7 @@ class Rules:
     vocabulary: Axes = ("kv", "group")
 
     def size(self, axes: Axes) -> int:
+        """Count the devices along some mesh axes; 1 for none."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
@@ -46,26 +69,39 @@ class Rules:
         return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
     def splits_as(self, other: "Rules | None") -> bool:
-        """Whether a row of a cache lies on one mesh as by other rules, whatever splits rows."""
-        part = lambda rules: (rules.mesh, rules.sequence, rules.kv_heads)  # noqa: E731
-        return other is not None and part(self) == part(other)
+        """Say whether a row of a cache lies on the mesh as it does by other rules; what splits rows may differ."""
+        of_row = lambda rules: (rules.mesh, rules.sequence, rules.kv_heads)  # noqa: E731
+        return other is not None and of_row(self) == of_row(other)
 
     def parameter(self, name: str) -> PartitionSpec:
-        """Of a parameter by its name in the tree ("embed", "layers/q"); axes as in kvqjax/model/decoder.py."""
+        """Say how a parameter is split.
+
+        Args:
+            name: its name in the tree: "embed", "layers/q". Axes are those of kvqjax/model/decoder.py, with the layers
+                in front of a layer's parameters.
+
+        Returns:
+            The spec. A parameter that no rule names lies on every device: norms, routers, biases of outputs.
+        """
         layer = name.removeprefix("layers/")
         if name in ("embed", "head"):
             return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
         recurrent = layer.startswith("delta_") and layer != "delta_norm"  # split by heads
+        # Matrices that lead into heads or into the MLP are split by columns, those that lead out of them by rows. A
+        # device then multiplies its own columns by its own rows, and one sum over `width` completes the product.
         if layer in ("q", "q_gate", "gate", "up", "shared_gate", "shared_up"):
             return PartitionSpec(None, None, self.width)
         if recurrent and name in MATRICES and layer != "delta_o":
             return PartitionSpec(None, None, self.width)
+        # Of experts whole ones are split, whose axis comes first. Of a recurrent layer's vectors and kernels the first
+        # axis is heads or channels.
         if layer in ("o", "down", "shared_down") or layer in OF_EXPERTS or recurrent:
             return PartitionSpec(None, self.width)
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
         if layer in ("q_bias", "k_bias", "v_bias"):
-            # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it.
+            # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it. A
+            # value bias is added to what the projection's columns give here, before heads are gathered.
             axes = {"q_bias": self.width, "k_bias": self.kv_heads, "v_bias": self.projections}
             return PartitionSpec(None, axes[layer])
         if layer == "score_sinks":  # as the query heads that attend on a device
@@ -73,7 +109,7 @@ class Rules:
         return PartitionSpec()
 
     def placement(self, name: str) -> NamedSharding:
-        """Where a parameter lies: the `sharding` that `kvqjax.load` takes."""
+        """Say where a parameter lies: the `sharding` that `kvqjax.load` takes."""
         return NamedSharding(self.mesh, self.parameter(name))
 
     @property
@@ -82,24 +118,36 @@ class Rules:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def shares(self, tree, specs):
-        """Shapes of what one device holds of `tree`."""
+        """Give the shapes of what one device holds of `tree`; a spec of `specs` stands for one array or for several."""
 
         def share(spec, x):
             return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(x.shape), x.dtype)
 
+        # A parameter is several arrays where it is codes with scales, or rows of a stack: all are split alike.
         return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(share, spec), part), specs, tree)
 
     def parameters(self, params: dict) -> dict:
-        """Specs of a params pytree."""
+        """Give the specs of a params pytree, of either form of layers."""
         specs = {name: self.parameter(name) for name in params if name != "layers"}
         if is_unrolled(params):  # the same without the layers' axis
-            own = lambda name: PartitionSpec(*self.parameter(f"layers/{name}")[1:])  # noqa: E731
-            return specs | {"layers": [{name: own(name) for name in layer} for layer in params["layers"]]}
+            single = lambda name: PartitionSpec(*self.parameter(f"layers/{name}")[1:])  # noqa: E731
+            return specs | {"layers": [{name: single(name) for name in layer} for layer in params["layers"]]}
         return specs | {"layers": {name: self.parameter(f"layers/{name}") for name in params["layers"]}}
 
     def run(self, state: Run, plan: RunLayout) -> Run:
-        """Specs of one run's arrays."""
+        """Give the specs of one run's arrays.
+
+        Args:
+            state: the run's arrays; only their structure is read.
+            plan: the run's static plan.
+
+        Returns:
+            A `Run` with a spec in place of every array.
+        """
+        # Sinks and window [L, B, tokens, W] are on every device of a row and KV head: each of these devices encodes
+        # what is due, and the owner of a block stores it.
         exact = PartitionSpec(None, self.batch, None, self.kv_heads)
+        # A packing says what the axes of its arrays count behind [L, B].
         shared = {TOKENS: self.sequence, CHANNELS: self.kv_heads, None: None}
 
         def field(source: str, name: str, stored):
@@ -117,7 +165,7 @@ class Rules:
         )
 
     def cache(self, cache: Cache) -> Cache:
-        """Specs of a cache."""
+        """Give the specs of a cache: a `Cache` with a spec in place of every array."""
         rows = PartitionSpec(self.batch)
         runs = tuple(self.run(s, p) for s, p in zip(cache.runs, runs_of(cache.layout), strict=True))
         kept = dict.fromkeys(cache.kept, rows)
@@ -126,17 +174,28 @@ class Rules:
         return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept, states=states, pages=pages)
 
     def state(self, name: str) -> PartitionSpec:
-        """Of a part of recurrent layers' states, which are split by heads, as their weights are. Devices that share out
+        """Say how a part of recurrent layers' states is split: by heads, as their weights are. Devices that share out
         the sequence all hold the same."""
+        # "delta" is [layers, B, Hv, Dk, Dv]. Inputs of the convolutions are [layers, B, kernel - 1, W].
         heads = (self.width,) if name == "delta" else (None, self.width)
         return PartitionSpec(None, self.batch, *heads)
 
     def places(self, cache: Cache) -> Cache:
-        """Where each array of a cache lies."""
+        """Say where each array of a cache lies."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.cache(cache))
 
     def local_config(self, config: ModelConfig) -> ModelConfig:
-        """What one device computes: the KV heads it caches and the query heads that attend to them."""
+        """Describe what one device computes.
+
+        Args:
+            config: the whole model's.
+
+        Returns:
+            The config with the KV heads that the device caches and all query heads that attend to them. Its `split`
+            and `gathered` name the mesh axes along which the decoder sums and gathers; no axes where one device is all.
+        """
+        # Devices along the rest of `width` share the tokens of the same KV heads. Each attends with the queries of all
+        # of them, which are gathered before (`decoder.whole_heads`): hence heads are divided by `kv_heads` alone.
         rest = self.width[len(self.kv_heads) :]
         return dataclasses.replace(
             config,
@@ -148,9 +207,12 @@ class Rules:
         )
 
     def _local_recurrent(self, shape: KVShape) -> RecurrentConfig | None:
+        """Describe one device's heads of the recurrent layers; None where the model has no such layers."""
         return None if shape.recurrent is None else shape.recurrent.shared_out(self.size(self.width))
 
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
+        """Describe one device's part of a cache. It has no rules, so that a step inside does not split its part again.
+        `heads_over` lets devices with other heads agree on which tokens are finite."""
         axes = self.sequence if layout.dealt > 1 else ()
         shape = _share(layout.shape, self.size(self.kv_heads))
         shape = dataclasses.replace(shape, recurrent=self._local_recurrent(layout.shape))
@@ -158,8 +220,19 @@ class Rules:
         return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads, rules=None)
 
     def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
-        """The layout of a cache of `batch` rows that is dealt as these rules say. Raises UserError when the method
-        mixes what they split, or they cannot share out the rows."""
+        """Give the layout of a cache that is dealt as these rules say.
+
+        Args:
+            layout: of the cache on one device.
+            batch: the cache's rows.
+
+        Returns:
+            The layout, with the number of devices over which the body's blocks are dealt.
+
+        Raises:
+            UserError: for a method that evicts tokens or mixes the KV heads that are split, rows in pages that are
+                split, and rows that the devices cannot share out evenly.
+        """
         # A device knows the attention mass of its own heads and tokens only, and nothing exchanges it.
         if layout.method.keep is not None and self.mesh.size > 1:
             raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
@@ -173,25 +246,36 @@ class Rules:
 
 
 def _share(shape: KVShape, parts: int) -> KVShape:
-    """The shape of one of `parts` devices that share out the heads."""
+    """Give the shape of one of `parts` devices that share out the heads."""
     return dataclasses.replace(shape, num_heads=shape.num_heads // parts, num_kv_heads=shape.num_kv_heads // parts)
 
 
 def shares_heads(layout: CacheLayout, parts: int) -> bool:
-    """Whether `parts` devices can each cache their own KV heads: every stored field is as wide on a part of the heads
-    as its share of the whole, and nothing is calibrated on, or carried for, all heads together. Fitted rotations are a
-    head's own."""
+    """Say whether devices can each cache their own KV heads. No method declares it: the wirings are built for a part of
+    the heads and compared with those for all.
+
+    Args:
+        layout: of the whole cache.
+        parts: how many devices share out the KV heads; it divides their number.
+
+    Returns:
+        True where every stored field is as wide on a part of the heads as its share of the whole, and nothing is
+        calibrated on, or carried for, all heads together.
+    """
     if parts == 1:
         return True
     try:
         local = runs_of(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
-    except UserError:
+    except UserError:  # a codec that cannot be built for so few channels
         return False
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(runs_of(layout), local, strict=True))
 
 
 def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
+    """Say whether `parts` wirings like `part`, side by side, store what `whole` stores."""
+
     def widened(wiring: Wiring, times: int):
+        """Give the widths of sources and the fields, made so many times as wide."""
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
             for source, codec in wiring.storage.codecs.items()
@@ -199,5 +283,6 @@ def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
         }
         return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
+    # Constants belong to all heads together, but for fitted rotations: each of these is a head's own.
     alone = not (whole.chain.carry or whole.wanted().keys() - {ROTATIONS})
     return alone and widened(whole, 1) == widened(part, parts)

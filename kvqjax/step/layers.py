@@ -1,8 +1,13 @@
 """A cache as part of any model: one layer attends at a time, then all layers' new tokens are appended at once.
 
-cache = init_cache(KVShape(...), "kivi:bits=2", batch=2, capacity=4096)
-out, new[l] = attend_layer(cache, l, q, k, v, counts)       for every layer; the cache stays as it is
-cache = append(cache, new, counts)
+    cache = init_cache(KVShape(...), "kivi:bits=2", batch=2, capacity=4096)
+    out, new[l] = attend_layer(cache, l, q, k, v, counts)       for every layer; the cache stays as it is
+    cache = append(cache, new, counts)
+
+`attend_layer` and `append` have three steps, a function each. The public function checks its arguments. The next one
+finds the calibrated constants and, on a mesh, runs the rest on every device's part. The last one (`..._here`) does the
+work of one device. Where layers depend on each other, `below` takes to a layer what the layer beneath computed for it
+(`Flow`). Views (kvqjax/step/views.py) call these functions.
 """
 
 import functools
@@ -38,9 +43,12 @@ __all__ = ["New", "append", "attend_layer", "below_first", "placed_layer", "read
 
 
 class New(struct.PyTreeNode):
-    """One layer's new tokens: `sources` {name: [B, T, W]} is what `append` stores, `flow` is for the layer above. Each
-    row begins with its first valid token, however the row was padded. What a scan over layers returns has the layers'
-    axis in front."""
+    """One layer's new tokens. What a scan over layers returns has the layers' axis in front.
+
+    Attributes:
+        sources: what `append` stores, by name. Each row begins with its first valid token, however the row was padded.
+        flow: what the layer hands to the layer above.
+    """
 
     sources: dict[str, Leaf]  # Float[B, T, W]
     flow: Flow
@@ -49,10 +57,22 @@ class New(struct.PyTreeNode):
 def below_first(
     cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int, within: str = "chunk"
 ) -> Flow:
-    """Make the `below` of the first layer, for `counts[b]` of `length` new tokens, or those that a mask marks: what a
-    scan over layers starts with where layers depend on each other (keep=h2o). On a mesh it lies as the cache does.
-    Raises UserError for a length below 1, for counts outside 0 to `length` and for a mask as `attend_layer` does;
-    counts that a trace hides are clipped."""
+    """Make the `below` of the first layer: what a scan over layers starts with where layers depend on each other
+    (keep=h2o).
+
+    Args:
+        cache: any cache.
+        counts: how many of each row's new tokens are valid, or a mask of the valid ones, as in `attend_layer`.
+        length: the number T of new tokens.
+        within: as in `attend_layer`.
+
+    Returns:
+        Zeros in the place of what a layer hands on. On a mesh they lie as the cache does.
+
+    Raises:
+        UserError: for a length below 1, for counts outside 0 to `length` and for a mask as `attend_layer` does. Counts
+            that a trace hides are clipped.
+    """
     check_cache(cache)
     length = check_integer("length", length)
     check_numbers(counts, cache.batch, length)
@@ -129,8 +149,17 @@ def attend_layer(
 
 
 def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks):
-    """Do `attend_layer` of a cache and new tokens that were checked: (attention with its output in q's dtype, new
-    tokens). Of the cache's runs only the layer's is read, and the counts of the first."""
+    """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as there.
+
+    Of the cache's runs only the layer's is read, and the counts of the first: a view is a cache with no others.
+
+    Returns:
+        Attention with its output in q's dtype, and the layer's new tokens.
+
+    Raises:
+        UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than one logit a head,
+            missing constants and a missing `below`.
+    """
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
@@ -140,7 +169,8 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
 
 
 def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, within: str, softcap: float | None):
-    """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh."""
+    """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh. Arguments and
+    results as in `attend_checked`."""
     attend, rules = functools.partial(_attend_here, within=within, softcap=softcap), cache.layout.rules
     below = below.flow if isinstance(below, New) else below
     sources = q, k, v, counts, below, run_constants(constants, cache.layout), sinks
@@ -151,8 +181,9 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
     fixed = of_constants(rules, sources[-2])
-    # A plain number stays one in every device's part: layers that are stored one by one are found by it.
     specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
+    # A plain number stays one in every device's part, because layers that are stored one by one are found by it. A
+    # traced one is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
         partial, new_tokens = on_parts(
             functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new)
@@ -161,18 +192,29 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, wi
         traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
         specs = PartitionSpec(), *specs
         partial, new_tokens = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+    # The output lies where the queries lay, since the model that made these goes on with it.
     return partial._replace(out=lying_as(partial.out, q, rules)), new_tokens
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
-    """Say where one layer's new tokens lie on a mesh, by the sources' `names`; with `lead`, all layers' as a stack."""
+    """Say where one layer's new tokens lie on a mesh.
+
+    Args:
+        rules: those of the cache.
+        names: of the sources.
+        lead: one None for the layers' axis of new tokens that are stacked; nothing for those of one layer.
+
+    Returns:
+        A `New` with specs in place of arrays.
+    """
+    # Sources lie as the window does. What flows through the body is dealt as the body is, [B, slots, W].
     tokens, body = (PartitionSpec(*lead, rules.batch, *rest) for rest in ((None, rules.kv_heads), (rules.sequence,)))
     rows = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
 
 
 def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, *, within: str, softcap: float | None):
-    """Do `_attend` on one device's part."""
+    """Do `_attend` on one device's part, where the cache's layout is that of the part."""
     padding = padding_of(counts)
     # Everything below counts places from a row's first valid token on, as positions and the cache do.
     q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
@@ -180,10 +222,13 @@ def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, 
     call = begin(cache, padding.counts, q.shape[1], constants, within)
     number, index = placed_layer(call.runs, layer)
     flow = _flow_below(call, layer, below)
+    # The layer's input (`x`, `h`) is not known here. Methods that cache it refuse shapes of other models.
     projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
     options = ScoreOptions(softcap, sinks)
     partial, new, flow = attend_one(call, number, index, {}, projected, flow, options)
+    # Attention is float32. What float16 cannot hold becomes its largest number (`saturated`).
     placed = Partial(padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse))
+    # Sources that depend on nothing are ready before attention has read the body, which XLA then copies for `append`.
     return placed, New(depending_on(partial.out, new), flow)
 
 
@@ -191,14 +236,33 @@ _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softc
 
 
 def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:
-    """Scale and rotate one layer's queries as our attention, which divides scores by the root of D, wants them."""
+    """Scale and rotate one layer's queries as our attention wants them.
+
+    Args:
+        q: queries as the model gives them: unrotated where the shape has a rope, else rotated.
+        positions: of the tokens.
+        shape: that of the layer.
+
+    Returns:
+        Queries in their own dtype. Attention divides scores by the root of D, so a shape with another scale has its
+        queries multiplied by that scale times the root of D.
+    """
     if shape.scale is not None:
         q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
     return rotate(q, positions, shape)
 
 
 def check_new(cache: Cache, q, k, v, counts) -> None:
-    """Raise UserError unless q, k and v are T new tokens of one layer for every row, and `counts` fits them."""
+    """Raise UserError unless q, k and v are T new tokens of one layer for every row, and `counts` fits them.
+
+    Args:
+        cache: any cache, whose shape says how many heads there are.
+        q: queries, wanted as [B, T, H, D].
+        k: keys, wanted as [B, T, K, D].
+        v: values, wanted as [B, T, K, D].
+        counts: how many of each row's tokens are valid, or a mask of the valid ones. Numbers are checked where they
+            are known.
+    """
     shape = cache.layout.shape
     if any(getattr(x, "ndim", None) != 4 for x in (q, k, v)):
         shapes = [list(getattr(x, "shape", ())) for x in (q, k, v)]
@@ -211,7 +275,18 @@ def check_new(cache: Cache, q, k, v, counts) -> None:
 
 
 def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:
-    """Find a layer: the number of its run, and its own number in that run."""
+    """Find a layer among the runs.
+
+    Args:
+        runs: the cache's, in layer order.
+        layer: the layer's number among all; checked by the caller where it is a plain number.
+
+    Returns:
+        The number of the layer's run, and the layer's number in that run.
+
+    Raises:
+        UserError: for a traced number where there are several runs: the run's arrays must be known at trace time.
+    """
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
             raise UserError(f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number")
@@ -221,10 +296,23 @@ def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""
 
 
 def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
-    """Give what flows into `layer`: what the layer beneath returned, or for the first one zeros."""
+    """Give what flows into `layer`: what the layer beneath returned, or for the first one zeros.
+
+    Args:
+        call: what all layers of the call share.
+        layer: the layer's number.
+        below: what the layer beneath returned; None: nothing was given.
+
+    Returns:
+        The flow, whose parts are empty where layers do not depend on each other.
+
+    Raises:
+        UserError: where layers depend on each other, and nothing was given for a layer that may not be the first.
+    """
     if below is not None:
         return below
     flow = first_flow(call)
+    # A traced number may be any layer's: zeros would be wrong for all but the first.
     first = not isinstance(layer, jax.core.Tracer) and int(layer) == 0
     if jax.tree.leaves(flow) and not first:
         raise UserError(
@@ -280,7 +368,19 @@ def check_stateless(cache: Cache, what: str) -> None:
 
 
 def _check_new(cache: Cache, new: New | tuple) -> int:
-    """Give the number T of new tokens. Raises UserError unless every layer has its sources, with one T for all."""
+    """Check that every layer has its sources, with one T for all.
+
+    Args:
+        cache: the cache that is to hold them.
+        new: one `New` with the layers' axis in front of every array; or one entry a layer, a `New` or a dict of
+            sources.
+
+    Returns:
+        The number T of new tokens.
+
+    Raises:
+        UserError: for a wrong number of layers, and for a source that is missing or has another shape.
+    """
     layers = cache.layout.shape.num_layers
     if not isinstance(new, New) and len(new) != layers:
         raise UserError(f"new tokens of {len(new)} layers given, the cache has {layers}")
@@ -295,6 +395,7 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
                     if len(got) != 4 or got[0] != layers:
                         raise UserError(f"new tokens {name!r} have shape {list(got)}, wanted [{layers}, B, T, W]")
                     got = got[1:]
+                # The first source that has three axes says what T is for all others.
                 length = got[1] if length is None and got is not None and len(got) == 3 else length
                 if got != (cache.batch, length, width):
                     text = "nothing" if got is None else f"shape {list(got)}"
@@ -312,26 +413,36 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
     if rules is None:
         return _append_here(cache, new, counts, fixed)
     if isinstance(new, New):
-        own = _specs(rules, new.sources, None)
+        new_specs = _specs(rules, new.sources, None)
     else:
-        own = tuple(_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new)
-    specs = own, PartitionSpec(rules.batch), of_constants(rules, fixed)
+        new_specs = tuple(_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new)
+    specs = new_specs, PartitionSpec(rules.batch), of_constants(rules, fixed)
     return on_parts(_append_here, rules, cache, new, counts, fixed, specs=specs, out=rules.cache(cache))
 
 
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
-    """Do `_append` on one device's part."""
+    """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has several runs."""
     padding, (pending, mass) = padding_of(counts), _by_runs(cache, new, runs_of(cache.layout))
     done = caches.commit(cache, (*pending, *(() if mass is None else (mass,))), padding.counts, fixed)
     return done.replace(overflow=padding.flagged(done.overflow))
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:
-    """Sort new tokens by runs: the sources of each, [L_run, B, T, W], and the attention mass of the last layer."""
+    """Sort new tokens by runs.
+
+    Args:
+        cache: the cache that is to hold them.
+        new: as in `_check_new`.
+        runs: the cache's, in layer order.
+
+    Returns:
+        The sources of every run, [L_run, B, T, W] by name; and the attention mass, which is None where no token is
+        kept by it. Mass is added up from layer to layer, so that the last layer's is that of all.
+    """
     if isinstance(new, New):
         pending = [{name: x[run.first : run.first + run.count] for name, x in new.sources.items()} for run in runs]
         return pending, jax.tree.map(lambda x: x[-1], new.flow.mass)
     sources = [x.sources if isinstance(x, New) else x for x in new]
     mass = new[-1].flow.mass if isinstance(new[-1], New) else None
-    own = [sources[run.first : run.first + run.count] for run in runs]
-    return [{name: jnp.stack([x[name] for x in part]) for name in part[0]} for part in own], mass
+    by_run = [sources[run.first : run.first + run.count] for run in runs]
+    return [{name: jnp.stack([x[name] for x in layers]) for name in layers[0]} for layers in by_run], mass

@@ -1,4 +1,14 @@
-"""Exact prefill: a prompt attends to itself exactly, layer by layer, then is encoded."""
+"""Exact prefill: a prompt attends to itself exactly, layer by layer, and is encoded into an empty cache.
+
+The order of one layer of attention (`_prefill_run`, `exact_layer` of kvqjax/step/prompt.py):
+
+    recurrent layers before it -> sources, keys and values of all tokens -> encode what goes into the body
+    -> the other tokens into sinks and window -> queries attend to the exact keys and values -> hidden states
+
+So later tokens of the prompt see exact keys and values, and never what was encoded. Encoding comes before attention,
+so that sources need no memory while queries attend. The prompt is padded to whole chunks; a chunk is what is projected
+and attends together.
+"""
 
 import functools
 
@@ -34,13 +44,25 @@ __all__ = ["prefill"]
 def prefill(
     model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"] | Bool[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Let prompts attend to themselves exactly and encode them into an empty cache; gives the logits of each row's last
-    token, [B, V]. Layers run one after the other: held are the hidden states [B,T,E], one layer's K and V, and the
-    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
-    `counts` as in `forward`: numbers, or a mask.
+    """Let prompts attend to themselves exactly and encode them into an empty cache.
 
-    Raises UserError for a cache that is not empty, and as `forward` does for counts and token ids, or raises the row's
-    flag."""
+    Layers run one after the other: held are the hidden states [B, T, E], one layer's keys and values, and the method's
+    carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
+
+    Args:
+        model: the model.
+        tokens: token ids [B, T].
+        counts: how many of each row's tokens are valid, from the first on; or a mask of the valid ones, as in
+            `forward`.
+        cache: an empty cache of this model.
+
+    Returns:
+        The logits of each row's last valid token, float32 [B, V], and the cache that holds the prompts.
+
+    Raises:
+        UserError: for a cache that is not empty, and as `forward` does for counts and token ids. What a trace hides is
+            clipped, and raises the row's flag `cache.overflow[b]`.
+    """
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
     if is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0:  # jnp would be traced in a user's jit
@@ -49,6 +71,7 @@ def prefill(
 
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
+    """Do `prefill` after its checks, on one device's part."""
     layout, runs = cache.layout, runs_of(cache.layout)
     constants = run_constants(model.constants, layout)
     padding = padding_of(counts)
@@ -56,16 +79,20 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     counts, overflow = admitted(cache, padding.counts, tokens.shape[1])
     tokens, foreign = known_ids(tokens, counts, model.config)
     path = path_of(layout, *tokens.shape)
+    # Whole chunks: loops over a prompt cut pieces of one static size.
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
     recurrence = Recurrence(model, cache, counts, chunk=path.chunk)
+    # A whole pass over all layers, which `entering` asks for only with keep=h2o.
     mass = functools.partial(received_by, model, runs, constants, h, recurrence)
     into = entering(cache, counts, mass, tokens.shape[1])
     carry = slab(runs, (len(counts), into.length), layout.dtype)
+    # `counts` begins the least over layers of how many tokens come before the first that is not finite.
     states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
-    for run, state, own in zip(runs, cache.runs, constants, strict=True):
-        flow, state = _prefill_run(recurrence, run, state, own, flow, path, layout.method.sinks, into, cache.pages)
+    for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
+        flow, state = _prefill_run(recurrence, run, state, fixed, flow, path, layout.method.sinks, into, cache.pages)
         states.append(state)
+    # Recurrent layers behind the last layer of attention.
     h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
     finite_count = jnp.minimum(flow[2], carried.finite_count)
     finite = finite_tokens(cache, finite_count, counts)
@@ -91,35 +118,57 @@ def _prefill_run(
     into: Entering,
     pages: Pages,
 ):
-    """Run one run of layers over the whole prompt: attention, then encoding of what goes `into` the body, layer by
-    layer. `flow` goes from layer to layer: hidden states, the method's carry, how many tokens come before the first
-    that is not finite, and what the recurrent layers between keep."""
+    """Run one run of layers over the whole prompt, layer by layer.
+
+    Args:
+        recurrence: the recurrent layers of the call, with the model and the rows' counts.
+        run: the run's static plan.
+        state: the run's arrays in the empty cache.
+        constants: the run's calibrated constants.
+        flow: what goes from layer to layer: hidden states [B, T, E], the method's carry [B, R, W] by name, how many
+            tokens of each row come before the first that is not finite, and what the recurrent layers keep.
+        path: how many tokens attend at a time, and by which kernels.
+        sinks: the first tokens of a row, stored exactly.
+        into: which R of the T tokens are encoded.
+        pages: the pages of each row, or None.
+
+    Returns:
+        The flow after the run's layers, and the run's arrays that hold the prompt.
+    """
     model, counts = recurrence.model, recurrence.counts
     empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
 
     def step(index, loop):
+        """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole run."""
         (h, carry, finite_count, carried), body, exact = loop
         h, carried = recurrence.before(run.first + index, h, carried)
         fixed = caches.at_layer(constants, index)
 
         def keep(new, finite):
+            """Store the sources of one layer: (body, carry, sinks and window, tokens before the first one that is not
+            finite). Called before any query attends."""
             encoded = body, carry
             if run.slots and into.length:
-                full, moved, late = flush_layer(
+                # `new_body` holds what is due. Where keys are encoded before values, `moved` has such a key as it was
+                # reconstructed, because the window keeps it so until its value is encoded.
+                new_body, moved, new_carry = flush_layer(
                     run, body, index, into.sources(new), into.held, schedules, fixed, carry, pages
                 )
-                encoded, new = (full, late), into.rest(new, moved)
+                encoded, new = (new_body, new_carry), into.rest(new, moved)
+            # `remember` writes a stack of layers. A stack of this layer alone is written and put into the run's.
             blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
             fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
             fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
             return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
 
-        (body, carry, exact, found), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
-        return (h, carry, jnp.minimum(finite_count, found), carried), body, exact
+        (body, carry, exact, layer_finite), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
 
+    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack: it must not know the length.
     count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
-    flow, body, (first, window) = decoder.over_layers(model.params, 0, count, step, loop)
+    flow, body, (exact_sinks, window) = decoder.over_layers(model.params, 0, count, step, loop)
+    # Without a body nothing is ever encoded.
     flushed = units_due(run, state, counts - sinks) if run.slots else state.flushed
-    return flow, Run(body=body, sinks=first, window=window, flushed=flushed)
+    return flow, Run(body=body, sinks=exact_sinks, window=window, flushed=flushed)
