@@ -254,3 +254,17 @@ def test_bodies_dealt_over_a_mesh():
         kvq.resize(kvq.init_cache(model, method, 1, 1100), 10)
     with pytest.raises(kvq.UserError, match="dealt over 2 devices cannot be cut"):
         kvq.cut(cache, 64)
+
+
+@pytest.mark.parametrize(("capacity", "held", "at", "later"), [(70, 68, 64, 70), (66, 66, 64, 200), (20, 18, 10, 512)])
+def test_pieces_and_caches_that_are_too_short_for_a_body(capacity, held, at, later):
+    """A piece of fewer tokens than a unit, near a row's end; a cache whose tokens all fit the window, joined to one
+    that has a body."""
+    model, forward = tiny(), jax.jit(kvq.forward)
+    method = "kivi:bits=2,group=32,window=0" if capacity > 32 else "kivi:bits=2,window=32"
+    cache = forward(model, tokens(1, held), jnp.asarray([held]), kvq.init_cache(model, method, 1, capacity))[1]
+    joined, wanted = kvq.join(*kvq.cut(cache, at), capacity=later), kvq.resize(cache, later)
+    same(joined, wanted)
+    more, one = tokens(1, 1), jnp.ones(1, jnp.int32)
+    if held < later:
+        np.testing.assert_array_equal(*(forward(model, more, one, cache)[0] for cache in (joined, wanted)))
