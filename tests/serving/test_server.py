@@ -45,8 +45,9 @@ class _Running:
 @pytest.fixture(scope="module")
 def engine():
     model = kvq.load("demo")
-    model.tokenizer.chat_template = TEMPLATE
-    return kvq.Engine(model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=4)
+    before, model.tokenizer.chat_template = model.tokenizer.chat_template, TEMPLATE
+    yield kvq.Engine(model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=4)
+    model.tokenizer.chat_template = before  # models of one folder share its tokenizer
 
 
 @pytest.fixture(scope="module")
