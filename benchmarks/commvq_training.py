@@ -2,8 +2,8 @@
 
     python -m benchmarks.commvq_training --learn TEXT.txt [--layer 10] [--bits 2] [--steps 200] [--rate 1e-3]
 
-Printed are squared errors of the values and of the attention's outputs, over the signals' own mean squares, on text that
-was not learnt, before and after training; and processor seconds. What is not said is as in the recipe of `kvqjax
+Printed are squared errors of the values and of the attention's outputs, over the signals' own mean squares, on text
+that was not learnt, before and after training; and processor seconds. What is not said is as in the recipe of `kvqjax
 calibrate`.
 """
 

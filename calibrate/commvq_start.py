@@ -10,8 +10,9 @@ for gelu(c) - gelu(-c) = c, and the largest of four linear logits is a scalar qu
 So each choice begins as a quantiser of one principal component c of the values. m choices of one component take turns
 at the thresholds of 3 m + 1 equal cells. Components get choices where one more lowers the squared error most. One
 choice is always 11, for the mean. The codebook is the regression of the values on the bits that this encoder gives
-them. On layer 10 of SmolLM2-135M, at 2 bits, values then lose 0.098 of their energy and attention's outputs 0.090, after
-200 steps 0.097 and 0.071; 200 steps from random numbers reach 0.36 and 0.23 (`python -m benchmarks.commvq_training`).
+them. On layer 10 of SmolLM2-135M, at 2 bits, values then lose 0.098 of their energy and attention's outputs 0.090,
+after 200 steps 0.097 and 0.071; from random numbers as many steps reach 0.36 and 0.23
+(`python -m benchmarks.commvq_training`).
 """
 
 import functools
