@@ -60,7 +60,7 @@ breaks a method; what a method costs on a real model is in the [results](results
 """
 
 
-# The curves of the picture: rows of CACHES without their bits -> name.
+# The curves of the picture, the five papers' first of all: rows of CACHES without their bits -> name. The page has all.
 CURVES = {
     "kivi:group=64,window=0": "kivi",
     "kvquant": "kvquant",
@@ -69,8 +69,7 @@ CURVES = {
     "aqua": "aqua",
     "aqua:backbone=klt": "aqua with klt",
     "xquant": "xquant",
-    "kvarn:sinks=4": "kvarn",
-    "turboquant:sinks=4": "turboquant",
+    "commvq:window=0": "commvq",
 }
 
 
