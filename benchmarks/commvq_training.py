@@ -25,33 +25,26 @@ from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.data.corpora import read
 
 LEARNT, UNSEEN, LENGTH = 24, 4, 1024  # sequences that are learnt and that are scored, and their tokens
-RANDOM_RATE = 1e-2  # of the released 1e-3's tenfold, which so few steps from random numbers need
+RANDOM_RATE = 1e-2  # learning rate from random numbers: at the released 1e-3 a few hundred steps change little
 
 
 def random_start(key: jax.Array, v: jax.Array, spec: CommVQValues, settings: ValueSettings) -> Training:
     """As the released training begins: linear layers uniform in +-1/sqrt(inputs), a codebook of normal numbers."""
-    ready = training.start(key, v, spec, settings)
-    shapes, keys = spec.shapes(v.shape[-1]), iter(jax.random.split(key, 5))
-    params = dict(ready.params)
-    for name, matrix in {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}.items():
-        bound = shapes[matrix][0] ** -0.5
-        params[name] = jax.random.uniform(next(keys), shapes[name], minval=-bound, maxval=bound)
-    params["codebook"] = jax.random.normal(next(keys), shapes["codebook"])
-    return ready._replace(params=params)
+    of_encoder, of_codebook = jax.random.split(key)
+    codebook = jax.random.normal(of_codebook, spec.shapes(v.shape[-1])["codebook"])
+    params = training.random_encoder(of_encoder, spec, v.shape[-1]) | {"codebook": codebook}
+    return training.start(key, v, spec, settings)._replace(params=params)
 
 
 def activations(model: kvq.Model, text: str, layer: int) -> tuple[Activations, Activations]:
     """What one layer computes for the sequences that are learnt, and for those that are scored."""
-    rows = sequences(model, read(text, tokens=1 << 17), LEARNT + UNSEEN, LENGTH)
-    data = of_model(model, kvq.parse("commvq"), rows)
+    tokens = sequences(model, read(text, tokens=1 << 17), LEARNT + UNSEEN, LENGTH)
+    data = of_model(model, kvq.parse("commvq"), tokens)
     h = data.h
     for index in range(layer):
         h = data.read(index, h)[2]
-    found = data.read(layer, h)[1]
-    return tuple(
-        Activations(found.v[part], found.q[part], found.k[part], found.o, found.sinks)
-        for part in (slice(LEARNT), slice(LEARNT, None))
-    )
+    v, q, k, o, sinks = data.read(layer, h)[1]
+    return tuple(Activations(v[rows], q[rows], k[rows], o, sinks) for rows in (slice(LEARNT), slice(LEARNT, None)))
 
 
 @functools.partial(jax.jit, static_argnames="spec")

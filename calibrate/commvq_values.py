@@ -11,8 +11,7 @@ terms and the gradient clipping then mean the same for every layer and model.
 
 Training begins with a transform coder (commvq_start.py), where the released one begins with random numbers and takes
 100 000 steps. AdamW with the released coefficients; cosine schedule after a linear warm-up; the global gradient norm is
-clipped. The random numbers of step i come from the key and i alone, so a
-resumed training ends with the same bytes.
+clipped. The random numbers of step i come from the key and i alone, so a resumed training ends with the same bytes.
 """
 
 import dataclasses
@@ -38,6 +37,7 @@ __all__ = [
     "constants",
     "output_energy",
     "output_error",
+    "random_encoder",
     "start",
     "train",
     "work",
@@ -49,8 +49,12 @@ Params = dict  # trained arrays of one layer: the codec's constants but "scale",
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueSettings:
     """`steps` of `batch` sequences each; `attention` weighs the attention-output term (0: the paper's plain MSE), which
-    a step takes at `queries` places of the sequences, drawn anew each time (0: at all of them)."""
+    a step takes at `queries` places of the sequences, drawn anew each time (0: at all of them). `rate` is AdamW's
+    largest learning rate, reached after `warmup` steps, `decay` its weight decay, `clip` the largest norm of a
+    gradient."""
 
+    # So many steps take about 40 processor seconds a layer of SmolLM2-135M (python -m benchmarks.commvq_training). The
+    # rate, and what follows it but for the warm-up, are the released ones.
     steps: int = 200
     batch: int = 2
     queries: int = 128
@@ -100,17 +104,34 @@ def _optimizer(settings: ValueSettings):
     return optax.chain(optax.clip_by_global_norm(settings.clip), adam)
 
 
-def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings) -> Training:
-    """Untrained state: a transform coder of the values (commvq_start.py). What that leaves over of the linear layers is
-    uniform in +-1/sqrt(inputs)."""
-    scale = channel_scale(v)
-    shapes, inputs = spec.shapes(scale.shape[0]), {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}
+def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
+    """An encoder of values of `width` channels with linear layers uniform in +-1/sqrt(inputs)."""
+    shapes, inputs = spec.shapes(width), {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}
     keys = dict(zip(inputs, jax.random.split(key, len(inputs)), strict=True))
-    params = {"norm_weight": jnp.ones_like(scale), "norm_bias": jnp.zeros_like(scale)}
+    params = {"norm_weight": jnp.ones((width,)), "norm_bias": jnp.zeros((width,))}
     for name, matrix in inputs.items():
         bound = shapes[matrix][0] ** -0.5
         params[name] = jax.random.uniform(keys[name], shapes[name], minval=-bound, maxval=bound)
-    params = transform_coder(params, v, scale)
+    return params
+
+
+def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings) -> Training:
+    """The state before training: a transform coder of a layer's values (commvq_start.py).
+
+    Args:
+        key: of the random numbers that hidden units hold which the transform leaves over.
+        v: the values to learn.
+        spec: the codec.
+        settings: of the training.
+
+    Returns:
+        Parameters, the optimizer's state and the channels' scale, at step 0.
+
+    Raises:
+        UserError: values that are not finite.
+    """
+    scale = channel_scale(v)
+    params = transform_coder(random_encoder(key, spec, scale.shape[0]), v, scale)
     with jax.numpy_dtype_promotion("standard"):
         optimizer = _optimizer(settings).init(params)
     return Training(params, optimizer, scale, jnp.asarray(0, jnp.int32))

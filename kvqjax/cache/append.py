@@ -226,9 +226,9 @@ def _put_back(run, window, new, recon, layer, row, token, size, held):
         # Each token is in one of the two places. In the other one its index lies beyond the end, and is dropped.
         slot = jnp.where(tokens < held, modulo(tokens, run.ring), run.ring)
         index = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
-        ring, given = window[source], new[source]
+        ring, arrivals = window[source], new[source]
         window = {**window, source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop")}
-        new = {**new, source: given.at[layer, row, index].set(saturated(x, given.dtype), mode="drop")}
+        new = {**new, source: arrivals.at[layer, row, index].set(saturated(x, arrivals.dtype), mode="drop")}
     return window, new
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "flatten",
     "load_artifact",
     "read_description",
+    "require_shapes",
     "unflatten",
     "write_folder",
 ]
@@ -139,6 +140,16 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
+
+
+def require_shapes(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Raise UserError unless a stored folder holds arrays of these shapes and dtypes; others may be there too."""
+    arrays = read_shapes(path)
+    for name, leaf in wanted.items():
+        got = arrays.get(name)
+        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
+            stored = "nothing" if got is None else f"{got.dtype}{got.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {stored}")
 
 
 def read_arrays(

@@ -15,7 +15,7 @@ from kvqjax.cache.state import Run, ring_tokens
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing import Packing, Stored
 
-__all__ = ["Tile", "blank_body", "moved_body", "moved_window", "padded_body", "stored_tile"]
+__all__ = ["Tile", "moved_body", "moved_window", "padded_body", "stored_tile"]
 
 MOST_AT_ONCE = 2048  # tokens of a row that are unpacked at a time: a few MB of a wide layer's codes
 
@@ -75,15 +75,6 @@ def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile
                 for name, field in fields.items()
             }
     return body
-
-
-def blank_body(run: RunLayout, batch: int) -> dict:
-    """Make the body of a run that has encoded nothing yet."""
-    lead = (run.count, batch)
-    return {
-        source: {name: field.packing.allocate(lead, run.slots) for name, field in codec.fields.items()}
-        for source, codec in (run.wiring.storage.codecs.items() if run.slots else ())
-    }
 
 
 def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:

@@ -30,11 +30,11 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._arguments import check_integer, is_known, reading
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.moving import blank_body, moved_body, moved_window, stored_tile
+from kvqjax.cache.moving import moved_body, moved_window, stored_tile
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache, Run
+from kvqjax.cache.state import Cache, Run, blank_body
 from kvqjax.cache.surgery import crop, evict
 
 __all__ = ["Piece", "cut", "join"]
@@ -193,7 +193,7 @@ def _cut(cache: Cache, start: int) -> Cache:
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
         window = {name: moved_window(old.ring, new.ring, body_lengths, shift, x) for name, x in state.window.items()}
         # A cache without a body has encoded nothing, also where the piece, which has more room, has one.
-        body = moved_body(new, encoded, tile) if old.slots else blank_body(new, cache.batch)
+        body = moved_body(new, encoded, tile) if old.slots else blank_body(new, cache.batch, new.slots)
         # The sinks stay with the head; a piece behind blank ones has the form of any cache.
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
@@ -304,7 +304,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
         window = {
             name: moved_window(second.ring, new.ring, body_lengths, -shift, x) for name, x in after.window.items()
         }
-        body = moved_body(new, encoded, tile) if second.slots or shift else blank_body(new, head.batch)
+        body = moved_body(new, encoded, tile) if second.slots or shift else blank_body(new, head.batch, new.slots)
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 
     plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)

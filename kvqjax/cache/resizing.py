@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import allocate_kept
-from kvqjax.cache.moving import blank_body, moved_body, moved_window, padded_body, stored_tile
+from kvqjax.cache.moving import moved_body, moved_window, padded_body, stored_tile
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, Run
+from kvqjax.cache.state import Cache, Run, blank_body
 
 __all__ = ["check_means", "excess", "with_layout"]
 
@@ -87,7 +87,7 @@ def _body(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"] |
     if not new.slots:
         return {}
     if not old.slots:  # nothing is encoded yet
-        return blank_body(new, state.flushed[0].shape[0])
+        return blank_body(new, state.flushed[0].shape[0], new.slots)
     if _is_padded(old, new):
         return padded_body(old, new, state.body)
     if order is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "Run",
     "admitted",
     "allocate_cache",
+    "blank_body",
     "body_tokens",
     "check_alive",
     "due",
@@ -102,19 +103,32 @@ class Cache(struct.PyTreeNode):
         return "\n  ".join([head, *lines])
 
 
+def blank_body(run: RunLayout, rows: int, slots: int) -> dict:
+    """Make the body of a run that has encoded nothing yet, {source: {field: arrays}}.
+
+    Args:
+        run: the run's plan.
+        rows: of the cache, or the pages of its pool.
+        slots: tokens of a row, or of a page.
+
+    Returns:
+        The body; an empty one where the plan has no slots.
+    """
+    return {
+        source: {name: field.packing.allocate((run.count, rows), slots) for name, field in codec.fields.items()}
+        for source, codec in (run.wiring.storage.codecs.items() if run.slots else ())
+    }
+
+
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
-    of_body, slots = lead, run.slots
+    rows, slots = batch, run.slots
     if run.page:  # stored as if rows were pages
         assert layout.pool is not None
-        of_body, slots = (run.count, layout.pool.pages), run.page
-    body = {
-        name: {f: field.packing.allocate(of_body, slots) for f, field in codec.fields.items()}
-        for name, codec in run.wiring.storage.codecs.items()
-    }
+        rows, slots = layout.pool.pages, run.page
     return Run(
-        body=body if run.slots else {},
+        body=blank_body(run, rows, slots),
         sinks={name: jnp.zeros((*lead, sinks, width), dtype) for name, width in sources.items()} if sinks else {},
         window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
         flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),

@@ -104,7 +104,7 @@ def serve(
         require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
-    now, known = engine.stats(), _known_prefixes(engine, prefix_folder)
+    now, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(
@@ -128,15 +128,15 @@ def serve(
                 f"{name} through {method}: {now.rows} rows of {now.capacity} tokens, {size(now.cache_bytes)}, "
                 f"{now.bits:.4g} bits a number"
             )
-            if known:
-                announce(f"{known} beginnings of prompts are known from {prefix_folder}")
+            if loaded_prefixes:
+                announce(f"{loaded_prefixes} beginnings of prompts are known from {prefix_folder}")
             announce(f"{address}, and / in a browser; /ready says when all is compiled")
             server.run([door])
     finally:
         engine.close()
 
 
-def _known_prefixes(engine: Engine, folder: Path | None) -> int:
+def _load_prefixes(engine: Engine, folder: Path | None) -> int:
     """Load what an earlier server kept. What is of no use here, or cannot be read, is no reason not to serve."""
     newest = None if folder is None else newest_folder(folder)
     if newest is None:

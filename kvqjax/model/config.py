@@ -64,6 +64,10 @@ class RopeConfig:
         if self.fraction < 1 and self.attention_factor != 1:
             raise UserError(f"a rope of {self.fraction} of the channels has no attention_factor")
 
+    def turned_channels(self, head_dim: int) -> int:
+        """How many of a head's channels turn, an even number."""
+        return round(head_dim * self.fraction) // 2 * 2
+
     @property
     def limit(self) -> int | None:
         """The longest text that these frequencies are for; None: any."""
@@ -80,9 +84,9 @@ class RopeConfig:
         return dataclasses.replace(self, length=least if longer else 0)
 
 
-def _reach(rope: RopeConfig | None, stated: int) -> int:
+def _reach(rope: RopeConfig, stated: int) -> int:
     """How far a rope was stretched, in tokens; `stated` is the model's own length."""
-    if rope is None or rope.kind not in ("linear", "yarn", "dynamic"):
+    if rope.kind not in ("linear", "yarn", "dynamic"):
         return stated
     if rope.kind == "dynamic":
         return rope.limit or stated
@@ -197,16 +201,20 @@ class KVShape:
 
     def _check_pairs(self) -> None:
         """Raise UserError where layers order their channels differently: those of a stack are put in order as one."""
-        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
-        orders = {(rope.pairs, rope.pairs == "halves" or rope.fraction) for rope in ropes if rope is not None}
+        orders = {(rope.pairs, rope.pairs == "halves" or rope.fraction) for rope in self.ropes}
         if len(orders) > 1:
             raise UserError(f"ropes of layers pair channels differently: {sorted(orders, key=str)}")
 
     @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The ropes of the layers that have one: one where it is that of all."""
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
+        return tuple(rope for rope in ropes if rope is not None)
+
+    @property
     def pairs(self) -> str:
         """How the ropes of all layers pair channels."""
-        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
-        return next((rope.pairs for rope in ropes if rope is not None), "halves")
+        return next((rope.pairs for rope in self.ropes), "halves")
 
     @property
     def depth(self) -> int:
@@ -377,8 +385,7 @@ class ModelConfig(KVShape):
         windows = [window or math.inf for window in self.windows]
         if max(windows) <= self.max_position and not self.query_growth:
             return None
-        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,)
-        return max(self.max_position, *(_reach(rope, self.max_position) for rope in ropes))
+        return max([self.max_position, *(_reach(rope, self.max_position) for rope in self.ropes)])
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

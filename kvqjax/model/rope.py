@@ -15,6 +15,7 @@ from kvqjax.ops.xla_workarounds import made_once
 __all__ = [
     "Waves",
     "as_given",
+    "channel_order",
     "check_length",
     "following",
     "in_halves",
@@ -62,8 +63,7 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
 
 def _limits(config: KVShape) -> list[tuple[int, str]]:
     """(most tokens, kind) of the ropes of a shape whose frequencies are for texts of a certain length."""
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    return [(rope.limit, rope.kind) for rope in ropes if rope is not None and rope.limit is not None]
+    return [(rope.limit, rope.kind) for rope in config.ropes if rope.limit is not None]
 
 
 def longest_text(config: KVShape) -> int | None:
@@ -86,7 +86,7 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     rope = config.turning
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
-    turned = round(config.head_dim * rope.fraction) // 2 * 2  # channels
+    turned = rope.turned_channels(config.head_dim)
     freq = _plain(rope.theta, turned)
     if rope.kind == "none":
         freq = np.zeros_like(freq)
@@ -107,11 +107,28 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     return np.pad(freq, (0, config.head_dim // 2 - len(freq))).astype(np.float32)
 
 
-def _turned_channels(config: KVShape) -> int:
-    """How many channels of a head turn, in a shape whose ropes pair other channels than halves."""
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    fraction = next(rope.fraction for rope in ropes if rope is not None)
-    return round(config.head_dim * fraction) // 2 * 2
+def channel_order(head_dim: int, turned: int, pairs: str) -> Int[np.ndarray, " D"]:
+    """List the channels of a head in the order of caches, in which pair i is (i, i + D/2).
+
+    Args:
+        head_dim: D, channels of a head.
+        turned: how many of them turn, the first ones; an even number.
+        pairs: "front" or "neighbours", as in `RopeConfig`.
+
+    Returns:
+        The channels. Those that turn come first in both halves.
+    """
+    front, rest = np.arange(turned), np.arange(turned, head_dim)
+    first, second = (front[::2], front[1::2]) if pairs == "neighbours" else np.split(front, 2)
+    still = np.split(rest, 2)
+    return np.concatenate([first, still[0], second, still[1]])
+
+
+def _order_of(config: KVShape) -> Int[np.ndarray, " D"] | None:
+    """List the channels that another model's heads have, in the order of caches; None where the orders are equal."""
+    if config.pairs == "halves":
+        return None
+    return channel_order(config.head_dim, config.ropes[0].turned_channels(config.head_dim), config.pairs)
 
 
 def in_halves(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
@@ -124,28 +141,14 @@ def in_halves(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N 
     Returns:
         The heads in the order of caches. Scores stay as they are: queries and keys change alike.
     """
-    if config.pairs == "halves":
-        return x
-    turned = _turned_channels(config)
-    front, rest = x[..., :turned], x[..., turned:]
-    if config.pairs == "neighbours":
-        first, second = front[..., ::2], front[..., 1::2]
-    else:
-        first, second = jnp.split(front, 2, axis=-1)
-    still = jnp.split(rest, 2, axis=-1)  # D and the turned channels are even, so that their difference is
-    return jnp.concatenate([first, still[0], second, still[1]], axis=-1)
+    order = _order_of(config)
+    return x if order is None else x[..., order]
 
 
 def as_given(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
-    """Undo `in_halves`."""
-    if config.pairs == "halves":
-        return x
-    turned = _turned_channels(config)
-    first, second = ((half[..., : turned // 2], half[..., turned // 2 :]) for half in jnp.split(x, 2, axis=-1))
-    front = jnp.concatenate([first[0], second[0]], axis=-1)
-    if config.pairs == "neighbours":
-        front = jnp.stack([first[0], second[0]], axis=-1).reshape(front.shape)
-    return jnp.concatenate([front, first[1], second[1]], axis=-1)
+    """Undo `in_halves`: put the channels of heads in the order that `Rope.pairs` names."""
+    order = _order_of(config)
+    return x if order is None else x[..., np.argsort(order)]
 
 
 class Waves(NamedTuple):

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Int
 
 from kvqjax.model.config import ModelConfig, RecurrentConfig
+from kvqjax.model.rope import channel_order
 
-__all__ = ["TensorRows", "channel_order", "rows_of"]
+__all__ = ["TensorRows", "rows_of"]
 
 
 class TensorRows(NamedTuple):
@@ -23,16 +24,11 @@ class TensorRows(NamedTuple):
     total: int
 
 
-def channel_order(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
+def _order_here(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
     """The channels of a head in the order in which they lie here; None where they lie as in the checkpoint."""
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    fraction = min((rope.fraction for rope in ropes if rope is not None), default=1.0)
-    turned, half = int(config.head_dim * fraction), config.head_dim // 2
-    if turned == config.head_dim:
-        return None
-    first, still = np.arange(turned // 2), half - turned // 2  # channels of each half that turn, and that do not
-    others = turned + np.arange(still)
-    return np.concatenate([first, others, first + turned // 2, others + still])
+    dim = config.head_dim
+    turned = min((rope.turned_channels(dim) for rope in config.ropes), default=dim)
+    return None if turned == dim else channel_order(dim, turned, "front")
 
 
 def _by_head(heads: int, size: int, first: int, order: Int[np.ndarray, " n"]) -> TensorRows:
@@ -52,7 +48,7 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     Returns:
         The rows; None where the tensor is the parameter.
     """
-    order, dim = channel_order(config), config.head_dim
+    order, dim = _order_here(config), config.head_dim
     turned = np.arange(dim) if order is None else order
     heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}
     if config.output_gate and name in ("layers/q", "layers/q_gate"):

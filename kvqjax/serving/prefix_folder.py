@@ -16,16 +16,15 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, CacheLayout
-from kvqjax.cache.artifacts import flatten, read_arrays, read_description, read_shapes, write_folder
+from kvqjax.cache.artifacts import flatten, read_arrays, read_description, require_shapes, write_folder
 from kvqjax.methods import spelled_out
 from kvqjax.model.loading import Model
-from kvqjax.serving.prefixes import Contents, SavedPrefix
+from kvqjax.serving.prefixes import TRACE, Contents, SavedPrefix
 from kvqjax.step.persist import owner_of, require_owner
 
 __all__ = ["newest_folder", "owner_of_engine", "read_prefixes", "write_newest", "write_prefixes"]
 
 PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
-TRACE = 16  # bytes of a trace (kvqjax/serving/prefixes.py)
 
 
 def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:
@@ -86,36 +85,20 @@ def read_prefixes(
     if not listed:
         return [], {}
     count = 1 + max((place for _, _, pages in listed for place in pages), default=-1)
-    rows, pages = (
-        jax.tree.map(lambda x, before=before, size=size: _widened(x, before, size), like)
-        for like, before, size in ((row, 0, len(listed)), (page if count else (), 1, count))
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(listed), *x.shape), x.dtype), row)
+    pages = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), page if count else ()
     )
-    _require_shapes(path, flatten((rows, pages)))
+    wanted = flatten((rows, pages))
+    require_shapes(path, wanted)
     arrays = read_arrays(path)
-    rows, pages = jax.tree.unflatten(
-        jax.tree.structure((rows, pages)), [arrays[name] for name in flatten((rows, pages))]
-    )
+    rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in wanted])
     contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
     prefixes = [
-        SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), own)
-        for number, (trace, length, own) in enumerate(listed)
+        SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), numbers)
+        for number, (trace, length, numbers) in enumerate(listed)
     ]
     return prefixes, contents
-
-
-def _widened(x: jax.ShapeDtypeStruct, before: int, size: int) -> jax.ShapeDtypeStruct:
-    """Give the shape of `size` rows one behind the other (`before` 0), or of `size` pages instead of one (1)."""
-    shape = (size, *x.shape) if before == 0 else (x.shape[0], size, *x.shape[2:])
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _require_shapes(path: Path, wanted: dict[str, Any]) -> None:
-    stored = read_shapes(path)
-    for name, leaf in wanted.items():
-        got = stored.get(name)
-        if got is None or (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
-            what = "nothing" if got is None else f"{got.dtype}{got.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {what}")
 
 
 def _prefix_entry(path: Path, entry: Any) -> tuple[bytes, int, list[int]]:

@@ -22,7 +22,8 @@ __all__ = ["Contents", "Prefix", "Prefixes", "SavedPrefix"]
 
 Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
 
-REMEMBERED = 4096  # beginnings of prompts of which a trace of 16 bytes is remembered
+TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
+REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
 
 
 class Prefix(NamedTuple):
@@ -124,10 +125,10 @@ class Prefixes:
         for number, page in pages.items():
             batch.fill_page(page, contents[number])
         for prefix in reversed(chosen):
-            held = [pages[number] for number in prefix.pages]
+            here = [pages[number] for number in prefix.pages]
             if self._pool is not None:
-                self._pool.share(held)
-            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), held)
+                self._pool.share(here)
+            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), here)
             self._remembered[prefix.trace] = None
         if self._pool is not None:
             self._pool.drop(pages.values())  # from now on the prefixes alone use them
@@ -148,5 +149,5 @@ class Prefixes:
         trace = b""
         for end in range(self._chunk, len(prompt), self._chunk):
             tokens = np.asarray(prompt[end - self._chunk : end], np.int32)
-            trace = hashlib.blake2b(trace + tokens.tobytes(), digest_size=16).digest()
+            trace = hashlib.blake2b(trace + tokens.tobytes(), digest_size=TRACE).digest()
             yield end, trace

@@ -17,7 +17,7 @@ from kvqjax.cache.artifacts import (
     flatten,
     read_arrays,
     read_description,
-    read_shapes,
+    require_shapes,
     write_folder,
 )
 from kvqjax.cache.cache_layout import stored_form
@@ -125,16 +125,6 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
     )
 
 
-def _check(path: Path, shape: Cache) -> None:
-    """Compare what the folder holds with what the layout wants."""
-    arrays = read_shapes(path)
-    for name, leaf in flatten((shape,)).items():
-        got = arrays.get(name)
-        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
-            found = "nothing" if got is None else f"{got.dtype}{got.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
-
-
 def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Rules | None, str]:
     """Find where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are
     held."""
@@ -179,7 +169,7 @@ def load_cache(
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
-    _check(path, shape)
+    require_shapes(path, flatten((shape,)))
     places = None if rules is None else rules.places(target)
     arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
     leaves = [arrays[name] for name in flatten((shape,))]
