@@ -90,7 +90,7 @@ def test_a_cpu_decodes_no_code_twice_for_a_query(bits):
     body, (q, start, stop) = make_body(case)[0], make_query(case)
     attend = jax.jit(lambda q, body, start, stop: packed_attention(q, body, 1, start, stop, case.spec))
     text = attend.lower(q, body, start, stop).compile().as_text()
-    block = at_once(case.spec, q.shape, case.slots)
+    block = at_once(case.spec, q.shape[2], case.slots)
     masks = len(re.findall(r"= u32\S* and\(", text))
     assert case.head_dim + block // 32 <= masks <= case.head_dim + block // 32 + 8
     assert not re.search(r"= u32\S* (fusion|copy)\(", text)
