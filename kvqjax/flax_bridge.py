@@ -19,7 +19,7 @@ computes anything: `kvq.attend_layer` and `kvq.append` do.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,21 @@ def linen_cache(module: linen.Module, cache: Cache | None = None, name: str = "k
     return module.variable("cache", name, first)
 
 
+class ScoreArguments(TypedDict, total=False):
+    """The options of `kvq.attend_layer` that say how scores are made and what is returned, with its defaults."""
+
+    softcap: float | None
+    sinks: Float[Array, " sinks"] | None
+    mask: Bool[Array, "B T new"] | None
+    return_lse: bool
+
+
+# With `return_lse` the logarithms of softmax denominators too.
+Attended = Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]
+
+
 class _Attends(Protocol):
-    def attend(self, layer: int, q: Any, k: Any, v: Any, *, softcap: Any = None, sinks: Any = None) -> Array: ...
+    def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Unpack[ScoreArguments]) -> Attended: ...
 
 
 class _Layer(NamedTuple):
@@ -79,12 +92,10 @@ class _Layer(NamedTuple):
         q: Float[Array, "B T H D"],
         k: Float[Array, "B T K D"],
         v: Float[Array, "B T K D"],
-        *,
-        softcap: float | None = None,
-        sinks: Float[Array, " sinks"] | None = None,
-    ) -> Float[Array, "B T H D"]:
+        **options: Unpack[ScoreArguments],
+    ) -> Attended:
         """Attention output of this layer, which must come after the layer below it; see `kvq.attend_layer`."""
-        return self.of.attend(self.layer, q, k, v, softcap=softcap, sinks=sinks)
+        return self.of.attend(self.layer, q, k, v, **options)
 
 
 class ForwardPass:
@@ -128,15 +139,11 @@ class ForwardPass:
         q: Float[Array, "B T H D"],
         k: Float[Array, "B T K D"],
         v: Float[Array, "B T K D"],
-        *,
-        softcap: float | None = None,
-        sinks: Float[Array, " sinks"] | None = None,
-    ) -> Float[Array, "B T H D"]:
+        **options: Unpack[ScoreArguments],
+    ) -> Attended:
         """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
         cache = read(self._variable)
-        out, new = _attend_next(
-            cache, self._new, layer, q, k, v, self.counts, softcap=softcap, sinks=sinks, **self._options
-        )
+        out, new = _attend_next(cache, self._new, layer, q, k, v, self.counts, **self._options, **options)
         self._new.append(new)
         self.keys.append(k)
         self.values.append(v)
@@ -153,13 +160,13 @@ class ForwardPass:
         self._new = []
 
 
-def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **options) -> tuple[Array, New]:
+def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **options) -> tuple[Attended, New]:
     """Attend in the layer that comes after those whose new tokens are given. Raises UserError for another one."""
     check_integer("layer", layer, 0)
     if layer != len(below):
         raise UserError(f"layer {layer} attends after {len(below)} layers; each attends once, from 0 up")
-    found = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
-    return found[0], found[-1]
+    *attended, new = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+    return tuple(attended) if len(attended) > 1 else attended[0], new
 
 
 class PendingTokens(nnx.Variable):
@@ -209,15 +216,12 @@ class CacheModule(nnx.Module):
         q: Float[Array, "B T H D"],
         k: Float[Array, "B T K D"],
         v: Float[Array, "B T K D"],
-        *,
-        softcap: float | None = None,
-        sinks: Float[Array, " sinks"] | None = None,
-    ) -> Float[Array, "B T H D"]:
+        **options: Unpack[ScoreArguments],
+    ) -> Attended:
         """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
         cache, constants = read(self.kv), self.constants.get_value()
         counts, (given, below) = self._counts(q.shape[1]), self.pending.get_value()
-        tokens = q, k, v, counts
-        out, new = _attend_next(cache, below, layer, *tokens, softcap=softcap, sinks=sinks, constants=constants)
+        out, new = _attend_next(cache, below, layer, q, k, v, counts, constants=constants, **options)
         if len(below) + 1 < cache.layout.shape.num_layers:
             self.pending.set_value((given, (*below, new)))
         else:

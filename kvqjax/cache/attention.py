@@ -16,7 +16,7 @@ from kvqjax.cache.reading import Ask, reader_of, reader_without_kernel, reads_pa
 from kvqjax.cache.recoding import recoded
 from kvqjax.cache.run_layout import MANY_QUERIES
 from kvqjax.cache.state import due
-from kvqjax.cache.view import LayerView, NewTokens, expanded, seen, side_by_side, with_own_body
+from kvqjax.cache.view import LayerView, NewTokens, expanded, side_by_side, with_own_body
 from kvqjax.ops.attention import Partial, ScoreOptions, merge, merge_over, segment_attention, total_lse, with_sinks
 
 __all__ = ["attend_body", "attend_exact", "attend_tokens", "received_by_tokens"]
@@ -40,7 +40,8 @@ def attend_tokens(
 
     Returns:
         (attention, `tile` and `body` for the layer above)."""
-    if takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
+    # The kernel of exact bodies takes new tokens in their order alone.
+    if tokens.mask is None and takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
         without_kernel = lambda: _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]  # noqa: E731
         partial = attend_with_recent(q, view, tokens, without_kernel)
     else:
@@ -66,14 +67,14 @@ def attend_exact(
     before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to layer for
     those."""
     run = view.run
-    sources, positions, valid = side_by_side(view, tokens)
-    mask = seen(view, tokens, positions, valid)
+    sources, positions, mask = side_by_side(view, tokens)
 
     def part(sources, mask):
         k, v = expanded(view, sources, positions)
         return segment_attention(q, k, v, mask, softcap)
 
-    if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES:
+    # By splash attention a query sees consecutive keys, which a mask of new tokens need not be.
+    if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES and tokens.mask is None:
         k, v = expanded(view, sources, positions)
         old = k.shape[1] - q.shape[1]
         new = attend_segment(q, k[:, old:], v[:, old:], mask[:, :, old:], run.tiles, softcap)
@@ -140,9 +141,9 @@ def received_by_tokens(
     """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores with the known
     log-sum-exp `lse`. `carry` is what `attend_tokens` was given of the body."""
     valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
-    sources, positions, real = side_by_side(view, tokens)
+    sources, positions, mask = side_by_side(view, tokens)
     k, _ = expanded(view, sources, positions)
-    exact = received(q, k, seen(view, tokens, positions, real) & valid, lse, softcap)
+    exact = received(q, k, mask & valid, lse, softcap)
     read_block, first, last = body_blocks(view, tokens, view.run.reading)
     frame = view.run.wiring.maps.frame
     turned = q if frame is None else frame.queries(view.constants, q)

@@ -43,13 +43,15 @@ __all__ = [
 class NewTokens(NamedTuple):
     """What every layer knows of the T new tokens: absolute positions, how many of each row are valid, and how many body
     tokens (tokens after the sinks) each row held before; negative while the sinks fill. Where tokens are evicted,
-    `stored` are the body's positions (-1: none) and `oldest` the first one each query may see, if not all of them."""
+    `stored` are the body's positions (-1: none) and `oldest` the first one each query may see, if not all of them.
+    With a `mask`, query t sees new token s where `mask[b, t, s]` says so, instead of those up to itself."""
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
     held: Int[Array, " B"]
     stored: Int[Array, "B N"] | None = None
     oldest: Int[Array, "B T"] | None = None
+    mask: Bool[Array, "B T T"] | None = None
 
 
 class LayerView(NamedTuple):
@@ -90,12 +92,27 @@ def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
 
 
 def side_by_side(view: LayerView, tokens: NewTokens):
-    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], valid [B,N])."""
-    positions, valid = (jnp.concatenate(each, axis=1) for each in zip(*beside(view, tokens), strict=True))
+    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], and which of them
+    each query sees, [B,T,N])."""
+    places = beside(view, tokens)
+    positions, valid = (jnp.concatenate(each, axis=1) for each in zip(*places, strict=True))
+    mask = seen(view, tokens, positions, valid)
+    if tokens.mask is not None:
+        old = positions.shape[1] - tokens.mask.shape[1]
+        mask = jnp.concatenate([mask[:, :, :old], _masked(view, tokens, places[-1])], axis=2)
     held = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
     parts = *held, view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
-    return sources, positions, valid
+    return sources, positions, mask
+
+
+def _masked(view: LayerView, tokens: NewTokens, fresh: Places) -> Bool[Array, "B T T"]:
+    """Mark which new tokens each query sees by the tokens' mask. A sliding window hides tokens on both sides."""
+    positions, valid = fresh
+    mask = tokens.mask & valid[:, None]
+    if view.run.sliding is None:
+        return mask
+    return mask & (jnp.abs(positions[:, :, None] - positions[:, None]) < view.run.sliding)
 
 
 def expanded(view: LayerView, sources: dict, positions, body: bool = False):

@@ -14,7 +14,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.readers.blocks import body_blocks
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
-from kvqjax.cache.view import LayerView, body_view, expanded, seen, side_by_side
+from kvqjax.cache.view import LayerView, body_view, expanded, side_by_side
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import as_given
@@ -135,10 +135,9 @@ def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, d
     new = {name: jnp.zeros((rows, 1, width), dtype) for name, width in run.wiring.storage.sources.items()}
     view = LayerView(run, state, index, weights, fixed, new, layout.method.sinks, layout.bound, call.cache.pages)
     blank = jnp.zeros((rows, layout.capacity, run.shape.num_kv_heads, run.shape.head_dim), dtype)
-    sources, positions, valid = side_by_side(view, call.tokens)
-    valid = seen(view, call.tokens, positions, valid)[:, 0]
+    sources, positions, mask = side_by_side(view, call.tokens)
     read = Dense(blank, blank, jnp.zeros(blank.shape[:2], bool))
-    read = read.having(*expanded(view, sources, positions), positions, valid)
+    read = read.having(*expanded(view, sources, positions), positions, mask[:, 0])
     if not run.slots:
         return read, carry
     size, places = run.reading, body_view(view, call.tokens).places

@@ -82,15 +82,16 @@ def begin(
     length: int,
     constants: tuple[dict, ...],
     within: str,
+    mask: Bool[Array, "B T T"] | None = None,
 ) -> Call:
     """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
-    each run's, `within` as in `kvqjax.attend`."""
+    each run's, `within` as in `kvqjax.attend`, `mask` says which new tokens each of them sees (`NewTokens`)."""
     if within not in ("chunk", "step"):
         raise UserError(f"within={within!r}; known: chunk, step")
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     counts = clipped(counts, 0, length)[0]  # whoever appends them raises the rows' flags
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within))
+    tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within), mask=mask)
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
     return Call(in_step(cache), runs, constants, tokens, recode)
 
@@ -123,13 +124,16 @@ def attend_one(
     """Attend in layer `index` of run `number`: (attention in float32, new sources [B, T, W], what flows on).
 
     `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the model's.
-    From a token on whose source is not finite, the output of its row is NaN."""
+    From a token on whose source is not finite, the output of its row is NaN; with a mask of the new tokens, all of
+    it."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
     options = options or ScoreOptions(run.shape.softcap, weights.get("score_sinks"))
     fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
+    if call.tokens.mask is not None:  # earlier tokens may see the one that is not finite
+        broken = broken.any(1, keepdims=True)
     bound = call.cache.layout.bound
     if bound is not None:
         broken = broken | _beyond(call.cache.lengths, bound)[:, None]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
-from kvqjax._arguments import check_index, check_integer, clipped, typed
+from kvqjax._arguments import check_index, check_integer, clipped, named, typed
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
@@ -37,7 +37,7 @@ from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import lying_as, of_constants, on_parts
 from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
-from kvqjax.step.padding import check_numbers, padding_of
+from kvqjax.step.padding import check_numbers, is_mask, padding_of
 
 __all__ = ["New", "append", "attend_layer", "below_first", "placed_layer", "ready_queries"]
 
@@ -105,6 +105,7 @@ def attend_layer(
     within: str = "chunk",
     softcap: float | None = None,
     sinks: Float[Array, " sinks"] | None = None,
+    mask: Bool[Array, "B T new"] | None = None,
     return_lse: bool = False,
 ) -> tuple[Float[Array, "B T H D"], New] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], New]:
     """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is. Pure; works inside
@@ -126,6 +127,10 @@ def attend_layer(
         softcap: caps the scores, by default as the cache's shape says: s counts as softcap * tanh(s / softcap)
             (Gemma 2).
         sinks: a logit of each query head, which takes its share of the softmax and gives nothing (gpt-oss).
+        mask: which new tokens each new query sees, in place of those up to itself: query t of row b sees token s where
+            `mask[b, t, s]` is True and s is valid. All queries see what the cache holds. A sliding window stays, and
+            hides on both sides what is as far away as it is long. The mask changes no position and nothing that is
+            stored.
         return_lse: also return the logarithm of the softmax's denominator, natural, with the sinks' share: what it
             takes to merge the output with attention to other tokens, such as a prefix that lies elsewhere. With o1,
             l1 and o2, l2 the whole output is (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2).
@@ -136,19 +141,19 @@ def attend_layer(
 
     Raises:
         UserError: for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist, counts
-            outside 0 to T and a row of a mask with several runs. A layer or count that a trace hides is clipped, of
-            several runs the first counts; `append` of the same counts or mask then raises the flag
-            `cache.overflow[b]`.
+            outside 0 to T and a row with several runs of valid tokens; for a `mask` within "step" and in a layer that
+            attends in chunks. A layer or count that a trace hides is clipped, of several runs the first counts;
+            `append` of the same counts then raises the flag `cache.overflow[b]`.
     """
     check_cache(cache)
     check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
     options = {"below": below, "constants": constants, "within": within, "softcap": softcap, "sinks": sinks}
-    partial, new = attend_checked(cache, layer, q, k, v, counts, **options)
+    partial, new = attend_checked(cache, layer, q, k, v, counts, **options, mask=mask)
     return (*partial, new) if typed("return_lse", return_lse, bool) else (partial.out, new)
 
 
-def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks):
+def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks, mask):
     """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as there.
 
     Of the cache's runs only the layer's is read, and the counts of the first: a view is a cache with no others.
@@ -157,31 +162,54 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
         Attention with its output in q's dtype, and the layer's new tokens.
 
     Raises:
-        UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than one logit a head,
-            missing constants and a missing `below`.
+        UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than one logit a head, a
+            mask that cannot be, missing constants and a missing `below`.
     """
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise UserError(f"sinks has shape {list(sinks.shape)}; wanted [{q.shape[2]}], a logit for each query head")
-    return _attend_layer(cache, q, k, v, counts, below, constants, sinks, layer=layer, within=within, softcap=softcap)
+    if mask is not None:
+        _check_mask(cache, layer, mask, (cache.batch, q.shape[1], q.shape[1]), within)
+    static = {"layer": layer, "within": within, "softcap": softcap}
+    return _attend_layer(cache, q, k, v, counts, below, constants, sinks, mask, **static)
 
 
-def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, *, layer, within: str, softcap: float | None):
+def _check_mask(cache: Cache, layer, mask, wanted: tuple[int, int, int], within: str) -> None:
+    """Raise UserError for a mask of new tokens that has another shape or type, and where it has no meaning."""
+    if not is_mask(mask) or mask.shape != wanted:
+        given = f"{mask.dtype}{list(mask.shape)}" if hasattr(mask, "dtype") else named(mask)
+        raise UserError(f"mask is {given}; wanted bool{list(wanted)}: rows, queries, the new tokens that they see")
+    if within == "step":
+        raise UserError(
+            'a mask says which new tokens see each other; within="step" shows them what decoding one token at a time '
+            'would have shown, so give the mask with within="chunk"'
+        )
+    runs = runs_of(cache.layout)
+    if runs[placed_layer(runs, layer)[0]].chunked:
+        raise UserError(
+            f"layer {layer} attends in chunks, whose borders a mask does not move; attend there without one, and give every "
+            "document a row of its own"
+        )
+
+
+def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, layer, within: str, softcap: float | None):
     """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh. Arguments and
     results as in `attend_checked`."""
     attend, rules = functools.partial(_attend_here, within=within, softcap=softcap), cache.layout.rules
     below = below.flow if isinstance(below, New) else below
-    sources = q, k, v, counts, below, run_constants(constants, cache.layout), sinks
+    fixed = run_constants(constants, cache.layout)
+    sources = q, k, v, counts, below, fixed, sinks, mask
     if rules is None:
         return attend(layer, cache, *sources)
     run = runs_of(cache.layout)[placed_layer(runs_of(cache.layout), layer)[0]]
     heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
-    fixed = of_constants(rules, sources[-2])
-    specs = heads, heads, heads, PartitionSpec(rules.batch), flow, fixed, sink_heads
+    rows = PartitionSpec(rules.batch)
+    seen = PartitionSpec() if mask is None else rows
+    specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, seen
     # A plain number stays one in every device's part, because layers that are stored one by one are found by it. A
     # traced one is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
@@ -213,13 +241,16 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
 
 
-def _attend_here(layer, cache: Cache, q, k, v, counts, below, constants, sinks, *, within: str, softcap: float | None):
+def _attend_here(
+    layer, cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, within: str, softcap: float | None
+):
     """Do `_attend` on one device's part, where the cache's layout is that of the part."""
     padding = padding_of(counts)
     # Everything below counts places from a row's first valid token on, as positions and the cache do.
     q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
     q, k, v = (padding.begun(x) for x in (q, k, v))
-    call = begin(cache, padding.counts, q.shape[1], constants, within)
+    mask = None if mask is None else padding.begun_mask(mask)
+    call = begin(cache, padding.counts, q.shape[1], constants, within, mask)
     number, index = placed_layer(call.runs, layer)
     flow = _flow_below(call, layer, below)
     # The layer's input (`x`, `h`) is not known here. Methods that cache it refuse shapes of other models.

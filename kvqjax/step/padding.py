@@ -31,6 +31,10 @@ class Padding(NamedTuple):
         """Roll every row so that its first valid token stands at place 0."""
         return x if self.start is None else _rolled(x, self.start)
 
+    def begun_mask(self, mask: Bool[Array, "B T T"]) -> Bool[Array, "B T T"]:
+        """Roll a mask of the tokens that each token sees as `begun` rolls tokens, on both axes."""
+        return self.begun(self.begun(mask).swapaxes(1, 2)).swapaxes(1, 2)
+
     def as_given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """Roll every row back to where the caller's tokens stand."""
         return x if self.start is None else _rolled(x, -self.start)

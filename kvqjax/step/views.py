@@ -53,7 +53,7 @@ class _View(struct.PyTreeNode):
         keys themselves. Those of tokens that are not valid mean nothing."""
         return new_positions(self.part, self.counts, length)
 
-    def _attended(self, layer, flow: Flow | None, q, k, v, softcap, sinks) -> tuple[Partial, New]:
+    def _attended(self, layer, flow: Flow | None, q, k, v, **options) -> tuple[Partial, New]:
         check_alive(self.part)
         check_new(self.part, q, k, v, self.counts)
         return attend_checked(
@@ -66,8 +66,7 @@ class _View(struct.PyTreeNode):
             below=flow,
             constants=self.constants,
             within=self.within,
-            softcap=softcap,
-            sinks=sinks,
+            **options,
         )
 
 
@@ -86,6 +85,7 @@ class CacheView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
+        mask: Bool[Array, "B T new"] | None = None,
         return_lse: bool = False,
     ) -> (
         tuple[Float[Array, "B T H D"], "CacheView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "CacheView"]
@@ -101,6 +101,7 @@ class CacheView(_View):
             v: their values.
             softcap: caps the scores, as in `kvqjax.attend_layer`.
             sinks: a logit of each query head, as in `kvqjax.attend_layer`.
+            mask: which new tokens each new query sees, as in `kvqjax.attend_layer`.
             return_lse: also return the logarithm of the softmax's denominator, as there.
 
         Returns:
@@ -108,15 +109,16 @@ class CacheView(_View):
             logarithms [B, T, H]. Then the view that holds the new tokens, for `kvqjax.commit_layers`.
 
         Raises:
-            UserError: for shapes that do not fit, counts outside 0 to T, missing constants, a view that has attended,
-                and where layers depend on each other a view that was not put `above` the one beneath.
+            UserError: for shapes that do not fit, a mask as in `kvqjax.attend_layer`, counts outside 0 to T, missing
+                constants, a view that has attended, and where layers depend on each other a view that was not put
+                `above` the one beneath.
         """
         if self.new is not None:
             raise UserError(
                 f"the view of layer {self.layer} has attended; commit_layers(views) stores its tokens, and layers of "
                 "the cache that it returns attend next"
             )
-        partial, new = self._attended(self.layer, self.flow, q, k, v, softcap, sinks)
+        partial, new = self._attended(self.layer, self.flow, q, k, v, softcap=softcap, sinks=sinks, mask=mask)
         view = self.replace(new=new, flow=None)
         return (*partial, view) if typed("return_lse", return_lse, bool) else (partial.out, view)
 
@@ -161,6 +163,7 @@ class StackView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
+        mask: Bool[Array, "B T new"] | None = None,
         return_lse: bool = False,
     ) -> (
         tuple[Float[Array, "B T H D"], "StackView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "StackView"]
@@ -170,7 +173,7 @@ class StackView(_View):
         if getattr(q, "ndim", None) == 4 and q.shape[1] != length:
             raise UserError(f"q has {q.shape[1]} new tokens, the view was made with stack={length}")
         layer = self.layer if isinstance(self.layer, jax.core.Tracer) else min(int(self.layer), self._count - 1)
-        partial, new = self._attended(layer, self.flow, q, k, v, softcap, sinks)
+        partial, new = self._attended(layer, self.flow, q, k, v, softcap=softcap, sinks=sinks, mask=mask)
         rules = self.part.layout.rules
         put = _put_layer if rules is None else functools.partial(_put_on_mesh, rules=rules)
         sources = {name: put(self.sources[name], x, layer) for name, x in new.sources.items()}

@@ -78,7 +78,7 @@ def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, s
     check_second_row_sees_nothing(got)
 
 
-def _whole(cache, length: int, within: str):
+def _whole(cache, length: int, within: str, mask=None):
     """One layer's attention to all tokens, in bfloat16, of rows with tokens in the body, with few, and with none."""
     shape, random = cache.layout.shape, np.random.default_rng(2)
     heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
@@ -87,18 +87,23 @@ def _whole(cache, length: int, within: str):
     _, new = kvq.attend_layer(cache, 0, *(draw(700, many) for many in heads), held)
     cache = kvq.append(cache, [new], held)
     out, _ = jax.jit(kvq.attend_layer, static_argnums=1, static_argnames="within")(
-        cache, 0, *(draw(length, many) for many in heads), counts, within=within
+        cache, 0, *(draw(length, many) for many in heads), counts, within=within, mask=mask
     )
     return np.asarray(jnp.where(jnp.arange(length)[None, :, None, None] < counts[:, None, None, None], out, 0))
 
 
 @pytest.mark.parametrize("method", thinned(["exact", "exact:window=32,sinks=3"], 2))
-@pytest.mark.parametrize(("length", "within", "sliding"), [(1, "chunk", None), (3, "step", None), (3, "chunk", 500)])
-def test_one_call_takes_all_tokens(method, length, within, sliding, monkeypatch):
-    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts."""
+@pytest.mark.parametrize(
+    ("length", "within", "sliding", "masked"),
+    [(1, "chunk", None, False), (3, "step", None, False), (3, "chunk", 500, False), (3, "chunk", 500, True)],
+)
+def test_one_call_takes_all_tokens(method, length, within, sliding, masked, monkeypatch):
+    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts. Where
+    a mask says which new tokens see each other, it takes the body alone."""
     shape = tiny(head_dim=128, num_layers=1, sliding_window=sliding).config.kv_shape
     cache = kvq.init_cache(shape, method, 3, 1024, dtype="bfloat16")
-    want, calls = _whole(cache, length, within), []
+    mask = jnp.broadcast_to(jnp.eye(length, dtype=bool)[::-1], (3, length, length)) if masked else None
+    want, calls = _whole(cache, length, within, mask), []
 
     def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         if dispatch.path(spec, 2, body.slots, q.shape[1], trusted) == "reference":
@@ -107,8 +112,8 @@ def test_one_call_takes_all_tokens(method, length, within, sliding, monkeypatch)
         return exact.packed_attention(q, body, layer, start, stop, spec, recent, interpret=True)
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
-    found = _whole(for_chip(cache, "v6e"), length, within)
-    assert calls == [False]
+    found = _whole(for_chip(cache, "v6e"), length, within, mask)
+    assert calls == [masked]
     np.testing.assert_allclose(found, want, atol=4e-3, rtol=2**-7)  # both round to bfloat16
 
 

@@ -15,6 +15,7 @@ import kvqjax as kvq
 SHAPE = tiny().config.alone
 ROWS, LENGTH, CAPACITY = 4, 80, 512
 VALID = jnp.arange(LENGTH)[None] >= jnp.asarray([[0], [5], [60], [79]])  # left padding
+MASK = jax.random.bernoulli(jax.random.key(2), 0.5, (ROWS, LENGTH, LENGTH))  # of the new tokens that each one sees
 
 
 def made(x, weights):
@@ -22,28 +23,28 @@ def made(x, weights):
     return [jnp.einsum("btw,whd->bthd", x, part) for part in jnp.split(weights, (4, 6), axis=1)]
 
 
-def by_layers(cache, x, weights, valid, constants):
+def by_layers(cache, x, weights, valid, constants, mask=None):
     out, below, new = [], None, []
     for layer in range(2):
         qkv = made(x, weights[layer])
-        got, below = kvq.attend_layer(cache, layer, *qkv, valid, below=below, constants=constants)
+        got, below = kvq.attend_layer(cache, layer, *qkv, valid, below=below, constants=constants, mask=mask)
         out.append(got)
         new.append(below)
     return jnp.stack(out), kvq.append(cache, new, valid, constants=constants)
 
 
-def by_views(cache, x, weights, valid, constants):
+def by_views(cache, x, weights, valid, constants, mask=None):
     views, out = kvq.layers(cache, valid=valid, constants=constants), []
     for layer in range(2):
         view = views[layer].above(views[layer - 1]) if layer else views[0]
-        got, views[layer] = view.attend(*made(x, weights[layer]))
+        got, views[layer] = view.attend(*made(x, weights[layer]), mask=mask)
         out.append(got)
     return jnp.stack(out), kvq.commit_layers(views)
 
 
-def by_scan(cache, x, weights, valid, constants):
+def by_scan(cache, x, weights, valid, constants, mask=None):
     def step(view, weights):
-        out, view = view.attend(*made(x, weights))
+        out, view = view.attend(*made(x, weights), mask=mask)
         return view, out
 
     view = kvq.layers(cache, valid=valid, constants=constants, stack=x.shape[1])
@@ -61,11 +62,11 @@ def inputs(mesh=None):
     return jax.device_put(x, NamedSharding(mesh, P("fsdp"))), jax.device_put(weights / 8, NamedSharding(mesh, P()))
 
 
-def steps(run, cache, x, weights, constants):
+def steps(run, cache, x, weights, constants, mask):
     """A prompt, then a token more on each row, by the same program: outputs of valid tokens, and the cache."""
     step, outs = jax.jit(run), []
     for valid in (VALID, jnp.broadcast_to(jnp.arange(LENGTH) == 7, VALID.shape)):
-        out, cache = step(cache, x, weights, valid, constants)
+        out, cache = step(cache, x, weights, valid, constants, mask)
         outs.append((out, np.asarray(out)[:, np.asarray(valid)]))
     return outs, cache
 
@@ -78,6 +79,8 @@ CASES = {  # spec, how layers attend, the kind of axes, the mesh, whether KV hea
     "scan-auto": (KIVI, by_scan, AxisType.Auto, (4, 2), True),
     "more devices than KV heads": (KIVI, by_views, AxisType.Explicit, (2, 4), False),
     "mixed heads": ("kvquant:bits=3,sinks=2", by_scan, AxisType.Auto, (4, 2), False),
+    "views with a mask": (KIVI, by_views, AxisType.Explicit, (4, 2), True),
+    "scan with a mask": (KIVI, by_scan, AxisType.Auto, (4, 2), True),
     "dependent layers": ("aqua:bits=4,buffer=32", by_views, AxisType.Explicit, (4, 2), False),
 }
 
@@ -86,13 +89,14 @@ CASES = {  # spec, how layers attend, the kind of axes, the mesh, whether KV hea
 def test_a_user_s_mesh_gives_what_one_device_gives(name):
     spec, run, kind, sizes, split = CASES[name]
     constants = _constants(tiny(), kvq.parse(spec))
-    wanted, alone = steps(by_layers, kvq.init_cache(SHAPE, spec, ROWS, CAPACITY), *inputs(), constants)
+    mask = MASK if "mask" in name else None
+    wanted, alone = steps(by_layers, kvq.init_cache(SHAPE, spec, ROWS, CAPACITY), *inputs(), constants, mask)
     mesh = jax.make_mesh(sizes, ("fsdp", "tp"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         cache = kvq.init_cache(SHAPE, spec, ROWS, CAPACITY, mesh=mesh, batch_axis="fsdp", head_axis="tp")
         assert cache.layout.rules.kv_heads == (("tp",) if split else ())
         assert len(jax.tree.leaves(cache.runs[0].body)[0].sharding.device_set) == 8
-        got, cache = steps(run, cache, *inputs(mesh), constants)
+        got, cache = steps(run, cache, *inputs(mesh), constants, mask)
     for (out, ours), (_, theirs) in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
         if kind == AxisType.Explicit:
