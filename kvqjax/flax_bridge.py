@@ -165,8 +165,8 @@ def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **opti
     check_integer("layer", layer, 0)
     if layer != len(below):
         raise UserError(f"layer {layer} attends after {len(below)} layers; each attends once, from 0 up")
-    *attended, new = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
-    return tuple(attended) if len(attended) > 1 else attended[0], new
+    found = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+    return (found[0] if len(found) == 2 else found[:2]), found[-1]
 
 
 class PendingTokens(nnx.Variable):

@@ -99,17 +99,17 @@ def side_by_side(view: LayerView, tokens: NewTokens):
     mask = seen(view, tokens, positions, valid)
     if tokens.mask is not None:
         old = positions.shape[1] - tokens.mask.shape[1]
-        mask = jnp.concatenate([mask[:, :, :old], _masked(view, tokens, places[-1])], axis=2)
+        mask = jnp.concatenate([mask[:, :, :old], _masked(view, tokens.mask, places[-1])], axis=2)
     held = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
     parts = *held, view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
     return sources, positions, mask
 
 
-def _masked(view: LayerView, tokens: NewTokens, fresh: Places) -> Bool[Array, "B T T"]:
-    """Mark which new tokens each query sees by the tokens' mask. A sliding window hides tokens on both sides."""
+def _masked(view: LayerView, mask: Bool[Array, "B T T"], fresh: Places) -> Bool[Array, "B T T"]:
+    """Mark which new tokens each query sees by their mask. A sliding window hides tokens on both sides."""
     positions, valid = fresh
-    mask = tokens.mask & valid[:, None]
+    mask = mask & valid[:, None]
     if view.run.sliding is None:
         return mask
     return mask & (jnp.abs(positions[:, :, None] - positions[:, None]) < view.run.sliding)

@@ -189,8 +189,8 @@ def _check_mask(cache: Cache, layer, mask, wanted: tuple[int, int, int], within:
     runs = runs_of(cache.layout)
     if runs[placed_layer(runs, layer)[0]].chunked:
         raise UserError(
-            f"layer {layer} attends in chunks, whose borders a mask does not move; attend there without one, and give every "
-            "document a row of its own"
+            f"layer {layer} attends in chunks, whose borders a mask does not move; attend there without one, and give "
+            "every text a row of its own"
         )
 
 

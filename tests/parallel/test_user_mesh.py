@@ -23,7 +23,7 @@ def made(x, weights):
     return [jnp.einsum("btw,whd->bthd", x, part) for part in jnp.split(weights, (4, 6), axis=1)]
 
 
-def by_layers(cache, x, weights, valid, constants, mask=None):
+def by_layers(cache, x, weights, valid, constants, mask):
     out, below, new = [], None, []
     for layer in range(2):
         qkv = made(x, weights[layer])
@@ -33,7 +33,7 @@ def by_layers(cache, x, weights, valid, constants, mask=None):
     return jnp.stack(out), kvq.append(cache, new, valid, constants=constants)
 
 
-def by_views(cache, x, weights, valid, constants, mask=None):
+def by_views(cache, x, weights, valid, constants, mask):
     views, out = kvq.layers(cache, valid=valid, constants=constants), []
     for layer in range(2):
         view = views[layer].above(views[layer - 1]) if layer else views[0]
@@ -42,7 +42,7 @@ def by_views(cache, x, weights, valid, constants, mask=None):
     return jnp.stack(out), kvq.commit_layers(views)
 
 
-def by_scan(cache, x, weights, valid, constants, mask=None):
+def by_scan(cache, x, weights, valid, constants, mask):
     def step(view, weights):
         out, view = view.attend(*made(x, weights), mask=mask)
         return view, out

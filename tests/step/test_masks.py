@@ -42,9 +42,7 @@ def attended(cache, q, k, v, counts, constants=None, mask=None):
     found, below = [], None
     for i in range(LAYERS):
         given = q[i], k[i], v[i], counts
-        found.append(
-            kvq.attend_layer(cache, i, *given, below=below, constants=constants, mask=mask, return_lse=True)
-        )
+        found.append(kvq.attend_layer(cache, i, *given, below=below, constants=constants, mask=mask, return_lse=True))
         below = found[-1][-1]
     return [jnp.stack(x) for x in (list(zip(*found, strict=True))[:2])], [new for *_, new in found]
 
@@ -75,7 +73,7 @@ def softmax_of(q, k, seen):
 
 
 def by_hand(cache, layer: int, row: int, q, k, v, mask, constants):
-    """One layer's attention of a row's valid tokens, by what `dense` reads of the cache: (weights, output, logarithm)."""
+    """One layer's attention of a row's valid tokens, by what `dense` reads of the cache: weights, output, logarithm."""
     old_k, old_v, stored = (np.asarray(x[row]) for x in kvq.dense(cache, layer, constants=constants))
     places, window = np.flatnonzero(VALID[row]), cache.layout.shape.layer(layer).window or 10**6
     positions = HELD[row] + np.arange(len(places))
