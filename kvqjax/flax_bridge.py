@@ -69,7 +69,7 @@ class ScoreArguments(TypedDict, total=False):
 
     softcap: float | None
     sinks: Float[Array, " sinks"] | None
-    mask: Bool[Array, "B T new"] | None
+    mask: Bool[Array, "B T T"] | None
     return_lse: bool
 
 

@@ -105,7 +105,7 @@ def attend_layer(
     within: str = "chunk",
     softcap: float | None = None,
     sinks: Float[Array, " sinks"] | None = None,
-    mask: Bool[Array, "B T new"] | None = None,
+    mask: Bool[Array, "B T T"] | None = None,
     return_lse: bool = False,
 ) -> tuple[Float[Array, "B T H D"], New] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], New]:
     """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is. Pure; works inside
@@ -301,8 +301,20 @@ def check_new(cache: Cache, q, k, v, counts) -> None:
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
         wanted = (cache.batch, q.shape[1], heads, shape.head_dim)
         if x.shape != wanted:
-            raise UserError(f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim")
+            text = f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim"
+            other_width = name == "v" and x.shape[:3] == wanted[:3]
+            raise UserError(text + (_of_one_width(shape.head_dim, x.shape[3]) if other_width else ""))
     check_numbers(counts, cache.batch, q.shape[1])
+
+
+def _of_one_width(keys: int, values: int) -> str:
+    """Say in a message what to do with values of another number of channels than keys have."""
+    if values < keys:
+        return f"; pad values with zeros to {keys} channels, and cut the output to {values}"
+    return (
+        f"; pad queries and keys with zeros to {values} channels, for a cache of KVShape(head_dim={values}, "
+        f"scale={keys}**-0.5)"
+    )
 
 
 def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""] | int]:

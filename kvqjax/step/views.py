@@ -85,7 +85,7 @@ class CacheView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
-        mask: Bool[Array, "B T new"] | None = None,
+        mask: Bool[Array, "B T T"] | None = None,
         return_lse: bool = False,
     ) -> (
         tuple[Float[Array, "B T H D"], "CacheView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "CacheView"]
@@ -163,7 +163,7 @@ class StackView(_View):
         *,
         softcap: float | None = None,
         sinks: Float[Array, " sinks"] | None = None,
-        mask: Bool[Array, "B T new"] | None = None,
+        mask: Bool[Array, "B T T"] | None = None,
         return_lse: bool = False,
     ) -> (
         tuple[Float[Array, "B T H D"], "StackView"] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], "StackView"]

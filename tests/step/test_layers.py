@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from cases import CASES, model_and_method, thinned
@@ -246,6 +247,34 @@ def test_surgery_ledger_and_saving_know_no_model(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, same, full)
 
 
+PADDED = {  # spec -> the largest error of decoded values, as a share of them: 4-bit codes of normal numbers
+    "exact": 1e-6,
+    "kivi:bits=4,window=0,value_group=16": 0.08,
+    "turboquant:bits=4": 0.1,
+    "uniform:bits=4,group=16": 0.08,
+    "kvarn:bits=4,group=32,sinks=0": 0.1,
+    "omniscale:bits=4,group=32,value_group=16,window=0": 0.1,
+}
+
+
+@pytest.mark.parametrize("spec", thinned(PADDED, 2))
+def test_values_narrower_than_keys_go_with_zeros(spec):
+    """As wide as the keys they are stored as well as any others, and the output's first channels are theirs."""
+    shape, total = dataclasses.replace(SHAPES["rotated outside"], head_dim=24), 161
+    cache, counts = kvq.init_cache(shape, spec, 1, 256), jnp.asarray([total - 1])
+    q, k, v = sources(4, shape, 1, total)
+    v = v.at[..., 16:].set(0)
+    new = [kvq.attend_layer(cache, i, q[i, :, :-1], k[i, :, :-1], v[i, :, :-1], counts)[1] for i in range(2)]
+    cache = kvq.append(cache, new, counts)
+    out = kvq.attend_layer(cache, 0, q[0, :, -1:], k[0, :, -1:], v[0, :, -1:], jnp.asarray([1]))[0]
+    keys, values = (x[0, : total - 1] for x in kvq.dense(cache, 0)[:2])
+    wrong = np.asarray(values - v[0, 0, :-1])[..., :16]
+    assert np.square(wrong).sum() <= PADDED[spec] ** 2 * np.square(v[0, 0, :-1]).sum()
+    keys, values = jnp.concatenate([keys, k[0, 0, -1:]]), jnp.concatenate([values, v[0, 0, -1:]])
+    wanted = dense(shape, 0, q[0, 0], keys, values[..., :16], total)[0]
+    np.testing.assert_allclose(out[0, 0, :, :16], wanted[-1], atol=1e-4)
+
+
 SHAPE = SHAPES["rotated outside"]
 ROPED = dataclasses.replace(SHAPE, rope=kvq.Rope())
 REFUSED = {
@@ -260,6 +289,31 @@ def test_methods_that_do_not_fit_are_refused(name):
     shape, spec, words = REFUSED[name]
     with pytest.raises(kvq.UserError, match=words):
         kvq.init_cache(shape, kvq.parse(spec), 1, 64)
+
+
+@pytest.fixture
+def unchecked():
+    """Without jaxtyping's check of types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (12, "; pad values with zeros to 16 channels, and cut the output to 12"),
+        (
+            24,
+            r"; pad queries and keys with zeros to 24 channels, for .* KVShape\(head_dim=24, scale=16\*\*-0.5\)",
+        ),
+    ],
+)
+def test_values_of_another_width_are_told_what_to_do(width, words):
+    cache, (q, k, _) = kvq.init_cache(SHAPE, "exact", 2, 64), (x[0] for x in sources(3, SHAPE, 2, 4))
+    with pytest.raises(kvq.UserError, match=words):
+        kvq.attend_layer(cache, 0, q, k, jnp.ones((2, 4, 2, width)), jnp.asarray([4, 3]))
 
 
 def test_bad_calls_are_refused_in_one_line():

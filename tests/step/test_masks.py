@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from cases import CASES, model_and_method, with_nightly
@@ -197,6 +198,15 @@ def test_one_that_is_not_finite_spoils_all_that_may_see_it():
     np.testing.assert_array_equal(out[:, 1], wanted[:, 1])
 
 
+@pytest.fixture
+def unchecked():
+    """Without jaxtyping's check of types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_masks_that_cannot_be_are_refused():
     q, k, v = (x[0] for x in inputs(1, 4))
     chunked = dataclasses.replace(SHAPE, sliding_window=(16, None), chunked=(True, False))
@@ -205,6 +215,8 @@ def test_masks_that_cannot_be_are_refused():
     mask = jnp.ones((ROWS, 4, 4), bool)
     with pytest.raises(kvq.UserError, match=r"mask is bool\[2, 4, 3\]; wanted bool\[2, 4, 4\]"):
         attend(caches[0], 0, mask=mask[:, :, :3])
+    with pytest.raises(kvq.UserError, match="mask is float32"):
+        attend(caches[0], 0, mask=mask.astype(jnp.float32))
     with pytest.raises(kvq.UserError, match='give the mask with within="chunk"'):
         attend(caches[0], 0, mask=mask, within="step")
     with pytest.raises(kvq.UserError, match="layer 0 attends in chunks"):
