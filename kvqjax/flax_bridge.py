@@ -65,7 +65,7 @@ def linen_cache(module: linen.Module, cache: Cache | None = None, name: str = "k
 
 
 class ScoreArguments(TypedDict, total=False):
-    """The options of `kvq.attend_layer` that say how scores are made and what is returned, with its defaults."""
+    """The options that every `attend` here hands on to `kvq.attend_layer`, where each is described."""
 
     softcap: float | None
     sinks: Float[Array, " sinks"] | None
@@ -94,7 +94,8 @@ class _Layer(NamedTuple):
         v: Float[Array, "B T K D"],
         **options: Unpack[ScoreArguments],
     ) -> Attended:
-        """Attention output of this layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        """Attention output of this layer, which must come after the layer below it. The options are those of
+        `kvq.attend_layer`; with `return_lse=True` the logarithms come too."""
         return self.of.attend(self.layer, q, k, v, **options)
 
 
@@ -141,7 +142,8 @@ class ForwardPass:
         v: Float[Array, "B T K D"],
         **options: Unpack[ScoreArguments],
     ) -> Attended:
-        """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        """Attention output of one layer, which must come after the layer below it. The options are those of
+        `kvq.attend_layer`; with `return_lse=True` the logarithms come too."""
         cache = read(self._variable)
         out, new = _attend_next(cache, self._new, layer, q, k, v, self.counts, **self._options, **options)
         self._new.append(new)
@@ -218,7 +220,8 @@ class CacheModule(nnx.Module):
         v: Float[Array, "B T K D"],
         **options: Unpack[ScoreArguments],
     ) -> Attended:
-        """Attention output of one layer, which must come after the layer below it; see `kvq.attend_layer`."""
+        """Attention output of one layer, which must come after the layer below it. The options are those of
+        `kvq.attend_layer`; with `return_lse=True` the logarithms come too."""
         cache, constants = read(self.kv), self.constants.get_value()
         counts, (given, below) = self._counts(q.shape[1]), self.pending.get_value()
         out, new = _attend_next(cache, below, layer, q, k, v, counts, constants=constants, **options)

@@ -162,10 +162,11 @@ def by_module(cache, q, k, v, mask):
 
 
 def by_forward_pass(cache, q, k, v, mask):
-    kv = ForwardPass(nnx.Cache(cache), jnp.asarray(VALID))
+    variable = nnx.Cache(cache)
+    kv = ForwardPass(variable, jnp.asarray(VALID))
     out = [kv.attend(i, q[i], k[i], v[i], mask=mask, return_lse=True) for i in range(LAYERS)]
     kv.append()
-    return [jnp.stack(x) for x in zip(*out, strict=True)], read(kv._variable)
+    return [jnp.stack(x) for x in zip(*out, strict=True)], read(variable)
 
 
 @pytest.mark.parametrize("run", [by_views, by_scan, by_module, by_forward_pass])

@@ -138,6 +138,36 @@ def test_a_stack_s_view_goes_through_an_ordinary_loop():
     assert_same(kvq.commit_layers(view), plain(cache, q, k, v, mask)[1])
 
 
+def test_blocks_of_unequal_layers_are_scanned_with_a_cache_for_every_place():
+    """A local layer and a global one, twice: what one cache of all four layers gives."""
+    shapes = [dataclasses.replace(SHAPE, sliding_window=window) for window in (24, None)]
+    caches = [kvq.init_cache(shape, "kivi:bits=2,window=32", ROWS, CAPACITY) for shape in shapes]
+    every = dataclasses.replace(SHAPE, num_layers=4, sliding_window=(24, None) * 2)
+    whole = kvq.init_cache(every, "kivi:bits=2,window=32", ROWS, CAPACITY)
+
+    @jax.jit
+    def step(caches, q, k, v, valid):
+        def block(views, x):
+            found = [view.attend(*(part[place] for part in x)) for place, view in enumerate(views)]
+            return [view for _, view in found], jnp.stack([out for out, _ in found])
+
+        views = [kvq.layers(cache, valid=valid, stack=LENGTH) for cache in caches]
+        views, out = jax.lax.scan(block, views, (q, k, v))
+        return out, [kvq.commit_layers(view) for view in views]
+
+    for seed, mask in enumerate(masks()):
+        blocks = [jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)]  # [blocks, places, ...]
+        out, caches = step(caches, *blocks, mask)
+        layers = [x.reshape(4, *x.shape[2:]) for x in blocks]
+        found = [kvq.attend_layer(whole, i, *(x[i] for x in layers), mask) for i in range(4)]
+        whole = kvq.append(whole, [new for _, new in found], mask)
+        wanted = jnp.stack([x for x, _ in found]).reshape(out.shape)
+        np.testing.assert_allclose(out[:, :, mask], wanted[:, :, mask], atol=1e-6)
+    for number, run in enumerate(whole.runs):
+        alike = jax.tree.map(lambda x, i=number // 2: x[i : i + 1], caches[number % 2].runs[0].body)
+        jax.tree.map(np.testing.assert_array_equal, alike, run.body)
+
+
 @pytest.mark.parametrize("run", [scanned, by_views], ids=["scan", "list"])
 def test_no_second_cache_through_views(run):
     cache = jax.eval_shape(lambda: kvq.init_cache(SHAPE, "kivi:bits=2,window=32", 1, 65536))
