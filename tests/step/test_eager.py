@@ -71,6 +71,8 @@ def on_one_device(tmp_path: Path) -> dict:
     new = [kvq.attend_layer(layers, layer, q, k, v, counts(0))[1] for layer in range(2)]
     views = [view.attend(q, k, v)[1] for view in kvq.layers(layers, counts(0))]
     halves = kvq.cut(cache, 2)
+    paged = kvq.init_cache(shape, "kivi:bits=2,window=32", ROWS, 512, pages=8)
+    table = np.full(paged.pages.shape, -1, np.int32)
     return {
         "attend_layer": lambda n: kvq.attend_layer(layers, n % 2, q, k, v, counts(n)),
         "append": lambda n: kvq.append(layers, new, counts(n)),
@@ -83,6 +85,11 @@ def on_one_device(tmp_path: Path) -> dict:
         "repeat": lambda n: kvq.repeat(cache, 2),
         "resize": lambda n: kvq.resize(cache, 600),
         "row_axes": lambda n: kvq.row_axes(cache),
+        "snapshot": lambda n: kvq.snapshot(cache),
+        "with_pages": lambda n: kvq.with_pages(paged, table),
+        "without_pages": lambda n: kvq.without_pages(paged),
+        "copy_page": lambda n: kvq.copy_page(kvq.fork(paged), n % 2, 2 + n % 2),
+        "pages_needed": lambda n: kvq.pages_needed(paged.layout, 100 * (n % 5)),
         "cut": lambda n: kvq.cut(cache, 2 + n % 2),
         "join": lambda n: kvq.join(*halves),
         "speculate": lambda n: kvq.speculate(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
