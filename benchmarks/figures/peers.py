@@ -2,7 +2,7 @@
 
 from benchmarks.tables import read, table
 
-__all__ = ["llamacpp", "text"]
+__all__ = ["SERVING_HEAD", "llamacpp", "serving", "serving_cells", "text"]
 
 
 HEAD = """# Beside other libraries
@@ -79,7 +79,55 @@ def llamacpp(record: dict) -> str:
     return about + table(heads, rows)
 
 
+SERVING_HEAD = [
+    "cache",
+    "bits, all-in",
+    "rows running",
+    "tokens a second",
+    "requests a second",
+    "first token, median s",
+    "95 % s",
+    "prompt tokens reused",
+    "made way",
+]
+
+
+def serving_cells(row: dict) -> list[str]:
+    """Cells of one row of `python -m benchmarks.serving`. transformers does not say how many rows run."""
+    running = f"{row['running']:.1f}" if row["running"] else ""
+    first = row["first_token_median_s"], row["first_token_95_s"]
+    speed = row["tokens_per_second"], row["requests_per_second"]
+    counts = row["reused_tokens"], row["preempted"]
+    cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", running, f"{speed[0]:.1f}", f"{speed[1]:.2f}"]
+    return [*cells, *(f"{x:.1f}" for x in first), *map(str, counts)]
+
+
+def _workload(about: dict) -> str:
+    """Say what all rows of one run served."""
+    arrival = f"{about['rate']} a second at random times" if about["rate"] else "all at once"
+    return (
+        f"\n{about['requests']} requests, {arrival}; half begin with the same {about['prefix']} tokens; prompts of 100 "
+        f"to {about['longest']} tokens\nbeside it, answers of 50 to {about['answer']}; {about['pool'] / 2**20:.0f} MiB "
+        f"of cache, at most {about['rows']} rows of {about['capacity']} tokens.\n\n"
+    )
+
+
+def serving(record: dict) -> str:
+    """The section on many users, of what `python -m benchmarks.serving --out` wrote."""
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(record["versions"].items()))
+    about = (
+        "\n## Many users at equal memory (`python -m benchmarks.serving`)\n\n"
+        f"SmolLM2-135M-Instruct in float32; {_machine(record['machine'])}; {versions}. Every cache has the same bytes,\n"
+        "all that a row keeps beside its codes included. Prompts are fed 512 tokens at a time between the steps of rows "
+        "that run.\nllama.cpp is driven through its library as its server drives it, with each request's cells "
+        "reserved and the common prefix\nheld once. transformers' pages are float32.\n"
+    )
+    for run in record["runs"]:
+        about += _workload(run["about"]) + table(SERVING_HEAD, [serving_cells(row) for row in run["rows"]])
+    return about
+
+
 def text() -> str:
     """The page."""
     record = read("llamacpp")
-    return HEAD + llamacpp(record) + limits(record) + _steps()
+    return HEAD + llamacpp(record) + limits(record) + _steps() + serving(read("serving"))

@@ -43,7 +43,8 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
     as_f32 = lambda x: np.ascontiguousarray(np.asarray(x, np.float32))  # noqa: E731
     file.add_tensor("token_embd.weight", as_f32(params["embed"]))
     file.add_tensor("output_norm.weight", as_f32(params["norm"]))
-    file.add_tensor("output.weight", as_f32(np.asarray(params["head"]).T))
+    if "head" in params:  # else the embedding table serves
+        file.add_tensor("output.weight", as_f32(np.asarray(params["head"]).T))
     for layer in range(config.num_layers):
         for name, theirs in _MATRICES.items():
             file.add_tensor(f"blk.{layer}.{theirs}.weight", _matrix(params, name, layer, config))
@@ -94,6 +95,31 @@ class Peer:
                 self.batch.logits[index] = first + index == len(tokens) - 1
             if lib.llama_decode(self.context, self.batch) != 0:
                 raise RuntimeError(f"llama.cpp did not decode {len(piece)} tokens at {start + first}")
+
+    def compute(self, entries: list[tuple[int, int, int, bool]]) -> None:
+        """Compute one batch of at most PIECE tokens: (token, position, row, whether its logits are wanted) each."""
+        self.batch.n_tokens = len(entries)
+        for index, (token, position, row, wanted) in enumerate(entries):
+            self.batch.token[index] = token
+            self.batch.pos[index] = position
+            self.batch.n_seq_id[index] = 1
+            self.batch.seq_id[index][0] = row
+            self.batch.logits[index] = wanted
+        if lib.llama_decode(self.context, self.batch) != 0:
+            raise RuntimeError(f"llama.cpp did not decode a batch of {len(entries)} tokens")
+
+    def likeliest(self, index: int, vocabulary: int) -> int:
+        """Give the likeliest token behind entry `index` of the last batch."""
+        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, index), (vocabulary,))
+        return int(logits.argmax())
+
+    def share(self, source: int, row: int, tokens: int) -> None:
+        """Let a row begin with the first tokens of another, in the same cells."""
+        lib.llama_memory_seq_cp(self.memory, source, row, 0, tokens)
+
+    def drop(self, row: int) -> None:
+        """Free a row's cells."""
+        lib.llama_memory_seq_rm(self.memory, row, -1, -1)
 
     def logits(self, vocabulary: int) -> np.ndarray:
         """Those of the last token fed."""

@@ -1,0 +1,175 @@
+"""Other engines under the same workload: llama.cpp and transformers' continuous batching, in this process.
+
+llama.cpp is driven as its server drives it: one call computes a token of every row that makes some, and fills up with
+tokens of prompts. Its wheel has no server. The driver reserves a request's cells before it begins, so that none has to
+make way, and shares the common prefix as cells of one more sequence: both are more than its server does.
+"""
+
+import argparse
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.serving.workload import Request, Served
+from kvqjax.model.config import ModelConfig
+
+__all__ = ["by_llamacpp", "by_transformers"]
+
+BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # of a number of a key or value, with its scales
+PAGE = 256  # tokens; llama.cpp rounds its cells to so many, and transformers' blocks have so many
+PIECE = 512  # tokens of one batch, as many as our engine feeds of a prompt at a time
+
+
+class _Row:
+    """A sequence that is being served."""
+
+    def __init__(self, request: Request, number: int, cells: int, held: int):
+        self.request, self.number, self.cells, self.held = request, number, cells, held
+        self.made = 0
+        self.last = 0
+
+
+class _Batching:
+    """Continuous batching over a context of llama.cpp.
+
+    Args:
+        peer: the context, of one sequence more than rows: the last one holds the prefix.
+        rows: requests at a time.
+        cells: tokens of all sequences together.
+        prefix: tokens that prompts may begin with.
+        vocabulary: tokens of the model.
+    """
+
+    def __init__(self, peer, rows: int, cells: int, prefix: list[int], vocabulary: int):
+        self.peer, self.prefix, self.vocabulary = peer, prefix, vocabulary
+        self.free = cells - len(prefix)
+        self.rows: dict[int, _Row] = {}
+        self.numbers = list(range(rows))
+        self.home = rows
+        self.prefix_held = False
+        self.reused = self.steps = self.tokens = 0
+
+    def admit(self, request: Request) -> bool:
+        """Begin a request if a sequence and its cells are free."""
+        cells = len(request.prompt) - request.shared + request.answer
+        if not self.numbers or cells > self.free:
+            return False
+        number, held = self.numbers.pop(), 0
+        if request.shared:
+            if not self.prefix_held:
+                self.peer.feed(np.asarray(self.prefix), 0, self.home)
+                self.prefix_held = True
+            else:
+                self.reused += request.shared
+            self.peer.share(self.home, number, request.shared)
+            held = request.shared
+        self.free -= cells
+        self.rows[number] = _Row(request, number, cells, held)
+        return True
+
+    def step(self) -> list[_Row]:
+        """Compute one batch, and give the rows that got a token."""
+        entries, asked = [], []
+        for row in self.rows.values():
+            if row.made:
+                asked.append((row, len(entries)))
+                entries.append((row.last, row.held, row.number, True))
+                row.held += 1
+        for row in self.rows.values():
+            missing = len(row.request.prompt) - row.held
+            if row.made or missing <= 0:
+                continue
+            count = min(missing, PIECE - len(entries))
+            for place in range(row.held, row.held + count):
+                entries.append((row.request.prompt[place], place, row.number, place + 1 == len(row.request.prompt)))
+            row.held += count
+            if count == missing:
+                asked.append((row, len(entries) - 1))
+        self.peer.compute(entries)
+        for row, place in asked:
+            row.last, row.made = self.peer.likeliest(place, self.vocabulary), row.made + 1
+            if row.made == row.request.answer:
+                self.peer.drop(row.number)
+                self.numbers.append(row.number)
+                self.free += row.cells
+                del self.rows[row.number]
+        self.steps += 1
+        self.tokens += len(asked)
+        return [row for row, _ in asked]
+
+
+def by_llamacpp(
+    params: dict, config: ModelConfig, kind: str, requests: list[Request], prefix: list[int], folder: Path,
+    options: argparse.Namespace,
+) -> tuple[Served, float]:  # fmt: skip
+    """Serve the workload by llama.cpp with a cache of `kind`, whose cells take `options.pool` bytes."""
+    from benchmarks.llamacpp.peer import Peer, write_model
+
+    path = folder / "model.gguf"
+    if not path.exists():
+        write_model(path, params, config)
+    cell = 2 * config.num_layers * config.kv_width * BITS[kind] / 8  # bytes
+    cells = int(options.pool / cell) // PAGE * PAGE
+    peer = Peer(path, kind, cells, options.threads, options.rows + 1)
+    batching = _Batching(peer, options.rows, cells, prefix, config.vocab_size)
+    waiting, first = deque(requests), {}
+    begun = time.perf_counter()
+    while waiting or batching.rows:
+        now = time.perf_counter() - begun
+        while waiting and waiting[0].seconds <= now and batching.admit(waiting[0]):
+            waiting.popleft()
+        if not batching.rows:
+            time.sleep(max(0.0, waiting[0].seconds - now))
+            continue
+        for row in batching.step():
+            first.setdefault(id(row.request), time.perf_counter() - begun - row.request.seconds)
+    seconds = time.perf_counter() - begun
+    peer.close()
+    running = batching.tokens / batching.steps
+    return Served(seconds, list(first.values()), options.rows, running, batching.reused), BITS[kind]
+
+
+def by_transformers(config: ModelConfig, requests: list[Request], options: argparse.Namespace) -> tuple[Served, float]:
+    """Serve the workload by transformers' continuous batching, with pages of float32 that take `options.pool` bytes.
+    Weights are random: no step's time depends on them."""
+    import torch
+    import transformers
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    torch.set_num_threads(options.threads)
+    shape = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.width,
+        intermediate_size=config.mlp_width,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        tie_word_embeddings=config.tied_embeddings,
+        max_position_embeddings=config.max_position,
+    )
+    model = transformers.LlamaForCausalLM(shape).eval()
+    cell = 2 * config.num_layers * config.kv_width * 4  # bytes of float32
+    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=options.pool // (cell * PAGE), max_batch_tokens=512)
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=options.answer)
+    first: dict[str, float] = {}
+    with model.continuous_batching_context_manager(generation_config=greedy, continuous_batching_config=pages) as loop:
+        begun = time.perf_counter()
+        names = {}
+        for request in requests:
+            time.sleep(max(0.0, request.seconds - (time.perf_counter() - begun)))
+            name = loop.add_request(request.prompt, max_new_tokens=request.answer, streaming=True)
+            names[name] = request
+        done = 0
+        while done < len(requests):
+            result = loop.get_result(timeout=1)
+            if result is None:
+                continue
+            if result.error:
+                raise RuntimeError(result.error)
+            now = time.perf_counter() - begun
+            first.setdefault(result.request_id, now - names[result.request_id].seconds)
+            done += result.is_finished()
+        seconds = time.perf_counter() - begun
+    return Served(seconds, list(first.values()), 0, 0.0, 0), 32.0
