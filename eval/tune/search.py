@@ -107,7 +107,7 @@ def limit_of(budget: Budget, table: Table, config: ModelConfig, context: int) ->
     most, least = table.size(exact), table.size(smallest)
     if budget.kind == "kld":
         return most
-    values = 2 * config.num_layers * config.kv_width
+    values = config.num_layers * config.cached_width
     limit = budget.amount * values * context / 8 if budget.kind == "bits" else budget.amount
 
     def said(size: float) -> str:

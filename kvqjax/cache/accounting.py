@@ -202,7 +202,7 @@ def ledger(cache: Cache) -> Ledger:
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
     entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
     entries += _state_entries(cache)
-    values = 2 * layout.shape.num_layers * layout.shape.kv_width
+    values = layout.shape.num_layers * layout.shape.cached_width
     return Ledger(
         entries=tuple(entries),
         batch=cache.lengths.shape[0],

@@ -27,7 +27,7 @@ def chunk_for(config: ModelConfig, target: str, batch: int, free: int | None) ->
     """Tokens of each of `batch` rows at a time on a chip of which `free` bytes are left: as many as keep it busy, fewer
     where what a layer makes of them, its widest products in float32, would take too large a part."""
     chunk = SMALL if family(target) == "cpu" else LARGE
-    widest = 4 * (2 * config.mlp_width + config.query_width + 2 * config.kv_width + 2 * config.width)
+    widest = 4 * (2 * config.mlp_width + config.query_width + config.cached_width + 2 * config.width)
     while free is not None and chunk > LEAST and batch * chunk * widest > free // SHARE:
         chunk //= 2
     return chunk

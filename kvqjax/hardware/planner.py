@@ -137,14 +137,14 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     logits = 2 * 4 * batch * vocabulary
     most = 0
     for run in runs_of(layout):
-        width = sum(run.wiring.storage.sources.values()) + 2 * config.kv_width
+        width = sum(run.wiring.storage.sources.values()) + config.cached_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
         if run.wiring.fast.direct is not None:
             block = _whole(run, batch, item)
         elif run.static_loops:  # as keys or values are looked up, multiplied and rotated
             tokens = batch * run.slots_here
-            block = min(read_at_a_time(tokens), tokens) * 3 * config.kv_width * item
+            block = min(read_at_a_time(tokens), tokens) * 3 * config.num_kv_heads * config.head_dim * item
         carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
         most = max(most, exact + block + carried)
     return logits + most

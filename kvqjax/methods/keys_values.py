@@ -37,6 +37,7 @@ from kvqjax.methods.rotation import Frame, check_rotation, frame, needs_of
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Projected, heads, key_bias
+from kvqjax.model.latents import key_parts, latent_key
 from kvqjax.model.rope import Waves, rotate
 from kvqjax.pallas_kernels.adapters import packed_form
 
@@ -82,7 +83,8 @@ def keys_and_values(
     unbiased: bool = False,
     rotations: dict[str, str] = {},  # noqa: B006 - never written to
 ) -> Wiring:
-    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec.
+    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec. Of a
+    model with a latent, "v" is the latent, which is a part of the keys too, and "k" the part of them that RoPE turns.
 
     Args:
         config: the model's shape.
@@ -104,8 +106,10 @@ def keys_and_values(
     encode_framed, decode = codec_maps(codecs)
 
     def capture(weights, constants, projected, positions):
-        k = cached_keys(projected, positions, config, rope, unbiased)
-        return {"k": k.reshape(*k.shape[:2], -1), "v": projected.v.reshape(*k.shape[:2], -1)}
+        k, v = cached_keys(projected, positions, config, rope, unbiased), projected.v
+        if config.latent is not None:
+            k, v = key_parts(k, config.latent)
+        return {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
         if body_frame is None:
@@ -116,6 +120,8 @@ def keys_and_values(
 
     def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
         k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
+        if config.latent is not None:
+            k = v = latent_key(k, v)
         if unbiased and config.known_key_bias:
             bias = key_bias(weights, config).astype(k.dtype)
             if rope == "post":
@@ -123,7 +129,7 @@ def keys_and_values(
             k = k + turned(constants, bias).astype(k.dtype)
         return (rotate(k, positions, config) if rope == "pre" else k), v
 
-    needs, widths = needs_of(rotations, config), {"k": config.kv_width, "v": config.kv_width}
+    needs, widths = needs_of(rotations, config), _widths(config)
     return Wiring(
         Storage(widths, codecs, clocks),
         Maps(
@@ -137,6 +143,11 @@ def keys_and_values(
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
+
+
+def _widths(config: KVShape) -> dict[str, int]:
+    """Give the width of each source over all heads."""
+    return {source: count * channels for source, (count, channels) in config.cached_heads.items()}
 
 
 def _turn_keys(frame: Frame) -> Callable:
@@ -167,16 +178,28 @@ class KeysAndValues:
     value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
-        key, value = (for_heads(spec, config.num_kv_heads, config.head_dim) for spec in (self.key, self.value))
-        codecs = {"k": key.build(config.kv_width), "v": value.build(config.kv_width)}
+        parts = zip((self.key, self.value), config.cached_heads.values(), strict=True)
+        key, value = (for_heads(spec, *of_heads) for spec, of_heads in parts)
+        widths = _widths(config)
+        codecs = {"k": key.build(widths["k"]), "v": value.build(widths["v"])}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
         rotations = {"k": self.key_rotation, "v": self.value_rotation}
         wiring = keys_and_values(config, codecs, clocks, self.rope, self.unbiased, rotations)
+        if config.latent is not None:
+            return _without_constants(wiring)
         wiring = wiring.having(fast=_linear_forms(key, value, config))
         if self.unbiased and config.known_key_bias:
             return wiring
         direct, packed = (form(key, value, self.rope, config) for form in (direct_form, packed_form))
         return wiring.having(fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)})
+
+
+def _without_constants(wiring: Wiring) -> Wiring:
+    """Give the wiring of a layer of latents, which the general loop over blocks reads. Raises UserError where constants
+    are to be calibrated: calibrations read keys and values by head."""
+    if wiring.wanted():
+        raise UserError("it is calibrated on keys and values by head; this model caches a latent that all heads share")
+    return wiring
 
 
 # ---- Codecs whose transform is linear ----

@@ -74,7 +74,7 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     """Sum one layer of one decode step, calibrated constants as 16-bit weights."""
     wiring = spec.build(config.layer(0))
     bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
-    matrices = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers - wiring.cost.spared
+    matrices = config.attention_numbers + config.mlp_numbers - wiring.cost.spared
     matrices += sum(math.prod(shape) for names in wiring.wanted().values() for shape in names.values())
     return StepCost(wiring.cost.operations, (bits + wiring.cost.bits) / 8, 2 * matrices)
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.model.config import KVShape
+from kvqjax.model.latents import key_parts, latent_key
 
 __all__ = ["CONSTANTS", "Frame", "check_rotation", "frame", "matrix_of", "needs_of", "turned", "turning"]
 
@@ -39,11 +40,13 @@ class Frame(NamedTuple):
 
     turn(constants, source, x [.., W], back) -> [.., W]      a source's vectors; `back` into the source's frame
     queries(constants, q [B, T, H, D]) -> [B, T, H, D]       what attends to the body's keys
-    outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values, in the source's frame"""
+    outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values, in the source's frame
+    keys(constants, k [B, n, K, D]) -> [B, n, K, D]          the body's keys, in the source's frame"""
 
     turn: Callable
     queries: Callable
     outputs: Callable
+    keys: Callable
 
 
 def check_rotation(text: str, rope: str = "post") -> None:
@@ -137,9 +140,9 @@ def turned(
 
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
     """Give the shapes of the constants that fitted rotations need."""
-    shape = (config.num_kv_heads, config.head_dim, config.head_dim)
+    of_heads = {source: (heads, dim, dim) for source, (heads, dim) in config.cached_heads.items()}
     shapes: dict[str, tuple[int, ...]] = {
-        NAMES[source]: shape for source, text in rotations.items() if text == "fitted"
+        NAMES[source]: of_heads[source] for source, text in rotations.items() if text == "fitted"
     }
     return {CONSTANTS: shapes} if shapes else {}
 
@@ -149,8 +152,8 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
     rotations = {source: text for source, text in rotations.items() if text != "none"}
     if not rotations:
         return None
-    kv_heads, dim = config.num_kv_heads, config.head_dim
-    fixed = {source: matrix_of(text, dim) for source, text in rotations.items() if text != "fitted"}
+    of_heads, latent = config.cached_heads, config.latent
+    fixed = {source: matrix_of(text, of_heads[source][1]) for source, text in rotations.items() if text != "fitted"}
 
     def matrix(constants, source: str):
         return fixed[source] if source in fixed else constants[CONSTANTS][NAMES[source]]
@@ -158,17 +161,31 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
     def turn(constants, source: str, x, back: bool = False):
         if source not in rotations:
             return x
+        kv_heads, dim = of_heads[source]
         rows = x.astype(jnp.float32).reshape(*x.shape[:-1], kv_heads, 1, dim)
         return turned(rows, matrix(constants, source), back).reshape(x.shape)
 
     def of_queries(constants, source: str, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
         if source not in rotations:
             return x
+        kv_heads, dim = of_heads[source]
         rows = x.reshape(*x.shape[:2], kv_heads, -1, dim)
         return turned(rows, matrix(constants, source), back).reshape(x.shape).astype(x.dtype)
 
+    def of_keys(constants, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+        """Turn what is as wide as a key. With a latent it has the channels of both sources."""
+        if latent is None:
+            return of_queries(constants, "k", x, back)
+        parts = zip("kv", key_parts(x, latent), strict=True)
+        return latent_key(*(of_queries(constants, source, part, back) for source, part in parts))
+
+    def of_outputs(constants, out: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        # With a latent, outputs have a key's channels, of which nobody reads those that are not the latent's.
+        return of_queries(constants, "v", out, True) if latent is None else of_keys(constants, out, True)
+
     return Frame(
         turn=turn,
-        queries=lambda constants, q: of_queries(constants, "k", q, False),
-        outputs=lambda constants, out: of_queries(constants, "v", out, True),
+        queries=lambda constants, q: of_keys(constants, q, False),
+        outputs=of_outputs,
+        keys=lambda constants, k: of_keys(constants, k, True),
     )

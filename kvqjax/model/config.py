@@ -8,7 +8,7 @@ from typing import Any
 from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 
-__all__ = ["PAIRS", "ExpertConfig", "KVShape", "ModelConfig", "RecurrentConfig", "RopeConfig"]
+__all__ = ["PAIRS", "ExpertConfig", "KVShape", "LatentHeads", "ModelConfig", "RecurrentConfig", "RopeConfig"]
 
 OF_LAYERS = ("rope", "sliding_window", "scale", "chunked", "qk_norm")  # fields that may differ by layer
 PAIRS = ("halves", "front", "neighbours")  # how channels of a head make the pairs that a rope turns
@@ -160,9 +160,12 @@ class KVShape:
     D^-1/2. `softcap` caps them: a score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a
     chunk: a query at position p sees tokens from p // window * window on.
 
-    The last five matter only to methods that cache a layer's input and compute keys and values from it (XQuant): the
-    width of that input, and what the model does between its projections and attention. A norm multiplies by its weight
-    plus `norm_offset`.
+    The five from `width` on matter only to methods that cache a layer's input and compute keys and values from it
+    (XQuant): the width of that input, and what the model does between its projections and attention. A norm multiplies
+    by its weight plus `norm_offset`.
+
+    With a `latent` the one KV head's key is a latent of so many channels and a part that its rope turns
+    (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent as "v", the rest as "k".
     """
 
     num_layers: int
@@ -180,6 +183,7 @@ class KVShape:
     qk_norm: bool | tuple[bool, ...] = False
     norm_offset: float = 0.0
     recurrent: RecurrentConfig | None = None
+    latent: int | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -198,12 +202,24 @@ class KVShape:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary embedding needs pairs")
         if self.recurrent is not None and self.recurrent.layers[-1] >= self.depth:
             raise UserError(f"layer {self.recurrent.layers[-1]} is recurrent, in a model of {self.depth} layers")
+        self._check_latent()
 
     def _check_pairs(self) -> None:
         """Raise UserError where layers order their channels differently: those of a stack are put in order as one."""
         orders = {(rope.pairs, rope.pairs == "halves" or rope.fraction) for rope in self.ropes}
         if len(orders) > 1:
             raise UserError(f"ropes of layers pair channels differently: {sorted(orders, key=str)}")
+
+    def _check_latent(self) -> None:
+        """Raise UserError for a latent that one key's channels do not hold beside those that turn."""
+        if self.latent is None:
+            return
+        check_integer("latent", self.latent, 2)
+        rest = self.head_dim - self.latent
+        if self.num_kv_heads != 1 or self.latent % 2 or rest < 2:
+            raise UserError(f"latent={self.latent}; wanted an even part of one KV head of {self.head_dim} channels")
+        if any(rope.kind != "none" and rope.turned_channels(self.head_dim) != rest for rope in self.ropes):
+            raise UserError(f"latent={self.latent}; the rope turns other channels than the {rest} beside it")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -245,8 +261,23 @@ class KVShape:
 
     @property
     def kv_width(self) -> int:
-        """K * D, the width of one token's keys (or values) over all KV heads."""
+        """K * D, the width of one token's keys (or values) over all KV heads. Raises UserError for a shape with a
+        latent, so that what reads keys and values by head refuses it."""
+        if self.latent is not None:
+            raise UserError("it reads keys and values by head; this model caches a latent that all heads share")
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def cached_heads(self) -> dict[str, tuple[int, int]]:
+        """(heads, channels of a head) of a token's keys ("k") and values ("v") as they are cached."""
+        if self.latent is None:
+            return dict.fromkeys("kv", (self.num_kv_heads, self.head_dim))
+        return {"k": (1, self.head_dim - self.latent), "v": (1, self.latent)}
+
+    @property
+    def cached_width(self) -> int:
+        """The numbers of a token's keys and values in one layer: 2 * K * D, or D with a latent."""
+        return sum(heads * channels for heads, channels in self.cached_heads.values())
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -324,6 +355,23 @@ class ExpertConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """How a layer makes heads of latents (MLA, kvqjax/model/latents.py): queries of a latent of `query_rank` numbers,
+    and of every head's `key_dim` and `value_dim` channels keys and values of the latent that is cached. `norm_eps` is
+    that of the norms of both latents."""
+
+    query_rank: int
+    key_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        check_fields(self)
+        for name in ("query_rank", "key_dim", "value_dim"):
+            check_integer(name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(KVShape):
     """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
     of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
@@ -347,6 +395,7 @@ class ModelConfig(KVShape):
     mlp_width: int
     rope: RopeConfig | tuple[RopeConfig | None, ...] | None = RopeConfig()
     experts: ExpertConfig | None = None
+    latent_heads: LatentHeads | None = None
     query_growth: float = 0.0
     growth_length: int | None = None
     qk_gain: bool = True
@@ -368,6 +417,8 @@ class ModelConfig(KVShape):
     def __post_init__(self):
         super().__post_init__()
         check_softcap(self.logit_softcap, "logit_softcap")
+        if (self.latent is None) != (self.latent_heads is None):
+            raise UserError(f"latent={self.latent} and latent_heads={self.latent_heads}; wanted both or neither")
         if self.pairs != "halves":
             raise UserError(
                 f"a rope with pairs={self.pairs!r} is for a KVShape; weights are put in order when they load"
@@ -396,6 +447,17 @@ class ModelConfig(KVShape):
     def sparse_layers(self) -> tuple[int, ...]:
         """The layers with experts."""
         return tuple(index for index in range(self.depth) if index not in self.dense_layers)
+
+    @property
+    def attention_numbers(self) -> int:
+        """How many numbers the matrices of a layer of attention have."""
+        made = self.latent_heads
+        if made is None:
+            return 2 * self.width * (self.query_width + self.kv_width)
+        turned = self.head_dim - (self.latent or 0)
+        heads = made.query_rank * (made.key_dim + turned) + made.value_dim * self.width
+        heads += (self.head_dim - turned) * (made.key_dim + made.value_dim)
+        return self.num_heads * heads + self.width * (made.query_rank + self.head_dim)
 
     @property
     def idle_numbers(self) -> int:

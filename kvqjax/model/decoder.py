@@ -4,6 +4,9 @@
     layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
             q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3), o_bias [E] and score_sinks [H] (gpt-oss),
             attn_post_norm/mlp_post_norm [E] (Gemma), q_gate [E,H*D] (Qwen3-Next); a matrix may be a `CodedWeight`.
+            Of latents (kvqjax/model/latents.py; Q the width of the queries' latent) k [E,R] and v [E,C] are what is
+            cached before their rope and norm, q is [Q,H*(N+R)] and o [H*V,E], and there are q_latent [E,Q],
+            k_up [C,H*N], v_up [C,H*V], q_latent_norm [Q] and latent_norm [C].
             A recurrent layer (kvqjax/model/recurrent.py, M heads of keys, N of values) has instead of q, k, v and o:
             delta_q/delta_k [E,M*Dk], delta_v/delta_z [E,N*Dv], delta_a/delta_b [E,N], delta_o [N*Dv,E],
             delta_conv_q/delta_conv_k/delta_conv_v [W,kernel], delta_rate/delta_bias [N], delta_norm [Dv].
@@ -30,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.experts import mix, mlp
+from kvqjax.model.latents import absorbed, key_parts, latent_key, raised
 from kvqjax.model.recurrent import State, advance, empty_states, gated, sources
 from kvqjax.model.rope import check_length, positions_of_layer, rotate
 from kvqjax.model.weight_trees import (
@@ -180,6 +184,9 @@ def project(
     """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only. `index` is
     the layer's, or that of one like it; None serves where all layers turn and norm alike."""
     x = _norm(h, weights["attn_norm"], config)
+    if config.latent is not None:
+        q, k = _of_latents(weights, x, config)
+        return Projected(_turned(q, positions, config, index), k, k, x, h)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
     parts = _product(x, weights, "k"), _linear(x, weights, "v")
@@ -189,8 +196,29 @@ def project(
     if normed is not False:
         pair = _norm(q, weights.get("q_norm"), config), _norm(k, weights.get("k_norm"), config)
         q, k = pair if normed is True else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
+    return Projected(_turned(q, positions, config, index), k, v, x, h, bare)
+
+
+def _of_latents(
+    weights: Layer, x: Float[Array, "B T E"], config: ModelConfig
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T 1 D"]]:
+    """Make queries that meet latents, and the one key that is also the value, both before RoPE."""
+    made, latent = config.latent_heads, config.latent
+    assert made is not None
+    assert latent is not None
+    low = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], made.norm_eps)
+    q = _product(low, weights, "q")
+    plain, turned = jnp.split(heads(q, q.shape[-1] // (made.key_dim + config.head_dim - latent)), [made.key_dim], -1)
+    key = latent_key(_product(x, weights, "k"), norm(_product(x, weights, "v"), weights["latent_norm"], made.norm_eps))
+    return latent_key(turned, absorbed(plain, weights["k_up"])), key[:, :, None]
+
+
+def _turned(
+    q: Float[Array, "B T H D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
+) -> Float[Array, "B T H D"]:
+    """Turn queries to their positions, lengthen them where the model does, and scale them."""
     rotated = rotate(q, positions_of_layer(positions, config, index), config)
-    return Projected(_scaled(_tempered(rotated, positions, config, index), config), k, v, x, h, bare)
+    return _scaled(_tempered(rotated, positions, config, index), config)
 
 
 def _of_layer(values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None) -> bool | Bool[Array, ""]:
@@ -232,6 +260,8 @@ def _tempered(
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
+    if config.latent is not None:
+        attended = raised(key_parts(attended, config.latent)[1], weights["v_up"])
     attended = attended.reshape(*h.shape[:2], -1)
     if "q_gate" in weights:
         gate = _product(_norm(h, weights["attn_norm"], config), weights, "q_gate")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from kvqjax._errors import UserError
 from kvqjax._files import read_object
-from kvqjax.model.config import ExpertConfig, ModelConfig, RecurrentConfig, RopeConfig
+from kvqjax.model.config import ExpertConfig, LatentHeads, ModelConfig, RecurrentConfig, RopeConfig
 from kvqjax.model.gguf_file import is_gguf
 from kvqjax.model.gguf_model import read_fields
 from kvqjax.model.hf_families import (
@@ -122,14 +122,7 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
 
     width = _integer(raw, "hidden_size")
     heads = _integer(raw, "num_attention_heads")
-    if raw.get("head_dim") is None and width % heads:
-        _refuse(
-            "hidden_size",
-            width,
-            f"without head_dim wanted a multiple of num_attention_heads={heads}",
-        )
-    head_dim = width // heads if raw.get("head_dim") is None else _integer(raw, "head_dim")
-    grouped = raw.get("num_key_value_heads") is not None
+    sizes = _latents_from_hf(raw, family, heads) if family.latent else _heads_from_hf(raw, family, width, heads)
     fields: dict[str, Any] = {
         "vocab_size": _integer(raw, "vocab_size"),
         "width": width,
@@ -138,9 +131,8 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         "recurrent": recurrent,
         "output_gate": family.recurrent,
         "num_heads": heads,
-        "num_kv_heads": _integer(raw, "num_key_value_heads") if grouped else heads,
-        "head_dim": head_dim,
-        "rope": _ropes_from_hf(raw, family, windows, roped, head_dim, rope_length),
+        **sizes,
+        "rope": _ropes_from_hf(raw, family, windows, roped, sizes["head_dim"], rope_length),
         "experts": _experts_from_hf(raw, family.experts, layers),
         **_growth_from_hf(raw, family),
         "norm_eps": _number(raw, "rms_norm_eps", 1e-6),
@@ -154,7 +146,6 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         "post_norms": family.post_norms,
         "activation": family.activation,
         "embedding_scale": width**0.5 if family.scaled_embedding else 1.0,
-        "scale": _scale_from_hf(raw, family, head_dim),
         "softcap": _softcap(raw, _SCORE_CAP, family.score_softcap),
         "logit_softcap": _softcap(raw, _LOGIT_CAP, family.logit_softcap),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
@@ -194,8 +185,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         family.mlp_width: config.mlp_width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **(_latents_to_hf(config) if family.latent else _heads_to_hf(config)),
         "hidden_act": _ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position,
@@ -209,6 +199,81 @@ def config_to_hf(config: ModelConfig) -> dict:
     raw |= _chunks_to_hf(config) if family.chunked else {}
     raw |= _recurrent_to_hf(config) if family.recurrent else {}
     return raw | _ropes_to_hf(config, family)
+
+
+# --- Heads, and latents in their place ---
+
+_LATENT_FIELDS = {"query_rank": "q_lora_rank", "key_dim": "qk_nope_head_dim", "value_dim": "v_head_dim"}
+_LATENT, _TURNED = "kv_lora_rank", "qk_rope_head_dim"
+
+
+def _heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str, Any]:
+    """The KV heads, the width of a head, and the scale of its scores."""
+    if raw.get("head_dim") is None and width % heads:
+        _refuse(
+            "hidden_size",
+            width,
+            f"without head_dim wanted a multiple of num_attention_heads={heads}",
+        )
+    head_dim = width // heads if raw.get("head_dim") is None else _integer(raw, "head_dim")
+    grouped = raw.get("num_key_value_heads") is not None
+    kv_heads = _integer(raw, "num_key_value_heads") if grouped else heads
+    return {"num_kv_heads": kv_heads, "head_dim": head_dim, "scale": _scale_from_hf(raw, family, head_dim)}
+
+
+def _heads_to_hf(config: ModelConfig) -> dict:
+    return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+
+
+def _latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
+    """The one KV head that latents are, and the scale of scores: that of the heads which they stand for, times the
+    square of yarn's factor of all channels."""
+    if raw.get("num_key_value_heads") not in (None, heads):
+        _refuse("num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}")
+    made = LatentHeads(**{name: _integer(raw, field) for name, field in _LATENT_FIELDS.items()})
+    latent, turned = _integer(raw, _LATENT), _integer(raw, _TURNED)
+    if latent % 2 or turned % 2:
+        _refuse(_LATENT, latent, f"it and {_TURNED}={turned} are wanted even")
+    dim = made.key_dim + turned
+    if raw.get("head_dim") not in (None, dim):
+        _refuse("head_dim", raw["head_dim"], f"wanted the sum of the two parts of a key, {dim}")
+    rope, prefix = _rope_object(raw, family)
+    scale = dim**-0.5
+    if rope.get(_MSCALE):
+        scale *= _mscale(_number(rope, "factor", prefix=prefix), _number(rope, _MSCALE, prefix=prefix)) ** 2
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent + turned,
+        "latent": latent,
+        "latent_heads": made,
+        "scale": scale,
+    }
+
+
+def _latents_to_hf(config: ModelConfig) -> dict:
+    made, latent = config.latent_heads, config.latent
+    assert made is not None
+    assert latent is not None
+    turned = config.head_dim - latent
+    raw = {field: getattr(made, name) for name, field in _LATENT_FIELDS.items()}
+    raw |= {"num_key_value_heads": config.num_heads, "head_dim": made.key_dim + turned}
+    return raw | {_LATENT: latent, _TURNED: turned}
+
+
+def _latent_rope_to_hf(config: ModelConfig, rope: dict) -> dict:
+    """The fields of a rope, with those that scores of latents are scaled by; they are read in this spelling alone."""
+    scaling = dict(rope["rope_scaling"])
+    made, latent, scale = config.latent_heads, config.latent, config.common_scale
+    assert made is not None
+    assert latent is not None
+    assert scale is not None
+    dim = made.key_dim + config.head_dim - latent
+    factor = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
+    excess = (scale * dim**0.5) ** 0.5 - 1  # beyond 1 of yarn's factor of all channels
+    if factor and not math.isclose(excess, 0.0, abs_tol=1e-12):
+        scaling[_MSCALE] = float(f"{excess / (0.1 * factor):.12g}")  # as it was read, without the rounding of a root
+    scaling |= {"partial_rotary_factor": (config.head_dim - latent) / dim, "rope_theta": rope["rope_theta"]}
+    return {"rope_parameters": scaling}
 
 
 # --- Scores and logits ---
@@ -399,6 +464,12 @@ def _recurrent_to_hf(config: ModelConfig) -> dict:
 
 def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: str) -> float:
     """The share of a head's channels that a rope turns."""
+    if family.latent:
+        turned = _integer(raw, _TURNED)
+        share = turned / (turned + _integer(raw, _LATENT_FIELDS["key_dim"]))
+        if not math.isclose(rope.get("partial_rotary_factor") or share, share):
+            _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], f"wanted {share:g}")
+        return turned / head_dim
     if not family.recurrent:
         if rope.get("partial_rotary_factor") not in (None, 1):
             _refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
@@ -513,6 +584,7 @@ def _windows_to_hf(config: ModelConfig, family: Family) -> dict:
 
 _LENGTH = "original_max_position_embeddings"
 _GROWTH = "llama_4_scaling_beta"
+_MSCALE = "mscale_all_dim"
 _ROPE_FIELDS = {
     *("rope_type", "type", "rope_theta", "factor", _LENGTH, "partial_rotary_factor", "finetuned"),
     *("low_freq_factor", "high_freq_factor"),
@@ -565,7 +637,8 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict:
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
     if not family.rope_by_type:
         rope = next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
-        return _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
+        raw = _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
+        return _latent_rope_to_hf(config, raw) if family.latent else raw
     of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
     # A type that no layer has keeps what it would be read as.
     raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
@@ -577,10 +650,12 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     rope, prefix = _rope_object(raw, family)
     share = _turned_share(raw, rope, family, head_dim, prefix)
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if family.latent and kind != "yarn":
+        _refuse(f"{prefix}rope_type", kind, "wanted yarn")
     theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0), prefix)
     if kind == "default":
         return RopeConfig(theta=theta, fraction=share)
-    if share < 1:
+    if share < 1 and not family.latent:
         _refuse(f"{prefix}rope_type", kind, f"wanted default where {share:g} of the channels are turned")
     if kind == "linear":
         factor = _number(rope, "factor", prefix=prefix)
@@ -596,11 +671,13 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
         fields = _yarn(rope, full / original, prefix)
+        if family.latent and fields["attention_factor"] != 1:
+            _refuse(f"{prefix}mscale", rope.get("mscale"), f"wanted that of {_MSCALE}: cos and sin are not scaled")
     elif kind == "longrope":
         fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
     else:
         fields = _dynamic(rope, head_dim, prefix)
-    config = RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
+    config = RopeConfig(theta=theta, kind=kind, original_max_position=original, fraction=share, **fields)
     return config if length is None else config.for_length(length)
 
 
@@ -689,13 +766,15 @@ def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
     if rope.get("attention_factor") is not None:
         return _number(rope, "attention_factor", prefix=prefix)
 
-    def scale(multiplier: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+    if rope.get("mscale") and rope.get(_MSCALE):
+        numerator = _mscale(factor, _number(rope, "mscale", prefix=prefix))
+        return numerator / _mscale(factor, _number(rope, _MSCALE, prefix=prefix))
+    return _mscale(factor, 1.0)
 
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator = scale(_number(rope, "mscale", prefix=prefix))
-        return numerator / scale(_number(rope, "mscale_all_dim", prefix=prefix))
-    return scale(1.0)
+
+def _mscale(factor: float, multiplier: float) -> float:
+    """0.1 m ln(factor) + 1, and 1 where nothing is scaled."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
 def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
@@ -746,24 +825,30 @@ def _experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> 
             shared_width=0 if names.shared_width is None else _integer(raw, names.shared_width),
             **gate,
         )
-    dense_layers = (_dense_by_step if names.sigmoid else _dense_layers)(raw, num_layers)
+    dense_layers = (_dense_by_step if names.sigmoid else _dense_layers)(raw, names, num_layers)
     if len(dense_layers) == num_layers:
         return None
+    width = _integer(raw, names.width)
     shared_width = 0 if names.shared_width is None else _integer(raw, names.shared_width)
     return ExpertConfig(
         count=count,
         per_token=per_token,
-        width=_integer(raw, names.width),
-        shared_width=shared_width,
+        width=width,
+        shared_width=shared_width if names.shared_count is None else width * _integer(raw, names.shared_count),
         normalised=not names.sigmoid and bool(raw.get("norm_topk_prob", False)),
         dense_layers=dense_layers,
         sigmoid=names.sigmoid,
-        shared_gate=not names.sigmoid,
+        shared_gate=names.shared_gate,
     )
 
 
-def _dense_layers(raw: dict, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: those that are named, and those that the step leaves out."""
+def _dense_layers(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: the first few, or those that are named, and those that the step leaves out."""
+    if names.dense_first is not None:
+        count = raw.get(names.dense_first)
+        if not _is_integer(count) or count < 0:
+            _refuse(names.dense_first, count, "wanted a count of layers")
+        return tuple(range(min(count, num_layers)))
     dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(_is_integer(index) for index in dense):
         _refuse("mlp_only_layers", dense, "wanted a list of layer numbers")
@@ -772,7 +857,7 @@ def _dense_layers(raw: dict, num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if index in dense or (index + 1) % step)
 
 
-def _dense_by_step(raw: dict, num_layers: int) -> tuple[int, ...]:
+def _dense_by_step(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
     """Layers without experts: those that are not named, or that the step leaves out."""
     sparse, step = raw.get("moe_layers"), _integer(raw, "interleave_moe_layer_step")
     if sparse is None:
@@ -786,6 +871,8 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
     experts = config.experts
     if experts is None and names is not None and names.sigmoid:
         return {"moe_layers": [], names.width: config.mlp_width}
+    if experts is None and names is not None and names.dense_first is not None:
+        return {names.dense_first: config.depth}
     if experts is None:
         return {} if names is None else {names.count: 0}
     if names is None or not _fits(experts, names, config.mlp_width):
@@ -799,6 +886,10 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
         return raw
     if names.sigmoid:
         return raw | {names.width: experts.width, "moe_layers": list(config.sparse_layers)}
+    if names.dense_first is not None and names.shared_count is not None:
+        raw |= {names.dense_first: len(experts.dense_layers), names.width: experts.width}
+        shared = experts.shared_width // experts.width
+        return raw | {names.shared_count: shared, "norm_topk_prob": experts.normalised}
     raw |= {
         names.width: experts.width,
         "norm_topk_prob": experts.normalised,
@@ -810,7 +901,12 @@ def _experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
 
 def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
     """Say whether the fields of a family can describe these experts."""
-    if (experts.shared_width > 0) != (names.shared_width is not None):
+    shares = names.shared_width is not None or names.shared_count is not None
+    if (experts.shared_width > 0) != shares or (shares and experts.shared_gate != names.shared_gate):
+        return False
+    if names.dense_first is not None and experts.dense_layers != tuple(range(len(experts.dense_layers))):
+        return False
+    if names.shared_count is not None and experts.shared_width % experts.width:
         return False
     if (
         experts.sigmoid != names.sigmoid

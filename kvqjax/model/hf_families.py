@@ -20,24 +20,31 @@ class ExpertFields:
     Attributes:
         count: the field of the number of experts.
         width: the field of the inner width of an expert.
-        shared_width: the field of the inner width of the shared expert; None: the family has none.
+        shared_width: the field of the inner width of the shared expert; None: the family has none, or `shared_count`.
+        shared_count: the field that says how many experts' widths the shared expert has.
+        shared_gate: the shared expert has a router of its own.
+        dense_first: the field that says how many of the first layers have an ordinary MLP.
         in_every_layer: no layer has an ordinary MLP, no model is without experts, and the scores of the chosen experts
             are always divided by their sum. The family then has no fields that say so, and its `mlp_width` is `width`.
         biases: the router and the experts' products have biases.
         limited: `swiglu_limit` and `swiglu_alpha` describe the experts' gate (`kvqjax.model.config.ExpertConfig`).
-        inward: a layer's experts are always one tensor whose matrices lie as [inputs, outputs]. Elsewhere they may be
-            one tensor, whose shape says how they lie.
+        together: a layer's experts are always one tensor. Elsewhere they may be one, and are saved one by one.
+        inward: the matrices lie as [inputs, outputs] in that tensor. Elsewhere its shape says how they lie.
         interleaved: the columns of the two inner matrices alternate in that tensor; else one follows the other.
-        sigmoid: the one expert of a token is given its input times the sigmoid of its score. The shared expert has no
-            router, and `moe_layers` or `interleave_moe_layer_step` say which layers have experts.
+        sigmoid: the one expert of a token is given its input times the sigmoid of its score, and `moe_layers` or
+            `interleave_moe_layer_step` say which layers have experts.
     """
 
     count: str
     width: str = "moe_intermediate_size"
     shared_width: str | None = None
+    shared_count: str | None = None
+    shared_gate: bool = True
+    dense_first: str | None = None
     in_every_layer: bool = False
     biases: bool = False
     limited: bool = False
+    together: bool = False
     inward: bool = False
     interleaved: bool = False
     sigmoid: bool = False
@@ -67,6 +74,8 @@ class Family:
         recurrent: layers of `layer_types` may be "linear_attention": the gated delta rule, of sizes that fields
             beginning with `linear_` give. Those of attention then turn `partial_rotary_factor` of a head's channels,
             and their output is gated.
+        latent: layers have multi-head latent attention (kvqjax/model/latents.py) of sizes that `q_lora_rank`,
+            `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` give.
         packed_recurrence: how recurrent layers pack their projections (kvqjax/model/tensor_rows.py).
         mlp_width: the field of the inner width of a layer's one MLP.
         query_scale: `query_pre_attn_scalar` says by what root scores are divided.
@@ -98,6 +107,7 @@ class Family:
     chunked: bool = False
     paired_rope: bool = False
     recurrent: bool = False
+    latent: bool = False
     packed_recurrence: bool = False
     mlp_width: str = "intermediate_size"
     query_scale: bool = False
@@ -273,6 +283,63 @@ FAMILIES: dict[str, Family] = {
         },
         query_growth=True,
     ),
+    "Mistral4ForCausalLM": Family(
+        model_type="mistral4",
+        defaults={
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 1048576,
+            "q_lora_rank": 1024,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        sliding_window=False,
+        rope_defaults={
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        query_growth=True,
+        latent=True,
+        accepted={
+            "rope_interleave": (True,),
+            "routed_scaling_factor": (1,),
+            "n_group": (1,),
+            "topk_group": (1,),
+        },
+        experts=ExpertFields(
+            count="n_routed_experts",
+            shared_count="n_shared_experts",
+            shared_gate=False,
+            dense_first="first_k_dense_replace",
+            together=True,
+        ),
+        tensor_names={
+            "layers/q_latent": "self_attn.q_a_proj.weight",
+            "layers/q_latent_norm": "self_attn.q_a_layernorm.weight",
+            "layers/q": "self_attn.q_b_proj.weight",
+            **{f"layers/{n}": "self_attn.kv_a_proj_with_mqa.weight" for n in "kv"},
+            "layers/latent_norm": "self_attn.kv_a_layernorm.weight",
+            **{f"layers/{n}_up": "self_attn.kv_b_proj.weight" for n in "kv"},
+            **{f"layers/shared_{n}": f"mlp.shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")},
+        },
+    ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
         defaults={
@@ -393,6 +460,7 @@ FAMILIES: dict[str, Family] = {
             in_every_layer=True,
             biases=True,
             limited=True,
+            together=True,
             inward=True,
             interleaved=True,
         ),
@@ -438,6 +506,8 @@ FAMILIES: dict[str, Family] = {
             count=SHARED_COUNT,
             width="intermediate_size",
             shared_width="intermediate_size",
+            shared_gate=False,
+            together=True,
             inward=True,
             sigmoid=True,
         ),
@@ -512,7 +582,11 @@ _QWEN3_VL = {"rope_theta": 5e5, "rms_norm_eps": 1e-6, "max_position_embeddings":
 PICTURE_FAMILIES: dict[str, PictureFamily] = {
     "Mistral3ForConditionalGeneration": PictureFamily(
         model_type="mistral3",
-        languages={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        languages={
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
         tied_by="text",
     ),
     "Qwen2VLForConditionalGeneration": PictureFamily(

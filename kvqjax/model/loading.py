@@ -94,7 +94,7 @@ class Model(struct.PyTreeNode):
         facts = [
             f"{config.depth} layers of width {config.width}",
             *([f"{config.depth - config.num_layers} of them recurrent"] if config.recurrent else []),
-            f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
+            _heads_text(config),
             f"{config.vocab_size} tokens",
             f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
             *(["with calibrated constants"] if jax.tree.leaves((self.constants, self.others)) else []),
@@ -163,6 +163,13 @@ class Model(struct.PyTreeNode):
             calibrated=(artifact.method, *others),
             others=tuple(others.values()),
         )
+
+
+def _heads_text(config: ModelConfig) -> str:
+    """Say what heads a model has, in a few words."""
+    if config.latent is None:
+        return f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}"
+    return f"{config.num_heads} query heads on latents of {config.latent} + {config.head_dim - config.latent}"
 
 
 def read_sampling(folder: str | Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A family whose queries are gated packs query and gate of a head into one matrix. A rope that turns a part of a head's
 channels turns the first ones in the checkpoint; here they stand first in both halves of the head, so that every rope
 turns channel i with channel i + D/2, and pairs of the others have the frequency 0. Keys and queries are laid out alike,
-so that scores do not change. Recurrent layers pack their projections in two ways.
+so that scores do not change. Recurrent layers pack their projections in two ways. Attention of latents packs the latent
+with the shared part of the keys, and a head's keys with its values.
 """
 
 from typing import NamedTuple
@@ -48,6 +49,8 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     Returns:
         The rows; None where the tensor is the parameter.
     """
+    if config.latent is not None:
+        return _of_latents(config, name)
     order, dim = _order_here(config), config.head_dim
     turned = np.arange(dim) if order is None else order
     heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}
@@ -64,6 +67,25 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     if part.startswith("conv_") or (not packed and part in "qkv"):
         return _after_each_other(config.recurrent, part[-1])
     return _by_key_head(config.recurrent, part) if packed and part in "qkvzab" else None
+
+
+def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
+    """Rows of attention of latents. Pairs of a rope lie side by side in the checkpoint."""
+    made, latent = config.latent_heads, config.latent
+    assert made is not None
+    assert latent is not None
+    turned = config.head_dim - latent
+    halves = channel_order(turned, turned, "neighbours")
+    if name == "layers/q":
+        each = np.concatenate([np.arange(made.key_dim), made.key_dim + halves])
+        return _by_head(config.num_heads, len(each), 0, each)
+    if name in ("layers/k", "layers/v"):
+        return TensorRows(latent + halves if name == "layers/k" else np.arange(latent), config.head_dim)
+    spans = {"layers/k_up": (0, made.key_dim), "layers/v_up": (made.key_dim, made.value_dim)}
+    if name not in spans:
+        return None
+    first, count = spans[name]
+    return _by_head(config.num_heads, made.key_dim + made.value_dim, first, np.arange(count))
 
 
 def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:

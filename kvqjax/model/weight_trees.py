@@ -64,11 +64,16 @@ OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X,
 SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
 _SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # likewise
 
-_ATTENTION = ("q", "k", "v", "o", "q_gate")  # matrices of a layer of attention
+_ATTENTION = ("q", "k", "v", "o", "q_gate", "q_latent", "k_up", "v_up")  # matrices of a layer of attention
 _RECURRENT = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "a", "b", "o"))  # of a recurrent one
 # What layers of one kind have, and no others.
 KINDS = {
-    "attention": (*_ATTENTION, "q_norm", "k_norm", *(f"{name}_bias" for name in "qkvo"), "score_sinks"),
+    "attention": (
+        *_ATTENTION,
+        *("q_norm", "k_norm", "q_latent_norm", "latent_norm"),
+        *(f"{name}_bias" for name in "qkvo"),
+        "score_sinks",
+    ),
     "recurrent": (
         *_RECURRENT,
         *(f"delta_{name}" for name in ("conv_q", "conv_k", "conv_v", "rate", "bias", "norm")),
@@ -269,15 +274,12 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         The weights, with the layers as stacks.
     """
     c, count = config, config.depth
-    attention = {
-        "q": (c.width, c.query_width),
-        "k": (c.width, c.kv_width),
-        "v": (c.width, c.kv_width),
-        "o": (c.query_width, c.width),
-    }
-    if c.output_gate:
-        attention["q_gate"] = (c.width, c.query_width)
-    shapes = attention | _mlp_shapes("", c.width, c.mlp_width) | _expert_shapes(config) | _delta_matrices(config)
+    shapes = (
+        _attention_shapes(config)
+        | _mlp_shapes("", c.width, c.mlp_width)
+        | _expert_shapes(config)
+        | _delta_matrices(config)
+    )
     drawn = [*shapes, "embed", "head"]
     keys = dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
 
@@ -307,6 +309,8 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
             complete = len(numbers) == count and name not in SPARSE
             layers[name] = stack if complete else Rows(stack, numbers)
     norms = {"attn_norm": c.width, "mlp_norm": c.width}
+    if c.latent_heads is not None and c.latent is not None:
+        norms |= {"q_latent_norm": c.latent_heads.query_rank, "latent_norm": c.latent}
     if c.qk_norm and c.qk_gain:
         norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
     if c.post_norms:
@@ -329,6 +333,25 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         head = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype)
         params["head"] = head * c.width**-0.5
     return params
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The matrices of a layer of attention."""
+    c, made = config, config.latent_heads
+    if made is not None and c.latent is not None:
+        turned = c.head_dim - c.latent
+        return {
+            "q_latent": (c.width, made.query_rank),
+            "q": (made.query_rank, c.num_heads * (made.key_dim + turned)),
+            "k": (c.width, turned),
+            "v": (c.width, c.latent),
+            "k_up": (c.latent, c.num_heads * made.key_dim),
+            "v_up": (c.latent, c.num_heads * made.value_dim),
+            "o": (c.num_heads * made.value_dim, c.width),
+        }
+    outwards, inwards = (c.width, c.query_width), (c.width, c.kv_width)
+    shapes: dict[str, tuple[int, ...]] = {"q": outwards, "k": inwards, "v": inwards, "o": outwards[::-1]}
+    return shapes | ({"q_gate": outwards} if c.output_gate else {})
 
 
 def _bias_sizes(config: ModelConfig) -> dict[str, int]:

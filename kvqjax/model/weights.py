@@ -585,7 +585,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
                 tensors[name] = in_pairs(array, config.head_dim) if paired else array
     tensors = {name: x[:, None] if name.endswith(_CONVOLUTION) else x for name, x in tensors.items()}
     fields = None if family is None or config.experts is None else family.experts
-    if fields is not None and fields.inward:
+    if fields is not None and fields.together:
         tensors = _experts_together(tensors, config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config_to_hf(config), indent=1) + "\n"
@@ -593,7 +593,8 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
 
 
 def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors of a family that saves one tensor for all experts of a layer, [experts, inputs, parts * outputs]."""
+    """The tensors of a family that saves one tensor for all experts of a layer, [experts, inputs, parts * outputs] or
+    [experts, parts * outputs, inputs]."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
     assert fields is not None
     assert experts is not None
@@ -603,6 +604,7 @@ def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> di
             columns = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
         else:
             columns = np.concatenate(parts, -1)
+        columns = columns if fields.inward or columns.ndim < 3 else columns.swapaxes(1, 2)
         return np.ascontiguousarray(columns)  # safetensors writes an array's memory as it lies
 
     for index in config.sparse_layers:

@@ -89,7 +89,7 @@ class Rules:
         recurrent = layer.startswith("delta_") and layer != "delta_norm"  # split by heads
         # Matrices that lead into heads or into the MLP are split by columns, those that lead out of them by rows. A
         # device then multiplies its own columns by its own rows, and one sum over `width` completes the product.
-        if layer in ("q", "q_gate", "gate", "up", "shared_gate", "shared_up"):
+        if layer in ("q", "q_gate", "k_up", "v_up", "gate", "up", "shared_gate", "shared_up"):
             return PartitionSpec(None, None, self.width)
         if recurrent and name in MATRICES and layer != "delta_o":
             return PartitionSpec(None, None, self.width)

@@ -156,6 +156,4 @@ def _turned_back(view: LayerView, k, v):
     frame = view.run.wiring.maps.frame
     if frame is None:
         return k, v
-    flat = lambda x: x.reshape(*x.shape[:2], -1)  # noqa: E731
-    turn = lambda source, x: frame.turn(view.constants, source, flat(x), back=True).reshape(x.shape)  # noqa: E731
-    return turn("k", k), turn("v", v)
+    return frame.keys(view.constants, k), frame.outputs(view.constants, v)

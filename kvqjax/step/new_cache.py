@@ -136,6 +136,8 @@ def _plain_layout(
     """Plan the layout before kernels are chosen; also give an array that lies where the model does, and the mesh's
     rules."""
     if isinstance(model, KVShape):
+        if model.latent is not None:
+            raise UserError("latents are cached for kvqjax models, which absorb up-projections; give the model")
         held = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.alone, sharding, "scan"
     else:

@@ -41,7 +41,7 @@ __all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
 
 
 # Fields that are younger than the format, with the value that they have in older files.
-_LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1.0, "pairs": "halves"}
+_LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1.0, "pairs": "halves", "latent": None}
 
 
 def _without_later(value):

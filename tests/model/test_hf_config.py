@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvqjax._errors import UserError
-from kvqjax.model.config import ModelConfig, RecurrentConfig, RopeConfig
+from kvqjax.model.config import LatentHeads, ModelConfig, RecurrentConfig, RopeConfig
 from kvqjax.model.hf_config import config_to_hf, parse_config, read_config
 
 LLAMA = {
@@ -374,6 +374,59 @@ def test_llama4():
     assert (plain.qk_norm, plain.query_growth, plain.rope, plain.chunked) == (False, 0.0, turned, True)
 
 
+MISTRAL4 = {"architectures": ["Mistral4ForCausalLM"]}
+LATENT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def test_mistral4():
+    """One KV head of a latent and a turned part, whose scores are scaled as those of the heads they stand for."""
+    config = parse_config(MISTRAL4)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.latent) == (32, 1, 320, 256)
+    assert config.latent_heads == LatentHeads(query_rank=1024, key_dim=64, value_dim=128)
+    assert config.scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    assert (config.rope.kind, config.rope.turned_channels(320), config.rope.attention_factor) == ("yarn", 64, 1.0)
+    assert (config.query_growth, config.growth_length, config.trained_length) == (0.1, None, 1048576)
+    assert config.cached_width == 320
+    assert config.dense_layers == ()
+    assert (config.experts.count, config.experts.per_token, config.experts.normalised) == (128, 4, True)
+    assert (config.experts.shared_width, config.experts.shared_gate) == (2048, False)
+    first = parse_config(MISTRAL4 | {"first_k_dense_replace": 2, "n_shared_experts": 3, "norm_topk_prob": False})
+    assert (first.dense_layers, first.experts.shared_width, first.experts.normalised) == ((0, 1), 6144, False)
+    assert parse_config(MISTRAL4 | {"first_k_dense_replace": 36}).experts is None
+    plain = parse_config(MISTRAL4 | {"rope_parameters": LATENT_ROPE | {"attention_factor": 1.0}})
+    assert plain.scale == 128**-0.5
+    whole = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}, "vision_config": {}}
+    assert parse_config(whole) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8 is not supported; wanted num_attention_heads=32"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"kv_lora_rank": 255}, "kv_lora_rank = 255 .* wanted even"),
+        ({"rope_interleave": False}, "rope_interleave = false"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        ({"n_group": 4}, "n_group = 4"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ({"rope_parameters": LATENT_ROPE | {"rope_type": "default"}}, r'rope_type = "default" .* wanted yarn'),
+        (
+            {"rope_parameters": LATENT_ROPE | {"partial_rotary_factor": 1.0}},
+            "partial_rotary_factor = 1.0 .* wanted 0.5",
+        ),
+        ({"rope_parameters": LATENT_ROPE}, "mscale is missing; wanted that of mscale_all_dim"),
+    ],
+)
+def test_latents_that_are_not_computed_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        parse_config(MISTRAL4 | fields)
+
+
 _OWN = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 16}
 QWEN3_NEXT = {**QWEN3, **_OWN, "num_experts": 16, "mlp_only_layers": [0]}
 QWEN3_5 = {**QWEN3, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 16}
@@ -482,6 +535,9 @@ def test_what_new_families_do_not_have(raw, text):
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_5 | {"rope_parameters": QUARTER},
+        MISTRAL4,
+        MISTRAL4 | {"first_k_dense_replace": 36},
+        MISTRAL4 | {"rope_parameters": LATENT_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     ],
 )
 def test_round_trip_of_new_families(raw):

@@ -27,6 +27,9 @@ from kvqjax.model.hf_config import Scheme  # noqa: E402
 from kvqjax.model.loading import load  # noqa: E402
 from kvqjax.model.weights import save_params  # noqa: E402
 
+# The language models that AutoModelForCausalLM of transformers 5.24 does not list, by their model type.
+UNLISTED = {"mistral4": transformers.Mistral4ForCausalLM}
+
 LENGTH = 72  # longer than every original_max_position_embeddings and sliding window below
 TOLERANCE = 2e-4
 SIZES = {
@@ -53,6 +56,9 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 40}
 MINISTRAL3 = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
+LATENTS = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12}
+MISTRAL4 = {**MHA, **LATENTS, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MISTRAL4 |= {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5, "partial_rotary_factor": 8 / 18}}
 GEMMA = {**GQA, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 12, "bos_token_id": 5, "eos_token_id": 6}
 LLAMA4 = {**GQA, "head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 40, "attention_chunk_size": 16}
 LLAMA4 |= {"bos_token_id": 5, "eos_token_id": 6}
@@ -126,6 +132,12 @@ MODELS = {
         {**GQA, "head_dim": 16, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}},
         "query_growth",
     ),
+    "mistral4": ("mistral4", {**MISTRAL4, "first_k_dense_replace": 1, "n_shared_experts": 2}, "query_growth"),
+    "mistral4-without-yarn's-factor": (
+        "mistral4",
+        {**MISTRAL4, "norm_topk_prob": False, "rope_parameters": MISTRAL4["rope_parameters"] | {"factor": 1.0}},
+        None,
+    ),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, "softcap"),
     "gemma3": ("gemma3_text", GEMMA | {"layer_types": MIXED, "rope_parameters": {_FULL: FAR, _SLIDING: NEAR}}, "rope"),
     "gpt-oss": (
@@ -168,6 +180,7 @@ MODELS = {
 }
 
 NEWEST = (
+    "mistral4",
     "gemma2",
     "gemma3",
     "gpt-oss",
@@ -211,7 +224,8 @@ def randomise(model: torch.nn.Module):
 
 def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
     config = transformers.AutoConfig.for_model(kind, **(SIZES | fields))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    make = UNLISTED[kind]._from_config if kind in UNLISTED else transformers.AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager", dtype=dtype).eval()
     randomise(model)
     model.to(dtype).save_pretrained(folder, **saving)
     # Read back: a cast of the live model would round its rotary frequencies too.
@@ -219,7 +233,9 @@ def write(folder, kind: str, fields: dict, dtype=torch.float32, **saving):
 
 
 def read_back(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    language_model = UNLISTED.get(kind, transformers.AutoModelForCausalLM)
+    return language_model.from_pretrained(folder, dtype="float32", attn_implementation="eager")
 
 
 def tokens() -> np.ndarray:
@@ -253,6 +269,21 @@ def test_logits_equal_torch(name, tmp_path):
     if exercised:
         broken = ours(model, **{exercised: neutral[exercised]})
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
+
+
+def test_latents_are_written_on_as_torch_does(tmp_path):
+    """Greedy text of a model whose cache holds latents."""
+    theirs, prompt = write(tmp_path, *MODELS["mistral4"][:2]), tokens()[0, :40].tolist()
+    row, margins = torch.tensor([prompt]), []
+    for _ in range(24):
+        with torch.no_grad():
+            best = theirs(row).logits[0, -1].topk(2)
+        margins.append(float(best.values[0] - best.values[1]))
+        row = torch.cat([row, best.indices[None, :1]], 1)
+    assert min(margins) > 10 * TOLERANCE, "a tie would make this comparison meaningless"
+    model = load(tmp_path, dtype="f32")
+    made = kvq.generate(model, [prompt], "exact", max_new_tokens=24, eos_ids=()).tokens
+    assert made == [row[0, 40:].tolist()]
 
 
 @pytest.mark.parametrize("name", BY_LENGTH)
@@ -404,6 +435,7 @@ def mistral3(folder, kind: str, rope: dict):
     [
         ("mistral", {}, "MistralForCausalLM"),
         ("ministral3", {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}, "Ministral3ForCausalLM"),
+        ("mistral4", MISTRAL4 | {"head_dim": 18}, "Mistral4ForCausalLM"),
     ],
 )
 def test_language_part_of_a_checkpoint_with_a_vision_part(kind, rope, architecture, tmp_path):
