@@ -277,16 +277,31 @@ class Pair:
             parts = {part: wirings[part].maps.decode(constants, {part: x}, {})[0] for part, x in payload.items()}
             return {part: sources[part] for part, sources in parts.items()}, carry
 
-        def expand(*arguments):
-            return wirings["k"].maps.expand(*arguments)[0], wirings["v"].maps.expand(*arguments)[1]
+        def expanded(body: bool):
+            maps = [wirings[part].maps for part in PARTS]
+            key, value = (x.expand_body if body and x.expand_body is not None else x.expand for x in maps)
+            return lambda *arguments: (key(*arguments)[0], value(*arguments)[1])
 
+        # A part's own maps turn what they encode. Queries and outputs are turned for both parts.
+        rotations = {
+            "k": getattr(self.key, "key_rotation", "none"),
+            "v": getattr(self.value, "value_rotation", "none"),
+        }
+        body_frame = frame(rotations, config)
         return Wiring(
             Storage(
                 sources={part: wiring.storage.sources[part] for part, wiring in wirings.items()},
                 codecs={part: wiring.storage.codecs[part] for part, wiring in wirings.items()},
                 clocks=clocks,
             ),
-            Maps(capture, encode, decode, expand),
+            Maps(
+                capture,
+                encode,
+                decode,
+                expanded(False),
+                expand_body=None if body_frame is None else expanded(True),
+                frame=body_frame,
+            ),
             fast=Fast(reading=max(wiring.fast.reading for wiring in wirings.values())),
         )
 

@@ -87,6 +87,22 @@ def test_parts_with_windows_of_their_own_decode_as_they_prefill():
     np.testing.assert_allclose(logits[0], logits[1], atol=0.05)
 
 
+ROTATED = "kivi:bits=8,window=32,rotate=hadamard"
+
+
+@pytest.mark.parametrize(
+    "text", [f"exact;v={ROTATED}", f"exact;k={ROTATED}", f"k={ROTATED};v={ROTATED},value_rotate=signs"]
+)
+def test_a_rotated_part_is_read_in_its_frame(text):
+    """Queries and outputs are turned for the part that is: what 8 bits lose is small beside the logits."""
+    model, ids, counts = tiny(), tokens(1, 129), jnp.asarray([1])
+    found = []
+    for method in ("exact", text):
+        cache = kvq.prefill(model, ids[:, :128], jnp.asarray([128]), kvq.init_cache(model, method, 1, 256))[1]
+        found.append(np.asarray(kvq.forward(model, ids[:, 128:], counts, cache)[0]))
+    assert 0 < np.abs(found[1] - found[0]).max() < 0.3 * np.std(found[0])
+
+
 def test_constants_serve_a_pair_whatever_its_windows():
     config = tiny().config
     one, other = (kvq.parse(f"exact;k=kvquant:bits=3,buffer={n};0.v=kivi:bits=2") for n in (32, 64))
