@@ -75,7 +75,7 @@ __all__ = [
 
 class Projected(NamedTuple):
     """What one layer computes from its input `h` before attention. `x` is the input after the attention norm, `bare`
-    the keys before their bias."""
+    the keys before their bias. Of latents `k` and `v` are the same (kvqjax/model/latents.py)."""
 
     q: Float[Array, "B T H D"]  # rotated
     k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
