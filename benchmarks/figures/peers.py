@@ -117,10 +117,10 @@ def serving(record: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record["versions"].items()))
     about = (
         "\n## Many users at equal memory (`python -m benchmarks.serving`)\n\n"
-        f"SmolLM2-135M-Instruct in float32; {_machine(record['machine'])}; {versions}. Every cache has the same bytes,\n"
-        "all that a row keeps beside its codes included. Prompts are fed 512 tokens at a time between the steps of rows "
-        "that run.\nllama.cpp is driven through its library as its server drives it, with each request's cells "
-        "reserved and the common prefix\nheld once. transformers' pages are float32.\n"
+        f"SmolLM2-135M-Instruct in float32; {_machine(record['machine'])};\n{versions}. Every cache has the same "
+        "bytes, all that a row keeps\nbeside its codes included. Prompts are fed 512 tokens at a time between steps of "
+        "rows that run. llama.cpp is\ndriven through its library as its server drives it, with each request's cells "
+        "reserved and the common prefix held\nonce. transformers' pages are float32.\n"
     )
     for run in record["runs"]:
         about += _workload(run["about"]) + table(SERVING_HEAD, [serving_cells(row) for row in run["rows"]])

@@ -7,7 +7,7 @@ prefixes form a tree: each is named by a trace of all its tokens, made from the 
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,6 +24,10 @@ Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of e
 
 TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
 REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
+# Prompts that may begin before a prefix which several have begun with counts as no better than the end of the newest
+# prompt. Where there is room for one prefix, a system prompt of half of all requests would else be displaced by every
+# request between.
+PROVEN = 16
 
 
 class Prefix(NamedTuple):
@@ -45,7 +49,8 @@ class SavedPrefix(NamedTuple):
 
 
 class Prefixes:
-    """What is kept of prompts that begin alike; those used least recently go first.
+    """What is kept of prompts that begin alike. Those go first that one prompt alone has begun with of late, and of
+    equal ones those used least recently.
 
     Args:
         chunk: tokens of a chunk.
@@ -57,6 +62,8 @@ class Prefixes:
         self._chunk, self._most, self._pool = chunk, most, pool
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._begun = 0  # prompts
+        self._proven: dict[bytes, int] = {}  # by trace, the number of the last prompt that began as others had
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -70,6 +77,7 @@ class Prefixes:
         if best is None:
             return None
         self._kept.move_to_end(best)
+        self._proven[best] = self._begun
         return self._kept[best]
 
     def worth_keeping(self, prompt: Sequence[int]) -> set[int]:
@@ -77,23 +85,31 @@ class Prefixes:
         prompt that began alike went on otherwise, and the last one, from which the next turn of a conversation goes
         on."""
         ends, repeated = list(self._ends(prompt)) if self._most else [], 0
+        self._begun += 1
         for end, trace in ends:
             if trace in self._remembered:
-                repeated = end
+                repeated, common = end, trace
             self._remembered[trace] = None
             self._remembered.move_to_end(trace)
+        if repeated:
+            self._proven[common] = self._begun
         while len(self._remembered) > REMEMBERED:
-            self._remembered.popitem(last=False)
+            self._proven.pop(self._remembered.popitem(last=False)[0], None)
         return {end for end in (repeated, ends[-1][0] if ends else 0) if end}
 
     def keep(self, prompt: Sequence[int], length: int, row: Cache, pages: Sequence[int]) -> None:
-        """Keep the first `length` tokens of a prompt, which lie in `pages`."""
+        """Keep the first `length` tokens of a prompt, which lie in `pages`, unless there is one place and what has it
+        is worth more."""
         trace = next(trace for end, trace in self._ends(prompt) if end == length)
         if trace in self._kept:
             self._kept.move_to_end(trace)
             return
-        while len(self._kept) >= self._most:
-            self.drop()
+        if len(self._kept) >= self._most:
+            worst = self._worst_first()[0]
+            # Of several places one is always for the newest prompt, whose conversation may go on.
+            if self._most == 1 and self._is_proven(worst) and not self._is_proven(trace):
+                return
+            self._let_go(worst)
         shared = [] if self._pool is None else self._pool.share(pages)
         self._kept[trace] = Prefix(length, row, shared)
 
@@ -135,13 +151,28 @@ class Prefixes:
         return len(chosen)
 
     def drop(self) -> bool:
-        """Let go of the prefix that was used least recently. False where there is none."""
-        if not self._kept:
-            return False
-        _, prefix = self._kept.popitem(last=False)
+        """Let go of the prefix that is worth least among those of which a page becomes free, at once or when further
+        ones go. False where there is none: pages that rows use too stay in use."""
+        users = Counter(page for prefix in self._kept.values() for page in prefix.pages)
+        for trace in self._worst_first():
+            pages = self._kept[trace].pages
+            if self._pool is not None and any(self._pool.users(page) == users[page] for page in pages):
+                self._let_go(trace)
+                return True
+        return False
+
+    def _worst_first(self) -> list[bytes]:
+        """Give the traces of all, those first that go first."""
+        return sorted(self._kept, key=self._is_proven)  # a stable sort of what lies in the order of use
+
+    def _is_proven(self, trace: bytes) -> bool:
+        """Say whether several prompts have begun so, the last of them not long ago."""
+        return trace in self._proven and self._begun - self._proven[trace] <= PROVEN
+
+    def _let_go(self, trace: bytes) -> None:
+        prefix = self._kept.pop(trace)
         if self._pool is not None:
             self._pool.drop(prefix.pages)
-        return True
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to it. The last token

@@ -9,9 +9,11 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.cache.pages import PagePool
 from kvqjax.generation import loop
 from kvqjax.serving import batch
 from kvqjax.serving.engine import EngineClosed, EngineFull, RequestFailed
+from kvqjax.serving.prefixes import Prefixes
 
 CAPACITY, CHUNK, NEW = 192, 32, 20
 SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
@@ -221,6 +223,40 @@ def test_prefixes_used_least_recently_go_first(model):
     with engine_of(model, "exact", prefixes=0) as engine:
         answers = [engine.submit([3] * 41, max_new_tokens=2, eos_ids=()).result() for _ in range(3)]
     assert {answer.reused_tokens for answer in answers} == {0}
+
+
+def test_a_common_prefix_outlives_the_prompts_between(model):
+    """Half of all requests begin alike. Where there is a place for one prefix, the others do not displace theirs, but a
+    prefix that nobody has begun with for long goes."""
+    common, wanted = [5] * 33, []
+    with engine_of(model, "kivi:bits=2,window=32", prefixes=1) as engine:
+        for number in range(8):
+            for prompt in ([*common, number], [number + 10] * 40):
+                wanted.append(engine.submit(prompt, max_new_tokens=2, eos_ids=()).result().reused_tokens)
+        assert engine.stats().prefixes == 1
+        assert wanted == [0, 0, 0, 0] + [32, 0] * 6
+        for number in range(20, 40):
+            engine.submit([number] * 40, max_new_tokens=2, eos_ids=()).result()
+        again = [engine.submit(prompt, max_new_tokens=2, eos_ids=()).result() for prompt in ([39] * 41, [*common, 1])]
+    assert [answer.reused_tokens for answer in again] == [32, 0]
+
+
+def test_a_prefix_whose_pages_rows_use_is_kept_when_pages_run_out(model):
+    """To drop it would free no page."""
+    pool, cache = PagePool(6), kvq.init_cache(model, "exact", 1, 64)
+    prefixes = Prefixes(4, 3, pool)
+    row, other = pool.take(2), pool.take(2)
+    prefixes.worth_keeping(range(9))
+    prefixes.keep(range(9), 8, cache, row)
+    assert not prefixes.drop()
+    prefixes.worth_keeping(range(20, 29))
+    prefixes.keep(range(20, 29), 4, cache, other[:1])
+    prefixes.keep(range(20, 29), 8, cache, other)
+    pool.drop(other)  # the row has ended: both prefixes have its first page
+    assert [prefixes.drop(), pool.free, prefixes.drop(), pool.free, prefixes.drop()] == [True, 2, True, 4, False]
+    pool.drop(row)
+    assert prefixes.drop()
+    assert (pool.free, len(prefixes)) == (6, 0)
 
 
 LONG = {"capacity": 1024, "chunk": 64}
