@@ -1,0 +1,454 @@
+"""Attention in config.json, read and written: its heads, or the latents in their place, its scores, its rope."""
+
+import functools
+import math
+from typing import Any
+
+from kvqjax.model.config import LatentHeads, ModelConfig, RopeConfig
+from kvqjax.model.hf_families import Family
+from kvqjax.model.hf_fields import ACTIVATIONS, LOGIT_CAP, SCORE_CAP, read_integer, read_number, refuse
+from kvqjax.model.hf_layers import FULL_ATTENTION, SLIDING_ATTENTION
+
+__all__ = [
+    "growth_from_hf",
+    "heads_from_hf",
+    "heads_to_hf",
+    "latents_from_hf",
+    "latents_to_hf",
+    "ropes_from_hf",
+    "ropes_to_hf",
+    "scores_to_hf",
+]
+
+# --- Heads, and latents in their place ---
+
+_LATENT_FIELDS = {"query_rank": "q_lora_rank", "key_dim": "qk_nope_head_dim", "value_dim": "v_head_dim"}
+_LATENT, _TURNED = "kv_lora_rank", "qk_rope_head_dim"
+
+
+def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str, Any]:
+    """Read the KV heads, the width of a head, and the scale of its scores.
+
+    Args:
+        raw: the contents of config.json, with the family's defaults.
+        family: the family of the model.
+        width: the width of the model.
+        heads: how many query heads a layer has.
+
+    Returns:
+        Fields of `ModelConfig`.
+
+    Raises:
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+    """
+    if raw.get("head_dim") is None and width % heads:
+        refuse(
+            "hidden_size",
+            width,
+            f"without head_dim wanted a multiple of num_attention_heads={heads}",
+        )
+    head_dim = width // heads if raw.get("head_dim") is None else read_integer(raw, "head_dim")
+    grouped = raw.get("num_key_value_heads") is not None
+    kv_heads = read_integer(raw, "num_key_value_heads") if grouped else heads
+    return {"num_kv_heads": kv_heads, "head_dim": head_dim, "scale": _scale_from_hf(raw, family, head_dim)}
+
+
+def heads_to_hf(config: ModelConfig) -> dict:
+    """Write the KV heads and the width of a head.
+
+    Args:
+        config: the config of the model.
+
+    Returns:
+        The fields that `heads_from_hf` reads, but for the scale (`scores_to_hf`).
+    """
+    return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+
+
+def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
+    """Read the one KV head that latents are, and the scale of scores.
+
+    The scale is that of the heads which the latents stand for, times the square of yarn's factor of all channels.
+
+    Args:
+        raw: the contents of config.json, with the family's defaults.
+        family: the family of the model.
+        heads: how many query heads a layer has.
+
+    Returns:
+        Fields of `ModelConfig`.
+
+    Raises:
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+    """
+    if raw.get("num_key_value_heads") not in (None, heads):
+        refuse("num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}")
+    made = LatentHeads(**{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()})
+    latent, turned = read_integer(raw, _LATENT), read_integer(raw, _TURNED)
+    if latent % 2 or turned % 2:
+        refuse(_LATENT, latent, f"it and {_TURNED}={turned} are wanted even")
+    dim = made.key_dim + turned
+    if raw.get("head_dim") not in (None, dim):
+        refuse("head_dim", raw["head_dim"], f"wanted the sum of the two parts of a key, {dim}")
+    rope, prefix = _rope_object(raw, family)
+    scale = dim**-0.5
+    if rope.get(_MSCALE):
+        scale *= _mscale(read_number(rope, "factor", prefix=prefix), read_number(rope, _MSCALE, prefix=prefix)) ** 2
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent + turned,
+        "latent": latent,
+        "latent_heads": made,
+        "scale": scale,
+    }
+
+
+def latents_to_hf(config: ModelConfig) -> dict:
+    """Write the latents of a family that has them.
+
+    Args:
+        config: the config of the model.
+
+    Returns:
+        The fields that `latents_from_hf` reads, but for the scale (`ropes_to_hf`).
+    """
+    made, latent = config.latent_heads, config.latent
+    assert made is not None
+    assert latent is not None
+    turned = config.head_dim - latent
+    raw = {field: getattr(made, name) for name, field in _LATENT_FIELDS.items()}
+    raw |= {"num_key_value_heads": config.num_heads, "head_dim": made.key_dim + turned}
+    return raw | {_LATENT: latent, _TURNED: turned}
+
+
+# --- Scores and logits ---
+
+_SCALE = "query_pre_attn_scalar"
+
+
+def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
+    """What scores are multiplied by; None for the root of the head's width, which is every other family's."""
+    divisor = read_number(raw, _SCALE) if family.query_scale else head_dim
+    return None if divisor == head_dim else divisor**-0.5
+
+
+def scores_to_hf(config: ModelConfig, family: Family) -> dict:
+    """Write how scores are scaled and capped, and logits, and what else a family says beside them.
+
+    Args:
+        config: the config of the model.
+        family: the family of the model.
+
+    Returns:
+        The fields that the family has.
+    """
+    raw: dict[str, Any] = {}
+    if family.activation != "silu":
+        raw["hidden_activation"] = ACTIVATIONS[config.activation]
+    if family.query_scale:
+        scale = config.common_scale
+        raw[_SCALE] = config.head_dim if scale is None else _plain_number(scale**-2)
+    if family.score_softcap:
+        raw[SCORE_CAP] = config.softcap
+    if family.logit_softcap:
+        raw[LOGIT_CAP] = config.logit_softcap
+    if family.output_bias:
+        raw["attention_bias"] = True
+    return raw
+
+
+def _plain_number(value: float) -> int | float:
+    """A number that came back from a root: whole ones, which config classes want as integers, without its rounding."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
+
+
+# --- Rotary embedding ---
+#
+# Two spellings are read: `rope_scaling` beside `rope_theta` (transformers 4) and `rope_parameters` (transformers 5).
+
+_LENGTH = "original_max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
+_MSCALE = "mscale_all_dim"
+_ROPE_FIELDS = {
+    *("rope_type", "type", "rope_theta", "factor", _LENGTH, "partial_rotary_factor", "finetuned"),
+    *("low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    *("short_factor", "long_factor"),
+}
+_GROWTH_FIELDS = {_GROWTH, "max_position_embeddings"}  # a rope whose queries grow has these too
+
+# The fields of `RopeConfig` that are written for each kind. Kinds that stand here are known.
+_WRITTEN = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "dynamic": ("factor",),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+}
+
+
+def ropes_from_hf(
+    raw: dict,
+    family: Family,
+    windows: tuple[int | None, ...],
+    roped: tuple[bool, ...],
+    head_dim: int,
+    length: int | None = None,
+) -> RopeConfig | tuple[RopeConfig, ...]:
+    """Read the rope of every layer.
+
+    Args:
+        raw: the contents of config.json, with the family's defaults.
+        family: the family of the model.
+        windows: the sliding window of each layer with attention.
+        roped: whether each of these layers has a rope.
+        head_dim: the width of a head.
+        length: the longest text in tokens; None: as long as the length before scaling.
+
+    Returns:
+        The rope that all layers share, or one for each layer.
+
+    Raises:
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+    """
+    if not family.rope_by_type:
+        rope = _rope_from_hf(raw, family, head_dim, length)
+        return rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
+    of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
+    return tuple(of_type[FULL_ATTENTION if window is None else SLIDING_ATTENTION] for window in windows)
+
+
+def _by_type(raw: dict) -> dict[str, dict]:
+    """The config as layers of each type read it. transformers 5 writes a rope for each; version 4 one that only full
+    attention has, and the base of the sliding layers' frequencies beside it."""
+    ropes = raw.get("rope_parameters") or {}
+    if not isinstance(ropes, dict) or not all(
+        isinstance(ropes.get(name) or {}, dict) for name in (FULL_ATTENTION, SLIDING_ATTENTION)
+    ):
+        refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
+    if ropes and not ropes.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
+        refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
+    full = raw | {"rope_parameters": ropes.get(FULL_ATTENTION)}
+    sliding = raw | {"rope_parameters": ropes.get(SLIDING_ATTENTION), "rope_scaling": None}
+    return {FULL_ATTENTION: full, SLIDING_ATTENTION: sliding | {"rope_theta": raw.get("rope_local_base_freq")}}
+
+
+def ropes_to_hf(config: ModelConfig, family: Family) -> dict:
+    """Write the ropes, and how queries grow.
+
+    Args:
+        config: the config of the model.
+        family: the family of the model.
+
+    Returns:
+        The fields that `ropes_from_hf` and `growth_from_hf` read, in transformers 4's spelling where it has one.
+    """
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
+    if not family.rope_by_type:
+        rope = next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
+        raw = _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
+        return _latent_rope_to_hf(config, raw) if family.latent else raw
+    of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
+    # A type that no layer has keeps what it would be read as.
+    raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
+    return raw | ({"rope_local_base_freq": of_type[False].theta} if False in of_type else {})
+
+
+def _latent_rope_to_hf(config: ModelConfig, rope: dict) -> dict:
+    """The fields of a rope, with those that scores of latents are scaled by; they are read in this spelling alone."""
+    scaling = dict(rope["rope_scaling"])
+    made, latent, scale = config.latent_heads, config.latent, config.common_scale
+    assert made is not None
+    assert latent is not None
+    assert scale is not None
+    dim = made.key_dim + config.head_dim - latent
+    factor = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
+    excess = (scale * dim**0.5) ** 0.5 - 1  # beyond 1 of yarn's factor of all channels
+    if factor and not math.isclose(excess, 0.0, abs_tol=1e-12):
+        scaling[_MSCALE] = float(f"{excess / (0.1 * factor):.12g}")  # as it was read, without the rounding of a root
+    scaling |= {"partial_rotary_factor": (config.head_dim - latent) / dim, "rope_theta": rope["rope_theta"]}
+    return {"rope_parameters": scaling}
+
+
+def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
+    """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
+    rope, prefix = _rope_object(raw, family)
+    share = _turned_share(raw, rope, family, head_dim, prefix)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if family.latent and kind != "yarn":
+        refuse(f"{prefix}rope_type", kind, "wanted yarn")
+    theta = read_number(rope, "rope_theta", read_number(raw, "rope_theta", 10000.0), prefix)
+    if kind == "default":
+        return RopeConfig(theta=theta, fraction=share)
+    if share < 1 and not family.latent:
+        refuse(f"{prefix}rope_type", kind, f"wanted default where {share:g} of the channels are turned")
+    if kind == "linear":
+        factor = read_number(rope, "factor", prefix=prefix)
+        # The length that Gemma 3 states is the one after scaling, other families' the one before it.
+        original = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original)
+    if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
+        refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
+
+    full = read_integer(raw, "max_position_embeddings")
+    original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
+    if kind == "llama3":
+        fields = _llama3(rope, prefix, family)
+    elif kind == "yarn":
+        fields = _yarn(rope, full / original, prefix)
+        if family.latent and fields["attention_factor"] != 1:
+            refuse(f"{prefix}mscale", rope.get("mscale"), f"wanted that of {_MSCALE}: cos and sin are not scaled")
+    elif kind == "longrope":
+        fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
+    else:
+        fields = _dynamic(rope, head_dim, prefix)
+    config = RopeConfig(theta=theta, kind=kind, original_max_position=original, fraction=share, **fields)
+    return config if length is None else config.for_length(length)
+
+
+def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
+    """The fields of a rope in transformers 4's spelling, which version 5 reads too."""
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    scaling |= {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
+    # The length before scaling of the kinds linear and dynamic follows from max_position_embeddings.
+    if rope.original_max_position and rope.kind not in ("linear", "dynamic"):
+        scaling[_LENGTH] = rope.original_max_position
+    if growth:
+        scaling[_GROWTH] = growth
+    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
+
+
+def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: str) -> float:
+    """The share of a head's channels that a rope turns."""
+    if family.latent:
+        turned = read_integer(raw, _TURNED)
+        share = turned / (turned + read_integer(raw, _LATENT_FIELDS["key_dim"]))
+        if not math.isclose(rope.get("partial_rotary_factor") or share, share):
+            refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], f"wanted {share:g}")
+        return turned / head_dim
+    if not family.recurrent:
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], "wanted 1")
+        return 1.0
+    field = "partial_rotary_factor"
+    share = read_number(rope, field, read_number(raw, field, 1.0), prefix)
+    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
+        refuse(field, share, f"wanted a share of head_dim = {head_dim} that is an even number of channels")
+    return share
+
+
+def growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
+    """Read how fast queries grow with their position, and beyond which length.
+
+    Args:
+        raw: the contents of config.json, with the family's defaults.
+        family: the family of the model.
+
+    Returns:
+        Fields of `ModelConfig`; none in families whose queries do not grow.
+
+    Raises:
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+    """
+    if family.chunked and raw["attn_temperature_tuning"]:
+        return {"query_growth": read_number(raw, "attn_scale"), "growth_length": read_integer(raw, "floor_scale")}
+    if not family.query_growth:
+        return {}
+    rope, prefix = _rope_object(raw, family)
+    return {"query_growth": read_number(rope, _GROWTH, prefix=prefix)}
+
+
+def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
+    """The object that describes the rope, and its name as a prefix of its fields' names."""
+    # A non-empty `rope_scaling` wins over `rope_parameters`, as in transformers.
+    field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(field) or dict(family.rope_defaults)
+    if not isinstance(rope, dict):
+        refuse(field, rope, "wanted an object")
+    known = _ROPE_FIELDS | (_GROWTH_FIELDS if family.query_growth else set())
+    for name in rope:
+        if name not in known:
+            refuse(f"{field}.{name}", rope[name], "the field is unknown")
+    return rope, f"{field}."
+
+
+def _original_length(raw: dict, rope: dict, prefix: str) -> int:
+    """The length before scaling: beside the rope's fields, among them, or else the full length."""
+    if raw.get(_LENGTH) is not None:
+        return read_integer(raw, _LENGTH)
+    if rope.get(_LENGTH) is not None:
+        return read_integer(rope, _LENGTH, prefix)
+    return read_integer(raw, "max_position_embeddings")
+
+
+def _llama3(rope: dict, prefix: str, family: Family) -> dict:
+    read = functools.partial(read_number, rope, prefix=prefix)
+    low, high = read("low_freq_factor"), read("high_freq_factor")
+    # Llama 4 is published with equal ones: no wavelength lies between. transformers warns of it and computes.
+    if high < low or (high == low and not family.chunked):
+        refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
+    return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _dynamic(rope: dict, head_dim: int, prefix: str) -> dict:
+    factor = read_number(rope, "factor", prefix=prefix)
+    if head_dim == 2 or factor < 1:
+        reason = "dynamic wants at least 1, and heads of more than 2 channels"
+        refuse(f"{prefix}factor", factor, reason)
+    return {"factor": factor}
+
+
+def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
+    """Yarn's fields. `ratio` of full to original length is the factor where that is null."""
+    if "factor" not in rope:
+        reason = "wanted a positive number, or null for max_position_embeddings / original"
+        refuse(f"{prefix}factor", None, reason)
+    factor = read_number(rope, "factor", ratio, prefix)
+    return {
+        "factor": factor,
+        "attention_factor": _yarn_attention_factor(rope, factor, prefix),
+        "beta_fast": read_number(rope, "beta_fast", 32.0, prefix),
+        "beta_slow": read_number(rope, "beta_slow", 1.0, prefix),
+        "truncate": bool(rope.get("truncate", True)),
+    }
+
+
+def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
+    """Yarn's factor on cos and sin: that of the config, or 0.1 m ln(factor) + 1 (arXiv 2309.00071).
+
+    Of a config with mscale and mscale_all_dim it is the ratio of the two.
+    """
+    if rope.get("attention_factor") is not None:
+        return read_number(rope, "attention_factor", prefix=prefix)
+
+    if rope.get("mscale") and rope.get(_MSCALE):
+        numerator = _mscale(factor, read_number(rope, "mscale", prefix=prefix))
+        return numerator / _mscale(factor, read_number(rope, _MSCALE, prefix=prefix))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, multiplier: float) -> float:
+    """0.1 m ln(factor) + 1, and 1 where nothing is scaled."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
+    """Factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
+
+    The one on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). `ratio` of full to original
+    length is the factor where the config has none.
+    """
+    factor = read_number(rope, "factor", ratio, prefix)
+    factors = {}
+    for name in ("short_factor", "long_factor"):
+        values = rope.get(name)
+        if not isinstance(values, list) or len(values) != pairs:
+            reason = f"wanted a list of {pairs} positive numbers, one for each pair of channels"
+            refuse(prefix + name, values, reason)
+        factors[name] = tuple(read_number({name: value}, name, prefix=prefix) for value in values)
+    scale = 1.0
+    if factor > 1:
+        scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    attention_factor = read_number(rope, "attention_factor", scale, prefix)
+    return {"factor": factor, "attention_factor": attention_factor, **factors}
