@@ -84,7 +84,8 @@ class Prefixes:
         """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping: where an earlier
         prompt that began alike went on otherwise, and the last one, from which the next turn of a conversation goes
         on."""
-        ends, repeated = list(self._ends(prompt)) if self._most else [], 0
+        ends = list(self._ends(prompt)) if self._most else []
+        repeated, common = 0, b""
         self._begun += 1
         for end, trace in ends:
             if trace in self._remembered:
