@@ -88,7 +88,7 @@ def compiled():
 
 
 def test_decode_loop_of_a_tiny_model(compiled, counter):
-    """Blocks of the body are read as far as the longest row reaches; nothing is encoded at rest, one unit when due."""
+    """Blocks of the body are read as far as each row reaches; nothing is encoded at rest, one unit when due."""
     config, method, text = compiled
     account, program = counter("account"), counter("hlo").parse(text)
     layout = layout_for(config, method, 4096, "cpu")
@@ -101,11 +101,13 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
     short, long = (account.resting(layout, length) for length in (1100, 4096))
     (low, low_count), (high, high_count), mixed = visits(short, short), visits(long, long), visits(short, long)
     run = runs_of(layout)[0]
-    block = at_once(run.wiring.fast.packed.spec, (2, 1, config.num_heads, config.head_dim), run.slots)
+    block = at_once(run.wiring.fast.packed.spec, config.num_heads, run.slots)
     # A window of 32, encoded 32 at a time.
     blocks = [-(-((tokens - 32) // 32 * 32) // block) for tokens in (short, long)]
-    assert high.syncs - low.syncs == 2 * (blocks[1] - blocks[0]) > 0
-    assert low_count < high_count == mixed[1]
+    layers, rows = config.num_layers, 2
+    assert high.syncs - low.syncs == layers * rows * (blocks[1] - blocks[0]) > 0
+    assert low_count < high_count
+    assert 2 * mixed[1] == low_count + high_count
     ((tokens, unit),) = account.encoding(layout, 4096)
     assert unit == 32
     assert visits(short, tokens)[0].syncs > visits(short, tokens + 1)[0].syncs
