@@ -92,7 +92,7 @@ def _arguments(name: str, chip: str):
     """Shapes of one call on one device of the chip, and its spec."""
     import jax
     import jax.numpy as jnp
-    from packed_bodies import STRETCH, shapes
+    from packed_bodies import shapes
 
     from kvqjax.hardware.chips import chip_devices
     from kvqjax.pallas_kernels.packed import PackedSpec, Rope
@@ -108,7 +108,6 @@ def _arguments(name: str, chip: str):
         value_group=value_group,
         kv_heads=KV_HEADS,
         head_dim=head_dim,
-        block=STRETCH,
         target=chip,
         rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if before else None,
         datatype="nuq" if nuq else "uniform",

@@ -28,10 +28,7 @@ from kvqjax.pallas_kernels.forms import Spec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
-__all__ = ["BLOCK", "Packable", "Packed", "packed_form", "rope_of", "uniform_body"]
-
-# Tokens that the plain path reads at a time: whole planes of any width, and few enough for a CPU's cache.
-BLOCK = 1024
+__all__ = ["Packable", "Packed", "packed_form", "rope_of", "uniform_body"]
 
 
 class Packed(NamedTuple):
@@ -86,7 +83,7 @@ def rope_of(shape: KVShape) -> Rope:
 def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **more: Any) -> PackedSpec:
     """Describe keys and values that have `bits` each and values' scales of `value.dtype`. `more` are fields of
     `PackedSpec` that differ from codec to codec."""
-    heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "block": BLOCK}
+    heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     before = rope_of(shape) if rope == "pre" else None
     return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **more)
 

@@ -104,8 +104,7 @@ class PackedBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpec:
-    """Everything static about a call. `block` tokens are read at a time: a multiple of the layout's block, not
-    necessarily a divisor of the slots. `target` names the chip that the program is compiled for. `rope` is None for
+    """Everything static about a call. `target` names the chip that the program is compiled for. `rope` is None for
     keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales,
     and where `key_channels` channels of a token do. `key_factors` numbers of a token multiply its keys: 0, 1, or one of
     each KV head. `value_factors` says whether values are multiplied too. `striped`: keys lie in lines and values in
@@ -118,7 +117,6 @@ class PackedSpec:
     kv_heads: int
     head_dim: int
     scales: str = "bfloat16"
-    block: int = 512
     target: str = "cpu"
     rope: Rope | None = None
     datatype: str = "uniform"
@@ -134,9 +132,6 @@ class PackedSpec:
             raise ValueError(f"target={self.target!r}; known: {', '.join(TARGETS)}")
         if self.datatype not in ("uniform", "nuq"):
             raise ValueError(f"datatype={self.datatype!r}; known: uniform, nuq")
-        unit = self.unit
-        if self.block < 1 or self.block % unit:
-            raise ValueError(f"block={self.block}; blocks of this layout are multiples of {unit} tokens")
         if self.width % self.value_group:
             raise ValueError(f"value_group={self.value_group} does not divide the width {self.width}")
 

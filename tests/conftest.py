@@ -21,6 +21,7 @@ os.environ.setdefault(
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".jax_cache"
@@ -67,3 +68,11 @@ def pytest_runtest_teardown(item, nextitem):
     leaves = nextitem is None or nextitem.path != item.path
     if leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked():
+    """Without jaxtyping's check of types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

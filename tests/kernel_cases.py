@@ -61,7 +61,6 @@ class Case:
     group: int  # query heads per KV head
     length: int = 1  # query tokens
     slots: int = 1024
-    block: int = 0
     target: str = "cpu"
     rope: Rope | None = None
     datatype: str = "uniform"
@@ -74,15 +73,13 @@ class Case:
 
     @property
     def spec(self) -> PackedSpec:
-        own = {f.name for f in dataclasses.fields(PackedSpec)} & set(vars(self)) - {"block"}
-        values = {name: getattr(self, name) for name in own}
-        unit = max(1024 if self.striped else 1024 // (b & -b) for b in (self.key_bits, self.value_bits))
-        return PackedSpec(**values, block=self.block or unit)
+        names = {field.name for field in dataclasses.fields(PackedSpec)} & set(vars(self))
+        return PackedSpec(**{name: getattr(self, name) for name in names})
 
     def __str__(self):
         return (
             f"k{self.key_bits}g{self.key_group}-v{self.value_bits}g{self.value_group}"
-            f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}b{self.block}"
+            f"-K{self.kv_heads}D{self.head_dim}G{self.group}T{self.length}-{self.slots}"
             + (f"-factors{self.key_factors}" + "v" * self.value_factors if self.key_factors else "")
             + f"-keys{self.key_channels}" * bool(self.key_channels)
             + "-stripes" * self.striped

@@ -1,0 +1,1 @@
+"""Many users at equal memory, through our engine and others."""

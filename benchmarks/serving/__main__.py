@@ -44,10 +44,10 @@ def rows_for(model: kvq.Model, method: str, requests: list[Request], options: ar
 
     def fits(rows: int) -> bool:
         try:
-            found = memory_for(model, method, options.capacity, rows, options.pool, PREFIXES, "auto")
+            memory = memory_for(model, method, options.capacity, rows, options.pool, PREFIXES, "auto")
         except kvq.UserError:
             return False
-        return found.pages >= (rows + 1) * math.ceil(tokens * found.row_pages / options.capacity)
+        return memory.pages >= (rows + 1) * math.ceil(tokens * memory.row_pages / options.capacity)
 
     return next((rows for rows in range(options.rows, 1, -1) if fits(rows)), 1)
 
@@ -128,13 +128,13 @@ def about(options: argparse.Namespace) -> dict:
 
 def versions() -> dict[str, str]:
     """The versions of the peers that are installed."""
-    found = {}
+    installed = {}
     for name in ("llama-cpp-python", "transformers", "torch"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def main() -> None:
@@ -165,11 +165,11 @@ def main() -> None:
     if run is None:
         run = {"about": about(options), "rows": []}
         record["runs"].append(run)
-    known = {row["cache"] for row in run["rows"]}
+    measured = {row["cache"] for row in run["rows"]}
     names = [*(options.cache or ([] if options.peer else CACHES)), *(options.peer or [])]
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            if name in known:
+            if name in measured:
                 continue
             announce(f"{name}: {len(requests)} requests")
             run["rows"].append(measure(model, name, requests, Path(folder), options))

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.serving.workload import Request, Served
 from kvqjax.model.config import ModelConfig
 
-__all__ = ["by_llamacpp", "by_transformers"]
+__all__ = ["Batching", "by_llamacpp", "by_transformers"]
 
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # of a number of a key or value, with its scales
 PAGE = 256  # tokens; llama.cpp rounds its cells to so many, and transformers' blocks have so many
@@ -31,7 +31,7 @@ class _Row:
         self.last = 0
 
 
-class _Batching:
+class Batching:
     """Continuous batching over a context of llama.cpp.
 
     Args:
@@ -101,10 +101,28 @@ class _Batching:
 
 
 def by_llamacpp(
-    params: dict, config: ModelConfig, kind: str, requests: list[Request], prefix: list[int], folder: Path,
+    params: dict,
+    config: ModelConfig,
+    kind: str,
+    requests: list[Request],
+    prefix: list[int],
+    folder: Path,
     options: argparse.Namespace,
-) -> tuple[Served, float]:  # fmt: skip
-    """Serve the workload by llama.cpp with a cache of `kind`, whose cells take `options.pool` bytes."""
+) -> tuple[Served, float]:
+    """Serve the workload by llama.cpp.
+
+    Args:
+        params: the weights, as stacks.
+        config: the config of the model.
+        kind: of the cache, a key of `BITS`. Its cells take `options.pool` bytes.
+        requests: of the workload.
+        prefix: tokens that some of the requests begin with.
+        folder: for the file of weights that llama.cpp reads.
+        options: of the command.
+
+    Returns:
+        What it took, and the bits of a number of a key or value.
+    """
     from benchmarks.llamacpp.peer import Peer, write_model
 
     path = folder / "model.gguf"
@@ -113,7 +131,7 @@ def by_llamacpp(
     cell = 2 * config.num_layers * config.kv_width * BITS[kind] / 8  # bytes
     cells = int(options.pool / cell) // PAGE * PAGE
     peer = Peer(path, kind, cells, options.threads, options.rows + 1)
-    batching = _Batching(peer, options.rows, cells, prefix, config.vocab_size)
+    batching = Batching(peer, options.rows, cells, prefix, config.vocab_size)
     waiting, first = deque(requests), {}
     begun = time.perf_counter()
     while waiting or batching.rows:

@@ -23,7 +23,7 @@ class Request(NamedTuple):
 class Served(NamedTuple):
     """What serving all requests took: seconds until the last token, and each request's seconds until its first one.
 
-    - `running`: rows that made tokens, the mean over the tokens made.
+    - `running`: the mean number of rows that made tokens, over time or over steps.
     - `reused`: prompt tokens that were not computed, since an earlier prompt began with them.
     - `preempted`: how often a request made way for another."""
 

@@ -283,10 +283,8 @@ class Pair:
             return lambda *arguments: (key(*arguments)[0], value(*arguments)[1])
 
         # A part's own maps turn what they encode. Queries and outputs are turned for both parts.
-        rotations = {
-            "k": getattr(self.key, "key_rotation", "none"),
-            "v": getattr(self.value, "value_rotation", "none"),
-        }
+        frames = {part: wiring.maps.frame for part, wiring in wirings.items()}
+        rotations = {part: x.rotations.get(part, "none") for part, x in frames.items() if x is not None}
         body_frame = frame(rotations, config)
         return Wiring(
             Storage(

@@ -41,8 +41,11 @@ class Frame(NamedTuple):
     turn(constants, source, x [.., W], back) -> [.., W]      a source's vectors; `back` into the source's frame
     queries(constants, q [B, T, H, D]) -> [B, T, H, D]       what attends to the body's keys
     outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values, in the source's frame
-    keys(constants, k [B, n, K, D]) -> [B, n, K, D]          the body's keys, in the source's frame"""
+    keys(constants, k [B, n, K, D]) -> [B, n, K, D]          the body's keys, in the source's frame
 
+    `rotations` are those that it was made of."""
+
+    rotations: Rotations
     turn: Callable
     queries: Callable
     outputs: Callable
@@ -184,6 +187,7 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
         return of_queries(constants, "v", out, True) if latent is None else of_keys(constants, out, True)
 
     return Frame(
+        rotations=rotations,
         turn=turn,
         queries=lambda constants, q: of_keys(constants, q, False),
         outputs=of_outputs,

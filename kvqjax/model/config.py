@@ -451,13 +451,13 @@ class ModelConfig(KVShape):
     @property
     def attention_numbers(self) -> int:
         """How many numbers the matrices of a layer of attention have."""
-        made = self.latent_heads
-        if made is None:
+        sizes = self.latent_heads
+        if sizes is None:
             return 2 * self.width * (self.query_width + self.kv_width)
         turned = self.head_dim - (self.latent or 0)
-        heads = made.query_rank * (made.key_dim + turned) + made.value_dim * self.width
-        heads += (self.head_dim - turned) * (made.key_dim + made.value_dim)
-        return self.num_heads * heads + self.width * (made.query_rank + self.head_dim)
+        heads = sizes.query_rank * (sizes.key_dim + turned) + sizes.value_dim * self.width
+        heads += (self.head_dim - turned) * (sizes.key_dim + sizes.value_dim)
+        return self.num_heads * heads + self.width * (sizes.query_rank + self.head_dim)
 
     @property
     def idle_numbers(self) -> int:

@@ -203,13 +203,13 @@ def _of_latents(
     weights: Layer, x: Float[Array, "B T E"], config: ModelConfig
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T 1 D"]]:
     """Make queries that meet latents, and the one key that is also the value, both before RoPE."""
-    made, latent = config.latent_heads, config.latent
-    assert made is not None
+    sizes, latent = config.latent_heads, config.latent
+    assert sizes is not None
     assert latent is not None
-    low = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], made.norm_eps)
+    low = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], sizes.norm_eps)
     q = _product(low, weights, "q")
-    plain, turned = jnp.split(heads(q, q.shape[-1] // (made.key_dim + config.head_dim - latent)), [made.key_dim], -1)
-    key = latent_key(_product(x, weights, "k"), norm(_product(x, weights, "v"), weights["latent_norm"], made.norm_eps))
+    plain, turned = jnp.split(heads(q, q.shape[-1] // (sizes.key_dim + config.head_dim - latent)), [sizes.key_dim], -1)
+    key = latent_key(_product(x, weights, "k"), norm(_product(x, weights, "v"), weights["latent_norm"], sizes.norm_eps))
     return latent_key(turned, absorbed(plain, weights["k_up"])), key[:, :, None]
 
 

@@ -83,11 +83,11 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
     """
     if raw.get("num_key_value_heads") not in (None, heads):
         refuse("num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}")
-    made = LatentHeads(**{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()})
+    sizes = LatentHeads(**{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()})
     latent, turned = read_integer(raw, _LATENT), read_integer(raw, _TURNED)
     if latent % 2 or turned % 2:
         refuse(_LATENT, latent, f"it and {_TURNED}={turned} are wanted even")
-    dim = made.key_dim + turned
+    dim = sizes.key_dim + turned
     if raw.get("head_dim") not in (None, dim):
         refuse("head_dim", raw["head_dim"], f"wanted the sum of the two parts of a key, {dim}")
     rope, prefix = _rope_object(raw, family)
@@ -98,7 +98,7 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
         "num_kv_heads": 1,
         "head_dim": latent + turned,
         "latent": latent,
-        "latent_heads": made,
+        "latent_heads": sizes,
         "scale": scale,
     }
 
@@ -112,12 +112,12 @@ def latents_to_hf(config: ModelConfig) -> dict:
     Returns:
         The fields that `latents_from_hf` reads, but for the scale (`ropes_to_hf`).
     """
-    made, latent = config.latent_heads, config.latent
-    assert made is not None
+    sizes, latent = config.latent_heads, config.latent
+    assert sizes is not None
     assert latent is not None
     turned = config.head_dim - latent
-    raw = {field: getattr(made, name) for name, field in _LATENT_FIELDS.items()}
-    raw |= {"num_key_value_heads": config.num_heads, "head_dim": made.key_dim + turned}
+    raw = {field: getattr(sizes, name) for name, field in _LATENT_FIELDS.items()}
+    raw |= {"num_key_value_heads": config.num_heads, "head_dim": sizes.key_dim + turned}
     return raw | {_LATENT: latent, _TURNED: turned}
 
 
@@ -258,11 +258,11 @@ def ropes_to_hf(config: ModelConfig, family: Family) -> dict:
 def _latent_rope_to_hf(config: ModelConfig, rope: dict) -> dict:
     """The fields of a rope, with those that scores of latents are scaled by; they are read in this spelling alone."""
     scaling = dict(rope["rope_scaling"])
-    made, latent, scale = config.latent_heads, config.latent, config.common_scale
-    assert made is not None
+    sizes, latent, scale = config.latent_heads, config.latent, config.common_scale
+    assert sizes is not None
     assert latent is not None
     assert scale is not None
-    dim = made.key_dim + config.head_dim - latent
+    dim = sizes.key_dim + config.head_dim - latent
     factor = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
     excess = (scale * dim**0.5) ** 0.5 - 1  # beyond 1 of yarn's factor of all channels
     if factor and not math.isclose(excess, 0.0, abs_tol=1e-12):

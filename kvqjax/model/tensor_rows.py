@@ -71,21 +71,21 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
 
 def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
     """Rows of attention of latents. Pairs of a rope lie side by side in the checkpoint."""
-    made, latent = config.latent_heads, config.latent
-    assert made is not None
+    sizes, latent = config.latent_heads, config.latent
+    assert sizes is not None
     assert latent is not None
     turned = config.head_dim - latent
     halves = channel_order(turned, turned, "neighbours")
     if name == "layers/q":
-        each = np.concatenate([np.arange(made.key_dim), made.key_dim + halves])
+        each = np.concatenate([np.arange(sizes.key_dim), sizes.key_dim + halves])
         return _by_head(config.num_heads, len(each), 0, each)
     if name in ("layers/k", "layers/v"):
         return TensorRows(latent + halves if name == "layers/k" else np.arange(latent), config.head_dim)
-    spans = {"layers/k_up": (0, made.key_dim), "layers/v_up": (made.key_dim, made.value_dim)}
+    spans = {"layers/k_up": (0, sizes.key_dim), "layers/v_up": (sizes.key_dim, sizes.value_dim)}
     if name not in spans:
         return None
     first, count = spans[name]
-    return _by_head(config.num_heads, made.key_dim + made.value_dim, first, np.arange(count))
+    return _by_head(config.num_heads, sizes.key_dim + sizes.value_dim, first, np.arange(count))
 
 
 def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:

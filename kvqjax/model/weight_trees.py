@@ -337,17 +337,17 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The matrices of a layer of attention."""
-    c, made = config, config.latent_heads
-    if made is not None and c.latent is not None:
+    c, sizes = config, config.latent_heads
+    if sizes is not None and c.latent is not None:
         turned = c.head_dim - c.latent
         return {
-            "q_latent": (c.width, made.query_rank),
-            "q": (made.query_rank, c.num_heads * (made.key_dim + turned)),
+            "q_latent": (c.width, sizes.query_rank),
+            "q": (sizes.query_rank, c.num_heads * (sizes.key_dim + turned)),
             "k": (c.width, turned),
             "v": (c.width, c.latent),
-            "k_up": (c.latent, c.num_heads * made.key_dim),
-            "v_up": (c.latent, c.num_heads * made.value_dim),
-            "o": (c.num_heads * made.value_dim, c.width),
+            "k_up": (c.latent, c.num_heads * sizes.key_dim),
+            "v_up": (c.latent, c.num_heads * sizes.value_dim),
+            "o": (c.num_heads * sizes.value_dim, c.width),
         }
     outwards, inwards = (c.width, c.query_width), (c.width, c.kv_width)
     shapes: dict[str, tuple[int, ...]] = {"q": outwards, "k": inwards, "v": inwards, "o": outwards[::-1]}

@@ -66,7 +66,7 @@ def test_the_driver_computes_every_token_once_and_in_order(module):
     workload, peers = module("serving.workload"), module("serving.peers")
     prefix, requests = workload.prefix_of(1000, OPTIONS), workload.requests_of(1000, OPTIONS)
     cells = 1500
-    batching = peers._Batching(Library(4), 4, cells, prefix, 1000)
+    batching = peers.Batching(Library(4), 4, cells, prefix, 1000)
     waiting, done, most = list(requests), [], 0
     while waiting or batching.rows:
         while waiting and batching.admit(waiting[0]):

@@ -18,7 +18,7 @@ CASES = [
     Case(key_bits=3, value_bits=2, key_group=64, value_group=64, kv_heads=2, head_dim=96, group=2, slots=2048),
     Case(key_bits=2, value_bits=3, key_group=32, value_group=128, kv_heads=2, head_dim=64, group=8, slots=2048),
     Case(key_bits=8, value_bits=4, key_group=64, value_group=32, kv_heads=1, head_dim=256, group=16, length=3),
-    Case(key_bits=4, value_bits=8, key_group=32, value_group=64, kv_heads=4, head_dim=64, group=2, block=1024),
+    Case(key_bits=4, value_bits=8, key_group=32, value_group=64, kv_heads=4, head_dim=64, group=2),
     Case(key_bits=2, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=3, striped=True),
     Case(key_bits=4, value_bits=4, key_group=32, value_group=32, kv_heads=2, head_dim=64, group=2, length=3,
          striped=True),
@@ -113,8 +113,6 @@ def test_refuses_what_does_not_fit():
         packed_attention(q, body._replace(key_scale=body.key_scale[:, :, 1:]), 0, start, stop, case.spec)
     with pytest.raises(ValueError, match=r"q: got"):
         packed_attention(q[..., 1:], body, 0, start, stop, case.spec)
-    with pytest.raises(ValueError, match="multiples of 512"):
-        PackedSpec(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, block=256)
     with pytest.raises(ValueError, match="target"):
         PackedSpec(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, target="h100")
 

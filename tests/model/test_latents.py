@@ -85,14 +85,14 @@ def turn(x, angles):
 def next_logits(model: kvq.Model, cache: Cache, newest) -> np.ndarray:
     """Logits of one new token a row, by attention of heads in float64 over the latents that the cache holds."""
     config, params = model.config, jax.tree.map(lambda x: np.asarray(x, np.float64), model.params)
-    made, rope, eps = config.latent_heads, config.rope, config.norm_eps
+    sizes, rope, eps = config.latent_heads, config.rope, config.norm_eps
     place = np.asarray(cache.lengths)
     angles = place[:, None] * inverse_frequencies(config).astype(np.float64)[None, : TURNED // 2]
     h = params["embed"][np.asarray(newest)]
     for layer in range(config.num_layers):
         w = {name: x[layer] for name, x in params["layers"].items()}
         x = rms(h, w["attn_norm"], eps)
-        q = (rms(x @ w["q_latent"], w["q_latent_norm"], made.norm_eps) @ w["q"]).reshape(-1, HEADS, KEY + TURNED)
+        q = (rms(x @ w["q_latent"], w["q_latent_norm"], sizes.norm_eps) @ w["q"]).reshape(-1, HEADS, KEY + TURNED)
         q = np.concatenate([q[..., :KEY], turn(q[..., KEY:], angles[:, None])], -1)
         q *= (1 + config.query_growth * np.log1p(place // rope.original_max_position))[:, None, None]
         stored, _, valid = (np.asarray(x) for x in kvq.dense(cache, layer, model))
@@ -100,7 +100,7 @@ def next_logits(model: kvq.Model, cache: Cache, newest) -> np.ndarray:
         turned = np.concatenate([stored[..., :4], stored[..., 20:24]], -1)
         latent = np.concatenate([stored[..., 4:20], stored[..., 24:]], -1)
         turned = np.concatenate([turned, turn(x @ w["k"], angles)[:, None]], 1)
-        latent = np.concatenate([latent, rms(x @ w["v"], w["latent_norm"], made.norm_eps)[:, None]], 1)
+        latent = np.concatenate([latent, rms(x @ w["v"], w["latent_norm"], sizes.norm_eps)[:, None]], 1)
         valid = np.concatenate([valid, np.ones((len(h), 1), bool)], 1)
         k = (latent @ w["k_up"]).reshape(*latent.shape[:2], HEADS, KEY)
         v = (latent @ w["v_up"]).reshape(*latent.shape[:2], HEADS, VALUE)

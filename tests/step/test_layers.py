@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from cases import CASES, model_and_method, thinned
@@ -289,14 +288,6 @@ def test_methods_that_do_not_fit_are_refused(name):
     shape, spec, words = REFUSED[name]
     with pytest.raises(kvq.UserError, match=words):
         kvq.init_cache(shape, kvq.parse(spec), 1, 64)
-
-
-@pytest.fixture
-def unchecked():
-    """Without jaxtyping's check of types."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")

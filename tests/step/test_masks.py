@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from cases import CASES, model_and_method, with_nightly
@@ -197,14 +196,6 @@ def test_one_that_is_not_finite_spoils_all_that_may_see_it():
     out, wanted = (step(cache, q, keys, v, counts, None, mask)[0][0] for keys in (spoilt, k))
     assert np.isnan(out[:, 0]).all()
     np.testing.assert_array_equal(out[:, 1], wanted[:, 1])
-
-
-@pytest.fixture
-def unchecked():
-    """Without jaxtyping's check of types."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -44,7 +44,7 @@ from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.packing.words import PLANE
 from kvqjax.ops.xla_workarounds import row_major
-from kvqjax.pallas_kernels.adapters import BLOCK, Packed, rope_of, uniform_body
+from kvqjax.pallas_kernels.adapters import Packed, rope_of, uniform_body
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -209,7 +209,6 @@ def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | 
         kv_heads=1,
         head_dim=rank,
         scales=value.dtype,
-        block=BLOCK,
     )
     heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
     epsilon = config.norm_eps if config.qk_norm else 0.0
