@@ -18,6 +18,12 @@ def tiny(**changes) -> kvq.Model:
     return kvq.Model(params=weight_trees.init_params(jax.random.key(0), config), constants=(), config=config)
 
 
+def in_form(params: dict, form: str) -> dict:
+    """The weights with their layers as `kvqjax.load(layers=form)` stores them."""
+    make = {"scan": weight_trees.stacked, "switch": weight_trees.switched, "unroll": weight_trees.unrolled}
+    return make[form](params)
+
+
 def spoiling() -> kvq.Model:
     """A tiny model that answers [1, 2] with token 7, whose embedding is not finite."""
     model = tiny()

@@ -17,8 +17,10 @@
 Functions that take the number of a layer count those of attention alone, as a cache does; recurrent layers are
 numbered among themselves.
 
-Layers have two forms. A stack over L in front is read by number inside a scan, which compiles fast. A list of one dict
-a layer (`unrolled`) is read in place, where XLA for GPUs and CPUs copies a layer's weights out of a stack first. Where
+Layers have three forms. "scan": a stack over L in front is read by number inside a loop, which compiles fast, but XLA
+for GPUs and CPUs copies a layer's weights out of a stack first. "unroll": a list of one dict a layer (`unrolled`) is
+read in place by straight code, which compiles as often as there are layers. "switch": in a loop as over stacks, each
+matrix is an array of its own, and a branch multiplies by it (`LayerMatrices`): for CPUs. Where
 sparse and dense layers mix, a stack of each name holds the layers that have it, with a table of which they are
 (kvqjax/model/weight_trees.py); a list holds plain arrays.
 """
@@ -40,11 +42,13 @@ from kvqjax.model.weight_trees import (
     KINDS,
     OF_EXPERTS,
     Layer,
+    LayerMatrices,
     Params,
     Row,
     Rows,
     is_unrolled,
     layers_of,
+    product,
     read_weight,
 )
 from kvqjax.ops.attention import capped, segment_attention, with_sinks
@@ -70,6 +74,7 @@ __all__ = [
     "unembed",
     "up_to",
     "whole_heads",
+    "with_read",
 ]
 
 
@@ -94,8 +99,8 @@ def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") 
         kind: "attention" or "recurrent".
 
     Returns:
-        The weights in the compute dtype. Experts, and what only some layers have, are still to be read
-        (`kvqjax.model.weight_trees.Row`).
+        The weights in the compute dtype. Experts, what only some layers have, and matrices that a loop chooses are
+        still to be read (`kvqjax.model.weight_trees.Row`; `read_weight`, `product`).
 
     Raises:
         UserError: for a traced number and a list.
@@ -125,10 +130,20 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[i
         cut = lambda a: jax.lax.dynamic_index_in_dim(a, place, keepdims=False)  # noqa: E731
         if isinstance(x, Rows) and not own:
             return x.row(place)
-        return read_weight(jax.tree.map(cut, x.stack if own else x))
+        stack = x.stack if own else x
+        if isinstance(stack, LayerMatrices):
+            row = Row(stack, place, True)
+            return row if isinstance(place, jax.core.Tracer) else row.read()
+        return read_weight(jax.tree.map(cut, stack))
 
     weights = {name: read(name, x) for name, x in stacks.items() if name not in others}
     return {name: x for name, x in weights.items() if x is not None}
+
+
+def with_read(weights: Layer) -> Layer:
+    """Give the weights with the matrices of keys and values read: methods that store a layer's inputs multiply by
+    them."""
+    return weights | {name: read_weight(weights[name]) for name in ("k", "v") if name in weights}
 
 
 def norm(
@@ -151,7 +166,7 @@ def _norm(x, weight, config: KVShape):
 
 def _product(x, weights: Layer, name: str):
     # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
-    return row_major(times_matrix(x, weights[name]))
+    return row_major(product(x, weights[name]))
 
 
 def _linear(x, weights: Layer, name: str):
@@ -271,7 +286,7 @@ def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T
 
 def _finished(weights: Layer, h: Float[Array, "B T E"], mixed: Float[Array, "B T W"], name: str, config: ModelConfig):
     """Do `finish` for what the matrix `name` takes, of either kind of layer."""
-    added = _total(times_matrix(mixed, weights[name]), config)
+    added = _total(product(mixed, weights[name]), config)
     if "o_bias" in weights:
         added = added + weights["o_bias"][None, None]
     h = h + _post_norm(weights, "attn_post_norm", added, config)
@@ -285,7 +300,7 @@ def _post_norm(weights: Layer, name: str, x: Float[Array, "B T E"], config: Mode
 
 def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
     """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
-    matrices = lambda: (read_weight(weights[name]) for name in ("gate", "up", "down"))  # noqa: E731
+    matrices = lambda: (weights[name] for name in ("gate", "up", "down"))  # noqa: E731
     dense = lambda: mlp(x, *matrices(), activation=config.activation)  # noqa: E731
     sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
     if "router" in weights and "gate" in weights:

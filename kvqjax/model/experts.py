@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weight_trees import BY_EXPERT, OF_EXPERTS, Layer, read_weight
+from kvqjax.model.weight_trees import BY_EXPERT, OF_EXPERTS, Layer, product, read_weight
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 __all__ = ["mix", "mlp", "route"]
@@ -31,9 +31,10 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu,
 
 
 def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
-    """Compute a gated MLP; of parts of its inner width, the part of its output."""
-    inner = _ACTIVATIONS[activation](times_matrix(x, gate)) * times_matrix(x, up)
-    return times_matrix(few_rows(inner), down)
+    """Compute a gated MLP; of parts of its inner width, the part of its output. Its matrices may be still to be
+    read."""
+    inner = _ACTIVATIONS[activation](product(x, gate)) * product(x, up)
+    return product(few_rows(inner), down)
 
 
 def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biases) -> Float[Array, "*N E"]:
@@ -83,7 +84,7 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     if "shared_gate" not in weights:
         return total
     names = ("shared_gate", "shared_up", "shared_down")
-    shared = mlp(x, *(read_weight(weights[name]) for name in names), activation=config.activation)
+    shared = mlp(x, *(weights[name] for name in names), activation=config.activation)
     if "shared_router" not in weights:
         return total + shared
     share = jnp.einsum("ne,eo->no", x, read_weight(weights["shared_router"]))

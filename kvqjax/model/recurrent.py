@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import RecurrentConfig
-from kvqjax.model.weight_trees import Layer
+from kvqjax.model.weight_trees import Layer, product
 from kvqjax.ops.finite import Sources
-from kvqjax.ops.xla_workarounds import row_major, times_matrix
+from kvqjax.ops.xla_workarounds import row_major
 
 __all__ = ["CHUNK", "GIVEN", "State", "advance", "delta_rule", "empty_states", "gated", "sources", "state_shapes"]
 
@@ -66,7 +66,7 @@ def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
         Inputs of the convolution "q", "k" and "v" [B, T, W], the logarithm of how much is kept "decay" and how much is
         written "beta" [B, T, Hv]: float32.
     """
-    projected = {name: row_major(times_matrix(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
+    projected = {name: row_major(product(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
     wide = {name: value.astype(jnp.float32) for name, value in projected.items()}
     rate, bias = (weights[f"delta_{name}"].astype(jnp.float32)[None, None] for name in ("rate", "bias"))
     decay = -jnp.exp(rate) * jax.nn.softplus(wide["a"] + bias)
@@ -211,5 +211,5 @@ def gated(weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"]
     """Norm what the rule gives head by head, and multiply it by silu of one more projection of the layer's input."""
     scaled = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
     scaled = scaled * weights["delta_norm"].astype(jnp.float32)[None, None, None]
-    gate = row_major(times_matrix(x, weights["delta_z"])).astype(jnp.float32)
+    gate = row_major(product(x, weights["delta_z"])).astype(jnp.float32)
     return (scaled.reshape(gate.shape) * jax.nn.silu(gate)).astype(x.dtype)

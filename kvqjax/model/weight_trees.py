@@ -1,8 +1,9 @@
-"""The weights of a decoder as a pytree: their names and shapes, their two forms, the tiles in which they lie.
+"""The weights of a decoder as a pytree: their names and shapes, their forms, the tiles in which they lie.
 
-    params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": a stack or a list}
+    params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": stacks or a list}
 
-A stack has one array a name, with the layers in front. A list has one dict a layer. kvqjax/model/decoder.py says which
+A stack has one array a name, with the layers in front. A list has one dict a layer. In place of a stacked matrix there
+may be `LayerMatrices`: an array a layer, one of which a loop over layers chooses. kvqjax/model/decoder.py says which
 form is for what.
 
 Weights that only some layers have, or that are read expert by expert, are rows of a stack of their own:
@@ -19,7 +20,7 @@ loop over experts. Cut out before, all experts of the layer would be copied.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,29 +29,36 @@ import numpy as np
 from flax import struct
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_codes import CodedWeight
+from kvqjax.ops.xla_workarounds import times_matrix
 
 __all__ = [
     "BY_EXPERT",
+    "CHOSEN",
+    "FORMS",
     "KINDS",
     "MATRICES",
     "OF_EXPERTS",
     "SPARSE",
     "Layer",
+    "LayerMatrices",
     "Params",
     "Row",
     "Rows",
     "as_multiplied",
     "init_params",
+    "is_chosen",
     "is_coded",
     "is_unrolled",
     "layers_of",
+    "product",
     "read_weight",
     "stacked",
     "stored_layers",
+    "switched",
     "tiles_of",
     "unrolled",
 ]
@@ -86,6 +94,9 @@ MATRICES = frozenset({
     "head",
     *(f"layers/{name}" for name in (*_ATTENTION, *_RECURRENT, "gate", "up", "down", *SPARSE)),
 })  # fmt: skip
+# The matrices of a layer that are `LayerMatrices` where layers are chosen. Experts are cut out of their stacks one by
+# one, which copies no more than is read; up-projections of latents are no plain products.
+CHOSEN = frozenset({*_ATTENTION, *_RECURRENT, "gate", "up", "down"} - {"k_up", "v_up"})
 # Small matrices whose products decide: which experts compute, what a state keeps.
 _NEVER_CODED = ("layers/router", "layers/shared_router", "layers/delta_a", "layers/delta_b")
 
@@ -102,11 +113,32 @@ def _decoded(leaf: Leaf) -> Leaf:
     return leaf.decoded() if isinstance(leaf, CodedWeight) else leaf
 
 
+class LayerMatrices(struct.PyTreeNode):
+    """A matrix of each of several layers, in place of the stack of them.
+
+    XLA for CPUs copies a matrix out of a stack before it multiplies by it, which takes as long as the product. Here a
+    branch a layer multiplies by the array itself. The branches hold nothing but products, which compile in no time,
+    where straight code over all layers compiles everything as often as there are layers. A step of SmolLM2-135M's
+    matrices, one row, two cores: 34 ms from stacks, 22 by straight code, 20 by branches.
+
+    Attributes:
+        matrices: the arrays [in, out], or their codes.
+    """
+
+    matrices: tuple[Leaf, ...]
+
+    def chosen(self, number: Int[Array, ""] | int, use: Callable, *operands):
+        """Give `use(matrix, *operands)` for the matrix of this number."""
+        if not isinstance(number, jax.core.Tracer):
+            return use(self.matrices[int(number)], *operands)
+        return jax.lax.switch(number, [functools.partial(use, matrix) for matrix in self.matrices], *operands)
+
+
 class Row(struct.PyTreeNode):
     """One layer's row of a stack.
 
     Attributes:
-        stack: the stack [N, ...].
+        stack: the stack [N, ...], or the `LayerMatrices` in its place.
         number: the row, Int[]; any row where the layer has none.
         here: whether the layer has one, Bool[].
     """
@@ -117,6 +149,8 @@ class Row(struct.PyTreeNode):
 
     def read(self) -> Leaf:
         """Cut out all of the row, in the compute dtype."""
+        if isinstance(self.stack, LayerMatrices):
+            return self.stack.chosen(self.number, _decoded)
         cut = lambda a: jax.lax.dynamic_index_in_dim(a, self.number, keepdims=False)  # noqa: E731
         return _decoded(jax.tree.map(cut, self.stack))
 
@@ -139,7 +173,7 @@ class Rows(struct.PyTreeNode):
     """A stack that not every layer has a row of.
 
     Attributes:
-        stack: the stack; row i belongs to layer `layers[i]`.
+        stack: the stack, or the `LayerMatrices` in its place; row i belongs to layer `layers[i]`.
         layers: the layers that have one, in order.
     """
 
@@ -165,15 +199,27 @@ def read_weight(weight: Row | Leaf) -> Leaf:
     return weight.read() if isinstance(weight, Row) else _decoded(weight)
 
 
-# --- The two forms of the layers ---
+def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]:
+    """Multiply rows by a layer's matrix, whether or not it is still to be read."""
+    if isinstance(weight, Row) and isinstance(weight.stack, LayerMatrices):
+        return weight.stack.chosen(weight.number, lambda matrix, x: times_matrix(x, _decoded(matrix)), x)
+    return times_matrix(x, read_weight(weight))
 
-LARGE_LAYER = 2**26  # bytes of weights; from here on a CPU's list is worth its compilation
-DEEPEST = 48  # layers; a list of more takes too long to compile on a CPU
+
+# --- The forms of the layers ---
+
+FORMS = ("scan", "switch", "unroll")
+LARGE_LAYER = 2**20  # bytes of weights; those of smaller ones stay in a core's cache, where a copy costs little
 
 
 def is_unrolled(params: Params) -> bool:
     """Say whether the layers' weights are a list of one dict a layer. A list has no rows to be read."""
     return isinstance(params["layers"], list | tuple)
+
+
+def is_chosen(leaf: Leaf) -> bool:
+    """Say whether a matrix of all layers, or of those that have it, is `LayerMatrices`."""
+    return isinstance(leaf.stack if isinstance(leaf, Rows) else leaf, LayerMatrices)
 
 
 def layers_of(params: Params, kind: str) -> tuple[int, ...]:
@@ -184,15 +230,14 @@ def layers_of(params: Params, kind: str) -> tuple[int, ...]:
     if first not in layers:
         return ()
     stack = layers[first]
-    return stack.layers if isinstance(stack, Rows) else tuple(range(jax.tree.leaves(stack)[0].shape[0]))
+    if isinstance(stack, Rows):
+        return stack.layers
+    one_each = isinstance(stack, LayerMatrices)
+    return tuple(range(len(stack.matrices) if one_each else jax.tree.leaves(stack)[0].shape[0]))
 
 
 def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
     """Choose how the layers of a model are stored by default.
-
-    XLA for CPUs copies every matrix out of a stack at every step, which takes as long as the product. It compiles each
-    layer of a list anew, a second or more. That is repaid within a text of some hundred tokens where layers are large,
-    and never in a very deep model.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
@@ -200,14 +245,14 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
         dtype: the compute dtype.
 
     Returns:
-        "unroll" (each layer by itself) or "scan" (as stacks).
+        "scan" (as stacks), "switch" (as stacks but for the matrices, which are chosen) or "unroll" (a list).
     """
     if platform != "cpu":
         return "unroll" if platform == "gpu" else "scan"
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))["layers"]
     numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     layer_bytes = numbers * jnp.dtype(dtype).itemsize / config.depth
-    return "unroll" if layer_bytes >= LARGE_LAYER and config.depth <= DEEPEST else "scan"
+    return "switch" if layer_bytes >= LARGE_LAYER else "scan"
 
 
 def unrolled(params: Params) -> Params:
@@ -217,7 +262,7 @@ def unrolled(params: Params) -> Params:
     none.
 
     Args:
-        params: the weights in either form.
+        params: the weights in any form.
 
     Returns:
         The same weights with every layer's arrays by themselves.
@@ -229,31 +274,62 @@ def unrolled(params: Params) -> Params:
     for name in list(stacks):
         stack = stacks.pop(name)
         numbers = stack.layers if isinstance(stack, Rows) else range(len(layers))
-        stack = stack.stack if isinstance(stack, Rows) else stack
-        for row, index in enumerate(numbers):
-            layers[index][name] = jax.tree.map(lambda a, row=row: a[row], stack)
+        for index, row in zip(numbers, _rows_of(stack.stack if isinstance(stack, Rows) else stack), strict=True):
+            layers[index][name] = row
     return params | {"layers": layers}
 
 
-def stacked(params: Params) -> Params:
-    """Make stacks of the layers' weights, which is a second copy of a list's.
+def _rows_of(stack: Leaf) -> tuple[Leaf, ...]:
+    """Take a stack apart."""
+    if isinstance(stack, LayerMatrices):
+        return stack.matrices
+    count = len(jax.tree.leaves(stack)[0])
+    return tuple(jax.tree.map(lambda a, row=row: a[row], stack) for row in range(count))
+
+
+def _on_stacks(change: Callable, leaf: Leaf) -> Leaf:
+    """Give `change(stack)` in place of a name's stack."""
+    return leaf.replace(stack=change(leaf.stack)) if isinstance(leaf, Rows) else change(leaf)
+
+
+def switched(params: Params) -> Params:
+    """Make `LayerMatrices` of the stacked matrices that a loop may choose.
 
     Args:
-        params: the weights in either form.
+        params: the weights in any form.
+
+    Returns:
+        The same weights in the form "switch".
+    """
+    apart = lambda stack: stack if isinstance(stack, LayerMatrices) else LayerMatrices(_rows_of(stack))  # noqa: E731
+    layers = stacked(params)["layers"]
+    return params | {"layers": {name: _on_stacks(apart, x) if name in CHOSEN else x for name, x in layers.items()}}
+
+
+def stacked(params: Params) -> Params:
+    """Make stacks of the layers' weights, which is a second copy of those that are none.
+
+    Args:
+        params: the weights in any form.
 
     Returns:
         The same weights as one stack a name.
     """
     if not is_unrolled(params):
-        return params
+        whole = lambda stack: _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack  # noqa: E731
+        return params | {"layers": {name: _on_stacks(whole, x) for name, x in params["layers"].items()}}
     layers, stacks = params["layers"], {}
     for name in dict.fromkeys(name for weights in layers for name in weights):
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
-        parts = [layers[index][name] for index in numbers]
-        stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
+        stack = _joined([layers[index][name] for index in numbers])
         partial = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
         stacks[name] = Rows(stack, numbers) if partial else stack
     return params | {"layers": stacks}
+
+
+def _joined(rows: Sequence[Leaf]) -> Leaf:
+    """Make a stack of its rows."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)
 
 
 # --- Random weights, and with them every name and shape ---

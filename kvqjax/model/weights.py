@@ -43,12 +43,15 @@ from kvqjax.model.hf_families import FAMILIES
 from kvqjax.model.tensor_rows import TensorRows, rows_of
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_trees import (
+    CHOSEN,
     MATRICES,
+    LayerMatrices,
     Params,
     Rows,
     as_multiplied,
     init_params,
     is_coded,
+    stacked,
     tiles_of,
 )
 
@@ -376,7 +379,7 @@ def load_params(
             as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default
             device.
         bits: 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer.
-        layers: "scan" gives stacks, "unroll" a list.
+        layers: "scan" gives stacks, "switch" stacks but for the matrices that a loop chooses, "unroll" a list.
         text_only: leave out a vision part.
 
     Returns:
@@ -399,15 +402,18 @@ def load_params(
         for parameter in parameters(config):
             name = parameter.name.removeprefix("layers/")
             place = sharding and sharding(parameter.name)
-            single = layers == "unroll"
+            single = layers == "unroll" or (layers == "switch" and name in CHOSEN)
             pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, single, advance)
             if parameter.layers is None:
                 params[name] = next(piece for _, piece in pieces)[0]
-            elif single:
+            elif layers == "unroll":
                 for row, piece in pieces:
                     layer_list[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
             else:
-                stack = _stack(pieces, len(parameter.layers), parameter.name)
+                if single:
+                    stack = LayerMatrices(tuple(jax.tree.map(lambda a: a[0], piece) for _, piece in pieces))
+                else:
+                    stack = _stack(pieces, len(parameter.layers), parameter.name)
                 stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
     return as_multiplied(params | {"layers": layer_list if layers == "unroll" else stacks})
 
@@ -558,7 +564,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
 
     Args:
         folder: the folder, which is made where it does not exist.
-        params: the weights as stacks; they are written in their dtype.
+        params: the weights in any form; they are written in their dtype.
         config: the config of their model.
 
     Raises:
@@ -566,7 +572,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, family = {}, FAMILIES.get(config.architecture)
+    tensors, family, params = {}, FAMILIES.get(config.architecture), stacked(params)
     for parameter in parameters(config):
         layered = parameter.layers is not None
         name = parameter.name.removeprefix("layers/")

@@ -27,7 +27,7 @@ from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig, RecurrentConfig
-from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, is_unrolled
+from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, is_chosen, is_unrolled
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
 
 __all__ = ["Rules", "shares_heads"]
@@ -127,12 +127,14 @@ class Rules:
         return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(share, spec), part), specs, tree)
 
     def parameters(self, params: dict) -> dict:
-        """Give the specs of a params pytree, of either form of layers."""
+        """Give the specs of a params pytree, of any form of layers."""
         specs = {name: self.parameter(name) for name in params if name != "layers"}
-        if is_unrolled(params):  # the same without the layers' axis
-            single = lambda name: PartitionSpec(*self.parameter(f"layers/{name}")[1:])  # noqa: E731
-            return specs | {"layers": [{name: single(name) for name in layer} for layer in params["layers"]]}
-        return specs | {"layers": {name: self.parameter(f"layers/{name}") for name in params["layers"]}}
+        stack = lambda name: self.parameter(f"layers/{name}")  # noqa: E731
+        single = lambda name: PartitionSpec(*stack(name)[1:])  # noqa: E731  the same without the layers' axis
+        layers = params["layers"]
+        if is_unrolled(params):
+            return specs | {"layers": [{name: single(name) for name in layer} for layer in layers]}
+        return specs | {"layers": {name: (single if is_chosen(x) else stack)(name) for name, x in layers.items()}}
 
     def run(self, state: Run, plan: RunLayout) -> Run:
         """Give the specs of one run's arrays.

@@ -129,7 +129,7 @@ def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, d
     place: tuple[int, Any] = placed_layer(call.runs, layer)
     number, index = place
     run, state, layout = call.runs[number], call.cache.runs[number], call.cache.layout
-    weights = _NoWeights(layout.method) if model is None else decoder.layer(model.params, layer)
+    weights = _NoWeights(layout.method) if model is None else decoder.with_read(decoder.layer(model.params, layer))
     fixed = caches.at_layer(call.constants[number], index)
     rows, dtype = call.cache.batch, layout.dtype
     new = {name: jnp.zeros((rows, 1, width), dtype) for name, width in run.wiring.storage.sources.items()}

@@ -21,7 +21,7 @@ from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, check_alive
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.model.decoder import Projected
+from kvqjax.model.decoder import Projected, with_read
 from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import row_major
@@ -138,7 +138,7 @@ def attend_one(
     if bound is not None:
         broken = broken | _beyond(call.cache.lengths, bound)[:, None]
     state, pages = call.cache.runs[number], call.cache.pages
-    view = LayerView(run, state, index, weights, fixed, zeroed(dtype, new), sinks, bound, pages)
+    view = LayerView(run, state, index, with_read(weights), fixed, zeroed(dtype, new), sinks, bound, pages)
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:

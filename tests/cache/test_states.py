@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from cases import CASES, CORE, model_and_method
 from recurrent import EVEN, PARTS, UNEVEN, drawn, hybrid, recurrent
+from tiny import in_form as form_of
 from tiny import tokens
 
 import kvqjax as kvq
 from kvqjax import calibrate
 from kvqjax._errors import UserError
 from kvqjax.calibrate import activations
-from kvqjax.model import decoder, weight_trees
+from kvqjax.model import decoder
 from kvqjax.model.rope import positions_of_layer, rotate
 
 LENGTH, CAPACITY, BOUND = 160, 192, 3e-4
@@ -32,7 +33,7 @@ def plain(layers: tuple[int, ...] = EVEN) -> np.ndarray:
 
 
 def in_form(model: kvq.Model, form: str) -> kvq.Model:
-    return model.replace(params=weight_trees.unrolled(model.params)) if form == "unroll" else model
+    return model.replace(params=form_of(model.params, form))
 
 
 def filled(model: kvq.Model, method="exact", counts=COUNTS, size: int = LENGTH, seed: int = 1):
@@ -81,7 +82,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
     near(cache.states, filled(model).states, 5e-5)
 
 
-@pytest.mark.parametrize("form", ["scan", "unroll"])
+@pytest.mark.parametrize("form", ["scan", "switch", "unroll"])
 def test_an_exact_prefill_and_left_padding(form):
     model, text, counts = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH), np.asarray(COUNTS)
     last, cache = prefill(model, text, jnp.asarray(counts), kvq.init_cache(model, "exact", 2, CAPACITY))

@@ -12,7 +12,7 @@ from cases import _constants, thinned
 from greedy import reference
 from jax.sharding import NamedSharding
 from quick_commvq import METHOD, QUICK
-from tiny import tiny, tokens
+from tiny import in_form, tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate import needed
@@ -168,7 +168,7 @@ def test_every_kind_of_cache(spec):
 
 
 @pytest.mark.parametrize("bits", thinned([8, 4], 3))
-@pytest.mark.parametrize("form", ["scan", "unroll"])
+@pytest.mark.parametrize("form", ["scan", "switch", "unroll"])
 def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}
     names |= {"shared_gate", "shared_up", "shared_down"}
@@ -182,7 +182,7 @@ def test_coded_experts(bits, form):
             for n, x in held.items()
         }
         params = model.params | {"layers": layers}
-        return params if form == "scan" else weight_trees.unrolled(params)
+        return in_form(params, form)
 
     got, meant = (run(each(change), tokens(1, 24), model.config) for change in (code, mean))
     np.testing.assert_allclose(got, meant, rtol=0, atol=2e-4)

@@ -22,6 +22,7 @@ from kvqjax.model import decoder
 from kvqjax.model.config import KVShape, LatentHeads, RopeConfig
 from kvqjax.model.loading import load
 from kvqjax.model.rope import inverse_frequencies
+from kvqjax.model.weight_trees import FORMS
 from kvqjax.model.weights import save_params
 from kvqjax.parallel.sharding import shard
 
@@ -225,7 +226,7 @@ def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
     model, text = latent_model(architecture="Mistral4ForCausalLM"), tokens(2, 40)
     save_params(tmp_path / "model", model.params, model.config)
     wanted = np.asarray(decoder.logits(model.params, text, model.config))
-    for form in ("scan", "unroll"):
+    for form in FORMS:
         read = load(tmp_path / "model", dtype="f32", layers=form)
         assert read.config == model.config
         np.testing.assert_allclose(decoder.logits(read.params, text, read.config), wanted, atol=1e-5)

@@ -104,7 +104,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("layers", thinned(["scan", "unroll"], 2))
+@pytest.mark.parametrize("layers", thinned(["scan", "unroll", "switch"], 2))
 @pytest.mark.parametrize("experts", thinned([{}, EXPERTS], 2), ids=["dense", "experts"])
 def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, experts):
     """Its logits are those of a model of the decoded matrices."""

@@ -76,7 +76,7 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
     assert len(model.params["norm"].addressable_shards) == 4
 
 
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize("layers", ["scan", "switch", "unroll"])
 def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_path, monkeypatch):
     """Experts are the hard case: one stack of them is a third of all weights."""
     config = ModelConfig(
