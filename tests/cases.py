@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "kvarn4": ("kvarn:bits=4,group=64,sinks=0,rotate=none", {}),
     "oscar": ("oscar:bits=2,window=32,sinks=4", {}),
     "turboquant": ("turboquant:bits=3", {}),
+    "higgs-block": ("higgs:bits=2,dim=4,centre=block,sinks=2", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
     "klt": ("klt:bits=2,buffer=32,sinks=3", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
@@ -46,8 +47,8 @@ CASES: dict[str, tuple[str, dict]] = {
 
 # For tests of what every cache goes through: without those that differ from others in the numbers of a codec alone (its
 # bits, groups, the dtype of scales), or that put together what two others have (a rotation; a window in all
-# layers; predictors and transforms).
-SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4", "aqua-klt")
+# layers; predictors and transforms; a number per channel of a block of tokens beside a codec of single tokens).
+SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4", "higgs-block", "aqua-klt")
 GENERAL = tuple(name for name in CASES if name not in SAME)
 
 # One of every family: the tests of general behaviour run over these with every change, and over the others nightly.

@@ -1,8 +1,14 @@
-"""Keys without their mean: any key codec around a calibrated constant per channel.
+"""Keys without their mean: any key codec around a number per channel, calibrated or of a block of tokens.
 
     encode(x) = inner(x - m)        decode = inner^-1 + m
 
-Qwen2's key bias gives some channels offsets of dozens of times their spread. What a codec shares between such channels
+Before RoPE most of a key is the same in every token. In SmolLM2-135M the mean over tokens has 80 % of the keys' energy
+(geometric mean over layers; of the values' 18 %). A codec whose error is a share of a vector's energy, such as a
+rotation with a grid, spends most of its bits on that constant. `BlockCentred` takes the mean of each block of tokens
+off and stores it, 16 bits for `block` numbers: what is left of the energy is 19 % in blocks of 128. It needs no
+calibration. After RoPE the pairs that turn have no mean to speak of.
+
+`Centred` takes off a constant of the model. Qwen2's key bias gives some channels offsets of dozens of times their spread. What a codec shares between such channels
 (a scale per token, a rotation) is then spent on a constant. Before RoPE the mean is that of the keys themselves, so all
 of a constant bias is removed. After RoPE it is the mean of the rotated keys: what does not turn within the calibration
 text (the slowest pairs, where Qwen2 has its bias) is removed, while the mean of pairs that do turn is near zero and
@@ -20,11 +26,13 @@ from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec, Fit, for_heads
-from kvqjax.ops.finite import wide
+from kvqjax.ops.finite import saturated, wide
+from kvqjax.ops.layout import Field
 
-__all__ = ["CENTRES", "Centred", "centred"]
+__all__ = ["BLOCK", "CENTRES", "BlockCentred", "Centred", "centred"]
 
 CENTRES = ("auto", "none", "mean")
+BLOCK = 128  # tokens with one mean; of SmolLM2's key energy blocks of 32, 128, 1020 leave 18, 19, 20 %
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,40 @@ class Centred:
 
         fit = inner.fit if inner.needs else Fit("kvqjax.calibrate.centre")
         return inner._replace(encode=encode, decode=decode, needs=inner.needs | {"mean": (width,)}, fit=fit)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockCentred:
+    """`inner` on what is left of a vector when the mean of its block of tokens is taken off, which is stored in
+    bfloat16: 16 / `block` bits a number."""
+
+    inner: CodecSpec
+    block: int = BLOCK
+
+    def for_heads(self, heads: int, head_dim: int) -> "BlockCentred":
+        return dataclasses.replace(self, inner=for_heads(self.inner, heads, head_dim))
+
+    def build(self, width: int) -> Codec:
+        inner = self.inner.build(width)
+        if self.block % inner.unit:
+            raise UserError(f"a block of {self.block} tokens with one mean does not divide into units of {inner.unit}")
+        field = Field(kind="group", width=width, group=self.block, role="zeros", dtype="bfloat16")
+
+        def blocks(x: Float[Array, "*B u W"]) -> Float[Array, "*B n b W"]:
+            return x.reshape(*x.shape[:-2], -1, self.block, width)
+
+        def encode(constants, x: Float[Array, "u W"]):
+            x = wide(x)
+            mean = saturated(blocks(x).mean(1), field.dtype)
+            rest = blocks(x) - mean[:, None].astype(jnp.float32)
+            return inner.encode(constants, rest.reshape(x.shape)) | {"mean": mean}
+
+        def decode(constants, tile):
+            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "mean"})
+            mean = tile["mean"][..., None, :].astype(jnp.float32)
+            return (blocks(rest.astype(jnp.float32)) + mean).reshape(rest.shape)
+
+        return inner._replace(unit=self.block, fields=inner.fields | {"mean": field}, encode=encode, decode=decode)
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:

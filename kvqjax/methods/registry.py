@@ -39,6 +39,7 @@ from kvqjax.methods.spec import LayerSpec, Method, option_text
 __all__ = ["METHODS", "MethodLike", "Methods", "parse", "parse_all", "policy", "spelled_out", "to_dict"]
 
 GROUP = "kvqjax.methods"  # of entry points
+POLICIES = Path(__file__).parents[1] / "assets" / "policies"  # shipped ones (docs/howto/choose.md)
 Factory = Callable[..., Method]
 Source = str | os.PathLike | Mapping[str, Any]
 MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
@@ -144,7 +145,10 @@ def _tree(source: Source) -> Mapping[str, Any]:
         what = f"the function {source.__name__}" if callable(source) else repr(source)
         raise UserError(f"{what} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'")
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
-        return read_json(Path(source.strip() if isinstance(source, str) else source))
+        path = Path(source.strip() if isinstance(source, str) else source)
+        shipped = POLICIES / path.name
+        # The folder comes first: a user's own file may have any name.
+        return read_json(shipped if path == Path(path.name) and not path.exists() and shipped.exists() else path)
     return read_text(source)
 
 
@@ -153,8 +157,9 @@ def parse(source: MethodLike) -> Method:
 
     Args:
         source: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method": "kivi", "bits": 2,
-            "layers": {"0-1": "exact"}}`), the path of a .json file that holds such a dict, or a method. Every function
-            that takes a method takes all of these.
+            "layers": {"0-1": "exact"}}`), the path of a .json file that holds such a dict, the name of one that is
+            shipped (kvqjax/assets/policies: "smollm2-2.5.json"), or a method. Every function that takes a method takes
+            all of these.
 
     Returns:
         The method. One that is a method already is returned as it is.

@@ -11,7 +11,7 @@ import pytest
 
 import kvqjax as kvq
 import kvqjax.codecs
-from kvqjax.codecs import Centred, Exact, Uniform
+from kvqjax.codecs import BlockCentred, Centred, Exact, Uniform
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.commvq_keys import CommVQKeys
@@ -34,6 +34,7 @@ CODECS = [
     Clipped(inner=Uniform(bits=1, **CHANNELS), parts=2, ratio=0.9),
     Scaled(inner=Uniform(bits=1, **TOKENS), parts=2),
     Centred(inner=Uniform(bits=1, **TOKENS)),
+    BlockCentred(inner=Higgs(bits=2, dim=2)),
     OutlierChannels(channels=(3, 40), inner=Uniform(bits=1, **TOKENS)),
     Higgs(bits=2, dim=2),
     Higgs(bits=4, dim=1, seed=3),

@@ -10,10 +10,12 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
+from kvqjax.eval.stamp import bytes_of
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import spelled_out
 from kvqjax.methods.grammar import _HABITS
 from kvqjax.methods.papers.aqua import AquaLayer
+from kvqjax.methods.registry import POLICIES as SHIPPED
 from kvqjax.parallel.mesh_size import MeshSize
 
 POLICIES = (
@@ -180,3 +182,19 @@ def test_the_policies_that_hints_name_exist_and_have_the_bits_said():
         bits = plan_memory(config, method, 1024, 1, MeshSize()).book.bits_method
         if said := re.search(r"\((\d+) bits a number\)", text):
             assert bits == int(said[1]), text
+
+
+def test_shipped_policies_are_known_by_name(tmp_path, monkeypatch):
+    """They fit the budget in their name, all-in at 32768 tokens of SmolLM2-135M's heads. A user's own file of such a
+    name comes first."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+    names = sorted(file.name for file in SHIPPED.glob("*.json"))
+    assert {"smollm2-2.5.json", "smollm2-3.2.json", "smollm2-2.5-free.json"} <= set(names)
+    for name in names:
+        budget = float(name.split("-")[1].removesuffix(".json"))
+        assert bytes_of(model, name, 32768)["bits_stored"] <= budget
+    (tmp_path / names[0]).write_text(json.dumps({"method": "exact"}))
+    assert kvq.parse(names[0]) == kvq.exact()
+    with pytest.raises(kvq.UserError, match="No such file"):
+        kvq.parse(f"elsewhere/{names[1]}")

@@ -4,7 +4,7 @@ baseline of arXiv 2501.19392, Table 1)."""
 from typing import Any
 
 from kvqjax._errors import UserError
-from kvqjax.codecs import CENTRES, centred
+from kvqjax.codecs import CENTRES, BlockCentred, centred
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
@@ -44,7 +44,8 @@ def higgs(
       turns on fixed random signs.
     - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
     - `rope="pre"` stores keys before RoPE, "post" after it. `centre` takes off the keys: "auto" the model's key bias,
-      where it has one; "mean" a calibrated mean (kvqjax.codecs.centring); "none" nothing.
+      where it has one; "mean" a calibrated mean; "block" the bias, and the mean of every 128 tokens, which is stored
+      for 1/8 bit a key's number (kvqjax.codecs.centring); "none" nothing.
     - `norm`: "plain", "corrected" (what is decoded keeps its length) or "unbiased" (scores along a key keep theirs).
     - `rotate` and `value_rotate` as in `kivi`: a rotation takes the place of the codec's own transform.
 
@@ -53,8 +54,10 @@ def higgs(
     """
     if group not in GROUPS and not group.isdigit():
         raise UserError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
-    if centre not in CENTRES:
-        raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}")
+    if centre not in (*CENTRES, "block"):
+        raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}, block")
+    if centre == "block" and (rope, rotate) != ("pre", "none"):
+        raise UserError('centre="block": keys have a mean before RoPE alone; wanted rope=pre and rotate=none')
     rotations = turning(rotate, value_rotate, rope)
     size = None if group == "auto" else int(group) if group.isdigit() else group
     shared = {"dim": dim, "group": size, "seed": seed, "dtype": scales, "norm": norm}
@@ -63,5 +66,6 @@ def higgs(
         for b, rotation in zip((key_bits, value_bits), rotations.values(), strict=True)
     )
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": buffer, **rotations}
-    layer = KeysAndValues(key=centred(key, centre), value=value, unbiased=centre == "auto", **timing)
+    key = BlockCentred(inner=key) if centre == "block" else centred(key, centre)
+    layer = KeysAndValues(key=key, value=value, unbiased=centre in ("auto", "block"), **timing)
     return Method(name="higgs", layer=layer, sinks=sinks)
