@@ -139,6 +139,8 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         stored = ocp.metadata((path / "arrays").absolute()).metadata
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: arrays cannot be read: {str(error).splitlines()[0]}") from error
+    if stored is None:  # Orbax says so of files that are missing
+        raise UserError(f"{path}: arrays cannot be read: a part of them is missing")
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
 
 

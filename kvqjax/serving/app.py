@@ -36,7 +36,7 @@ try:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from starlette.applications import Starlette
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ImportError as error:
@@ -206,11 +206,14 @@ class _Server:
         """Read a body that is not too large, without reading the rest of one that is."""
         self._check_key(request)
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._most_bytes:
-                raise _Refused(413, f"the body has more than {self._most_bytes} bytes")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self._most_bytes:
+                    raise _Refused(413, f"the body has more than {self._most_bytes} bytes")
+                parts.append(part)
+        except ClientDisconnect:
+            raise _Refused(499, "the client has gone") from None
         return b"".join(parts)
 
     async def _submitted(self, asked: Asked) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
@@ -268,6 +271,8 @@ class _Server:
         finally:
             _give_up(handles)
             done.cancel()
+            # A cancelled gather whose error nobody takes is logged as a fault, with its traceback.
+            await asyncio.gather(done, return_exceptions=True)
         return [handle.result() for handle in handles]
 
     def _streamed(self, events: AsyncIterator[dict[str, Any]], handles: list[Handle]) -> Response:

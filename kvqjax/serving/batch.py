@@ -251,7 +251,7 @@ class RunningBatch:
 
     def row_from_host(self, row: Cache) -> Cache:
         """Bring what `prompt_row` gave back from the host, to where it lay."""
-        return jax.device_put(row, jax.tree.map(lambda x: x.sharding, self._prompt))
+        return self._brought(row, jax.tree.map(lambda x: x.sharding, self._prompt))
 
     def shapes(self) -> tuple[Cache, tuple[dict, ...]]:
         """Give the shapes of what `prompt_row` and `page_content` give."""
@@ -296,12 +296,18 @@ class RunningBatch:
         """Copy what a row has beside its pages."""
         return _left(self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row)))
 
+    def _brought(self, row: Cache, places: Any) -> Cache:
+        """Bring a row from the host to where its arrays lay."""
+        # Without a mesh no array is bound to a device. A bound one would bind all that is computed from it, and every
+        # program would be compiled once more.
+        return jax.tree.map(jnp.asarray, row) if self._model.rules is None else jax.device_put(row, places)
+
     def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
         """Let a row that left the batch go on, as `row` and in other pages."""
         for page, content in zip(pages, parked.pages, strict=False):
             self.fill_page(page, content)
         self._state = self._state.replace(scores=None)
-        single = self._unbegun(jax.device_put(parked.cache, parked.places), [0]).replace(**parked.changed)
+        single = self._unbegun(self._brought(parked.cache, parked.places), [0]).replace(**parked.changed)
         self._join(row, single, parked.of_single)
         self._held[row] = parked.held
         self.give_pages(row, pages)

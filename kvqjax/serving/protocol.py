@@ -90,7 +90,7 @@ class Asked:
 def _body(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of more digits than Python reads
         raise UserError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):
         raise UserError(f"the body is a JSON {type(body).__name__}; wanted an object")
@@ -128,7 +128,7 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     for name, (option, types, default) in SHARED.items():
         options[option] = _field(body, name, types, default)
     for option in ("temperature", "top_p", "min_p", "repetition_penalty"):
-        options[option] = float(options[option])
+        options[option] = _real(option, options[option])
     options["eos_ids"] = () if options["eos_ids"] else None
     options["stop"] = _stops(options["stop"])
     if options["seed"] is None:
@@ -143,10 +143,19 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     return {"choices": choices, "stream": stream, "usage": bool(about.get("include_usage", False))}, options
 
 
+def _real(name: str, value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise UserError(f"{name} is a number of {len(str(value))} digits") from None
+
+
 def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > MOST_STOPS:
         raise UserError(f"{len(texts)} stop strings; wanted {MOST_STOPS} at most")
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError("stop mixes types; wanted a string or a list of strings")
     return texts
 
 

@@ -346,14 +346,20 @@ def test_a_warm_engine_compiles_nothing_for_a_request(model):
     def compiled():
         return [program._cache_size() for program in programs]
 
-    with engine_of(model, "exact", rows=2) as engine:
+    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes for pages in (1, 2))
+    # One page, in which one row is full: a request that comes first sends the other to the host and back.
+    room = (two - one) + 3 * (2 * one - two)
+    with engine_of(model, "exact", rows=2, pool_bytes=room, prefixes=0, stride=2) as engine:
         engine.warm()
         before = compiled()
         assert engine.stats().requests == 0
         for length in (1, 15, 33, 90):
-            engine.submit([3] * length, max_new_tokens=9, eos_ids=(), **SAMPLED)
-            engine.submit([3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33).result()
+            later = engine.submit([3] * length, max_new_tokens=CAPACITY - length, eos_ids=(), **SAMPLED)
+            next(iter(later))
+            engine.submit([3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33, priority=-1).result()
+            later.result()
         assert compiled() == before
+        assert engine.stats().preempted > 0
 
 
 def test_a_model_on_a_mesh_answers_as_on_one_device(model):

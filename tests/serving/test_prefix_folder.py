@@ -145,6 +145,11 @@ def test_damaged_folders_are_one_line(model, tmp_path):
         (path / "description.json").write_text(json.dumps(text | {"prefixes": [prefix, prefix]}))
         with pytest.raises(kvq.UserError, match="should be"):
             engine.load_prefixes(path)
+        (path / "description.json").write_text(json.dumps(text))
+        for file in path.glob("arrays/**/d/*"):
+            file.unlink()
+        with pytest.raises(kvq.UserError, match="arrays cannot be read"):
+            engine.load_prefixes(path)
         assert answers(engine, PROMPTS[:1])[0].reused_tokens == 0
 
 

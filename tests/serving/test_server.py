@@ -1,45 +1,22 @@
 """`kvqjax serve` as clients see it: the openai package, and plain HTTP for what it never sends."""
 
-import asyncio
 import http.client
 import json
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import openai
 import pytest
-import uvicorn
+from served import KEY, NAME, Running, answer, settled
 
 import kvqjax as kvq
-from kvqjax.serving.app import make_app
 
-KEY, NAME = "a key", "small"
 TEXT = "The baker came home after the rain."
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 GREEDY = {"model": NAME, "temperature": 0}
-
-
-class _Running:
-    """A server in a thread, and its address."""
-
-    def __init__(self, engine, **options):
-        settings = uvicorn.Config(make_app(engine, NAME, **options), port=0, log_level="error")
-        self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
-
-    def __enter__(self) -> int:
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        return self._server.servers[0].sockets[0].getsockname()[1]
-
-    def __exit__(self, *_):
-        self._server.should_exit = True
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +29,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def port(engine):
-    with _Running(engine, api_key=KEY, most_bytes=10_000) as port:
+    with Running(engine, api_key=KEY, most_bytes=10_000) as port:
         yield port
 
 
@@ -60,28 +37,6 @@ def port(engine):
 def client(port):
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
         yield client
-
-
-def answer(port: int, path: str, body=None, key: str | None = KEY):
-    """Status and body of a plain request; bytes are sent as they are."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    connection.request("GET" if body is None else "POST", path, raw, headers)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
-
-
-def settled(engine, **wanted):
-    """Wait until the engine's figures are these."""
-    for _ in range(600):
-        now = engine.stats()
-        if all(getattr(now, name) == value for name, value in wanted.items()):
-            return now
-        time.sleep(0.05)
-    raise AssertionError(f"{now}; wanted {wanted}")
 
 
 def test_completions(client, engine):
@@ -253,7 +208,7 @@ def test_health_metrics_and_the_page(port, engine):
 
 def test_without_a_template_chat_is_one_line_and_a_shutdown_ends_requests():
     engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=128, chunk=64)
-    with _Running(engine) as port:
+    with Running(engine) as port:
         body = {"messages": [{"role": "user", "content": "x"}]}
         status, answered = answer(port, "/v1/chat/completions", body, key=None)
         assert (status, "template" in answered["error"]["message"]) == (400, True)
