@@ -6,6 +6,7 @@ module of narrow vectors. Set XLA_FLAGS to run it otherwise; tests/cache/test_ca
 any case. Whole files go to a worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
 """
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +40,9 @@ jax.config.update("jax_compilation_cache_max_size", 2**30)
 # Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness, no database.
 hypothesis.settings.register_profile("strict", deadline=None, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.load_profile("strict")
+
+# Tracing makes many objects that stay; collecting garbage at Python's own pace took a sixteenth of the suite's time.
+gc.set_threshold(200_000, 20, 100)
 
 # Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
 MOST_MAPS = 20_000

@@ -70,19 +70,34 @@ def test_the_same_under_every_setting(call):
             assert call() == wanted, name
 
 
-def one_step(spec: str):
-    model, method = tiny(num_layers=1), kvq.parse(spec)
-    cache = kvq.init_cache(model, method, 1, 64)
-    _, cache = kvq.prefill(model, tokens(1, 33), jnp.asarray([33], jnp.int32), cache)
-    return kvq.forward(model, tokens(1, 1), jnp.asarray([1], jnp.int32), cache)[0]
+def filled(spec: str, count: int):
+    model = tiny(num_layers=1)
+    cache = kvq.init_cache(model, kvq.parse(spec), 1, 64)
+    return kvq.prefill(model, tokens(1, count), jnp.asarray([count], jnp.int32), cache)[1]
+
+
+def two_steps(cache):
+    """The first one encodes what the second one reads."""
+    for _ in range(2):
+        logits, cache = kvq.forward(tiny(num_layers=1), tokens(1, 1), jnp.asarray([1], jnp.int32), cache)
+    return logits
 
 
 @pytest.mark.parametrize("spec", thinned(["kivi:bits=2,window=0", "uniform:bits=4,group=32"], 2))
-def test_without_jit(spec):
+def test_steps_without_jit(spec):
     """Loops of JAX are then Python's, operation by operation: equal up to the order of sums."""
-    wanted = one_step(spec)
+    cache = filled(spec, 31)
+    wanted = two_steps(cache)
     with jax.disable_jit():
-        np.testing.assert_allclose(one_step(spec), wanted, atol=1e-5)
+        np.testing.assert_allclose(two_steps(cache), wanted, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_a_prompt_without_jit():
+    spec = "kivi:bits=2,window=0"
+    wanted = two_steps(filled(spec, 33))
+    with jax.disable_jit():
+        np.testing.assert_allclose(two_steps(filled(spec, 33)), wanted, atol=1e-5)
 
 
 def test_the_variable_of_the_environment():
