@@ -12,7 +12,7 @@ from kvqjax.model.config import ModelConfig
 
 __all__ = ["TYPES", "Peer", "write_model"]
 
-TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
+TYPES = ("f16", "q8_0", "q4_0")  # that are timed beside ours
 PIECE = 512  # tokens of one call of its decoder, as many as are computed at once
 _MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
              "down": "ffn_down"}  # fmt: skip
@@ -57,23 +57,25 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
 
 
 class Peer:
-    """A context of llama.cpp with one type of cache and flash attention; holds memory until it is closed."""
+    """A context of llama.cpp with one type of cache and flash attention; holds memory until it is closed. A call
+    computes at most `piece` tokens."""
 
-    def __init__(self, path: Path, kind: str, room: int, threads: int, rows: int = 1):
+    def __init__(self, path: Path, kind: str, room: int, threads: int, rows: int = 1, piece: int = PIECE):
         quiet = lib.llama_log_callback(lambda level, text, user: None)
         lib.llama_log_set(quiet, ctypes.c_void_p(0))
         self._quiet = quiet  # the library calls it later
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         options = lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = room, PIECE, PIECE
+        options.n_ctx, options.n_batch, options.n_ubatch = room, piece, piece
         options.n_threads = options.n_threads_batch = threads
         options.n_seq_max, options.kv_unified = rows, True
-        options.type_k = options.type_v = TYPES[kind]
+        options.type_k = options.type_v = getattr(lib, f"GGML_TYPE_{kind.upper()}")
         options.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = lib.llama_init_from_model(self.model, options)
         if not self.model or not self.context:
             raise RuntimeError(f"llama.cpp did not make a context of {room} tokens of {kind}")
-        self.batch = lib.llama_batch_init(PIECE, 0, 1)
+        self.piece = piece
+        self.batch = lib.llama_batch_init(piece, 0, 1)
         self.memory = lib.llama_get_memory(self.context)
 
     def close(self) -> None:
@@ -83,9 +85,9 @@ class Peer:
         lib.llama_model_free(self.model)
 
     def feed(self, tokens: np.ndarray, start: int, row: int = 0) -> None:
-        """Put tokens behind the first `start` ones of a row, at most PIECE at once."""
-        for first in range(0, len(tokens), PIECE):
-            piece = tokens[first : first + PIECE]
+        """Put tokens behind the first `start` ones of a row, piece by piece."""
+        for first in range(0, len(tokens), self.piece):
+            piece = tokens[first : first + self.piece]
             self.batch.n_tokens = len(piece)
             for index, token in enumerate(piece):
                 self.batch.token[index] = int(token)
@@ -97,7 +99,7 @@ class Peer:
                 raise RuntimeError(f"llama.cpp did not decode {len(piece)} tokens at {start + first}")
 
     def compute(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """Compute one batch of at most PIECE tokens: (token, position, row, whether its logits are wanted) each."""
+        """Compute one batch of at most `piece` tokens: (token, position, row, whether its logits are wanted) each."""
         self.batch.n_tokens = len(entries)
         for index, (token, position, row, wanted) in enumerate(entries):
             self.batch.token[index] = token
@@ -124,6 +126,16 @@ class Peer:
     def logits(self, vocabulary: int) -> np.ndarray:
         """Those of the last token fed."""
         return np.array(np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, -1), (vocabulary,)))
+
+    def logits_of_text(self, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+        """Those of every token of a text [T] that goes into the empty cache piece by piece: [T, V]."""
+        lib.llama_memory_clear(self.memory, True)
+        parts = []
+        for start in range(0, len(tokens), self.piece):
+            piece = tokens[start : start + self.piece]
+            self.compute([(int(token), start + index, 0, True) for index, token in enumerate(piece)])
+            parts.append(np.array(np.ctypeslib.as_array(lib.llama_get_logits(self.context), (len(piece), vocabulary))))
+        return np.concatenate(parts)
 
     def prompt(self, tokens: np.ndarray) -> Callable[[], None]:
         """What feeds a prompt into the empty cache."""

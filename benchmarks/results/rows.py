@@ -108,19 +108,33 @@ def texts_of(model: Model, wikitext: str, book: str, learn: str, folder: Path | 
     """WikiText-2's test part, a book, and what methods learn from. Raises UserError for what cannot be read or is too
     short."""
     data = {"WikiText-2": read(wikitext, folder=folder), "book": read(book), "learnt": read(learn, tokens=1 << 17)}
-    # A text is known by its SHA-256, not by where somebody keeps it.
-    about = {name: {key: text.about[key] for key in ("sha256", "characters")} for name, text in data.items()}
+    return Texts(windows_of(model, data), data["learnt"], sha256_of(data))
+
+
+def sha256_of(data: dict[str, Data]) -> dict[str, Any]:
+    """What texts are known by: not where somebody keeps them."""
+    return {name: {key: text.about[key] for key in ("sha256", "characters")} for name, text in data.items()}
+
+
+def windows_of(model: Model, data: dict[str, Data]) -> dict[str, np.ndarray]:
+    """The windows [WINDOWS[name], LENGTH] of token ids that are scored. Raises UserError for a text that is too
+    short."""
     pieces = {name: sequences(model, data[name], count, LENGTH) for name, count in WINDOWS.items()}
     for name, rows in pieces.items():
         if len(rows) < WINDOWS[name]:
             wanted = WINDOWS[name] * LENGTH
             raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {wanted} are wanted")
-    return Texts(pieces, data["learnt"], about)
+    return pieces
+
+
+def named(folder: Path, cache: str) -> Path:
+    """The file of a cache in a folder."""
+    return folder / f"{re.sub('[^a-z0-9.]+', '-', cache)}.json"
 
 
 def path_of(cache: str) -> Path:
     """The file of a row."""
-    return FOLDER / f"{re.sub('[^a-z0-9.]+', '-', cache)}.json"
+    return named(FOLDER, cache)
 
 
 def about_of(model: Model, texts: Texts) -> dict[str, Any]:
@@ -131,7 +145,11 @@ def about_of(model: Model, texts: Texts) -> dict[str, Any]:
 
 def finished(cache: str, about: dict[str, Any]) -> dict[str, Any] | None:
     """The row on disk, if it was measured under the same stamp."""
-    path = path_of(cache)
+    return kept(path_of(cache), about)
+
+
+def kept(path: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The record at a path, if it was made under the same stamp."""
     row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return row if row and row["about"] == about else None
 
@@ -169,12 +187,17 @@ def scores(model: Model, method: Method, rows: np.ndarray, reference: list[jax.A
     means: dict[str, list[float]] = {name: [] for name in (*NUMBERS, "nll_exact")}
     for number, exact in enumerate(reference):
         tokens = jnp.asarray(rows[number * BATCH : (number + 1) * BATCH])
-        through_cache = score(replay(model, tokens, method, CHUNK), exact, tokens)
-        values = {name: getattr(through_cache, name) for name in NUMBERS}
-        values["nll_exact"] = score(exact, exact, tokens).nll
-        for name, x in values.items():
-            means[name] += [float(f"{mean:.7g}") for mean in np.asarray(x, np.float64).mean(1)]
+        for name, values in window_means(replay(model, tokens, method, CHUNK), exact, tokens).items():
+            means[name] += values
     return means
+
+
+def window_means(logits: jax.Array, exact: jax.Array, tokens: jax.Array) -> dict[str, list[float]]:
+    """Means over the predictions of each of a batch of windows [B, LENGTH], of logits [B, LENGTH, V] against those of
+    the exact cache."""
+    through_cache = score(logits, exact, tokens)
+    values = {name: getattr(through_cache, name) for name in NUMBERS} | {"nll_exact": score(exact, exact, tokens).nll}
+    return {name: [float(f"{mean:.7g}") for mean in np.asarray(x, np.float64).mean(1)] for name, x in values.items()}
 
 
 def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str) -> dict[str, Any]:
