@@ -12,6 +12,7 @@ from benchmarks.gate import SHAPES, plan
 from benchmarks.gate_bounds import Verdict, defaults, verdicts, without_x
 from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
+from benchmarks.results import peers
 from benchmarks.results.papers import PAPERS, Paper, disagreements
 from benchmarks.results.rows import CACHES, CHUNK, CONTEXT, LEARNT, LENGTH, WINDOWS, path_of
 from benchmarks.tables import table
@@ -245,8 +246,10 @@ def bias_section(rows: list[dict]) -> str:
 
 def page_text() -> str:
     """The page of the real model."""
+    beside = peers.section(stored(), _scores)
     papers = [paper_section(paper) for paper in PAPERS]
-    return "\n".join([HEAD, rows_section(), "## The papers' tables beside ours\n", COMPARED, *papers, METHODS_PAGES])
+    head = "## The papers' tables beside ours\n"
+    return "\n".join([HEAD, rows_section(), beside, head, COMPARED, *papers, METHODS_PAGES])
 
 
 def stress_text() -> str:

@@ -1,0 +1,222 @@
+"""Other libraries' caches on the windows of the results page: which ones, their records, and how ours compare.
+
+`python -m benchmarks.results.engines` measures them. A record has the fields of one of our rows, its scores against the
+same engine's exact cache; an exact cache's own are against ours.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results.rows import CHUNK, CONTEXT, WINDOWS, named
+from benchmarks.tables import table
+
+FOLDER = Path(__file__).parents[1] / "records" / "peers"
+TEXTS = tuple(WINDOWS)
+# Engine -> cache -> what it is made by. The first is the engine's exact cache. In transformers, axes say along what
+# numbers share a scale: quanto's 0 and hqq's 1 take a token's channels in a head, quanto's -1 a channel of 64 tokens,
+# hqq's 0 a channel of tokens that lie far apart, in all heads.
+PEERS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama.cpp": {
+        "f16": {"kind": "f16"},
+        "q8_0": {"kind": "q8_0"},
+        "q5_1": {"kind": "q5_1"},
+        "q4_0": {"kind": "q4_0"},
+        "q4_0, not rotated": {"kind": "q4_0", "rotated": False},
+        "q4_1": {"kind": "q4_1"},
+        "q5_1, not rotated": {"kind": "q5_1", "rotated": False},
+        "q5_0": {"kind": "q5_0"},
+        "iq4_nl": {"kind": "iq4_nl"},
+    },
+    "transformers": {
+        "exact": {},
+        "quanto int4": {"backend": "quanto", "nbits": 4},
+        "quanto int4, keys per channel": {"backend": "quanto", "nbits": 4, "axis_key": -1},
+        "quanto int2": {"backend": "quanto", "nbits": 2},
+        "quanto int2, keys per channel": {"backend": "quanto", "nbits": 2, "axis_key": -1},
+        "hqq int4": {"backend": "hqq", "nbits": 4},
+        "hqq int4, axis 1": {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+        "hqq int4, values axis 1": {"backend": "hqq", "nbits": 4, "axis_key": 0, "axis_value": 1},
+        "hqq int2": {"backend": "hqq", "nbits": 2},
+        "hqq int2, axis 1": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
+        "hqq int2, values axis 1": {"backend": "hqq", "nbits": 2, "axis_key": 0, "axis_value": 1},
+        "fp8": {"backend": "fp8"},
+    },
+}
+TITLE = "## Beside other libraries\n\n"
+ABOUT = f"""\
+The same float32 weights, windows and chunks through the caches of llama.cpp (flash attention) and of transformers
+(`QuantizedCache`), each against its own engine's exact cache: f16 in llama.cpp, float32 in transformers. Written from
+the records under `benchmarks/records/peers` (`python -m benchmarks.results.engines`).
+
+- *at 32K*: everything stored for {CONTEXT} tokens, scales and zero points as the library keeps them. In transformers
+  these have the model's dtype, as have up to 127 recent tokens (`residual_length=128`). *in bfloat16* is the same for a
+  model of bfloat16.
+- After a chunk of {CHUNK} transformers has no token in full precision: it encodes all tokens anew with each chunk. A
+  token attends to its own chunk exactly, as with ours. In llama.cpp it attends to codes alone, those of its own chunk
+  included. That is harder, and the same as token by token.
+- quanto and hqq have groups of 64. A group is a token's channels in one head by default in quanto, and with axis 1 in
+  hqq. By default (axis 0) hqq's groups are numbers of one channel from all heads, of tokens far apart.
+- llama.cpp rotates what its quantised caches store, unless `LLAMA_ATTN_ROT_DISABLE=1`.
+- Bold: for each of theirs, our row of no more bits that is nearest to exact on {TEXTS[0]}, and the nearest without
+  calibration.
+"""
+LINE = """\
+The line through theirs joins those that no other of theirs beats in bits and divergence, straight in the logarithm of
+the divergence. """
+# What README's sentence compares; all of it without calibration.
+SENTENCE = {
+    "theirs": {
+        "llama.cpp q4_0": "llama.cpp's q4_0",
+        "transformers quanto int4": "transformers' quanto int4",
+        "transformers quanto int2, keys per channel": "quanto int2 with keys per channel",
+    },
+    "ours": ("higgs:bits=4", "higgs:bits=2,dim=4"),
+}
+
+
+def exact_of(engine: str) -> str:
+    """The name of an engine's exact cache."""
+    return next(iter(PEERS[engine]))
+
+
+def path_of(engine: str, cache: str) -> Path:
+    """The file of a record."""
+    return named(FOLDER, f"{engine} {cache}")
+
+
+def stored() -> list[dict[str, Any]]:
+    """Records on disk, in the order of PEERS."""
+    paths = [path_of(engine, cache) for engine, caches in PEERS.items() for cache in caches]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def missing() -> list[str]:
+    """Engines' caches without a record, as the page names them."""
+    pairs = [(engine, cache) for engine, caches in PEERS.items() for cache in caches]
+    return [f"`{engine} {cache}`" for engine, cache in pairs if not path_of(engine, cache).exists()]
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points (bits, divergence) that no other one beats in both, by bits."""
+    kept: list[tuple[float, float]] = []
+    for bits, divergence in sorted(points):
+        if not kept or divergence < kept[-1][1]:
+            kept.append((bits, divergence))
+    return kept
+
+
+def beats(point: tuple[float, float], others: list[tuple[float, float]]) -> bool | None:
+    """Whether a point (bits, divergence) lies below the line through the front of others.
+
+    The line is straight in the logarithm of the divergence. It is level beyond its right end. Left of its first point
+    there is none.
+
+    Args:
+        point: bits and divergence.
+        others: the points that the line goes through, as far as they are on their front.
+
+    Returns:
+        Whether the point lies below; None where there is no line and the point is not below its first point either.
+    """
+    bits, divergence = np.asarray(front(others)).T
+    below = bool(point[1] < np.exp(np.interp(point[0], bits, np.log(divergence))))
+    return None if point[0] < bits[0] and not below else below
+
+
+def nearest(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Of ours that take no more bits than a cache of theirs, the one of the least divergence on a text; likewise of
+    those that need no calibration. For every cache of theirs, each once."""
+    divergence = lambda row: float(np.mean(row["by_window"][text]["kld"]))  # noqa: E731
+    chosen: dict[str, dict[str, Any]] = {}
+    for peer in theirs:
+        fitting = [row for row in ours.values() if row["bits_32k"] <= peer["bits_32k"]]
+        for rows in (fitting, [row for row in fitting if not row["calibration_seconds"]]):
+            if rows:
+                best = min(rows, key=divergence)
+                chosen[best["cache"]] = best
+    return list(chosen.values())
+
+
+def _mean(row: dict[str, Any], text: str, name: str) -> float:
+    return float(np.mean(row["by_window"][text][name]))
+
+
+def _cells(row: dict[str, Any], scores: Callable[[dict[str, Any], str], list[str]]) -> list[str]:
+    """A row of theirs, or, in bold, one of ours that stands beside them."""
+    theirs = "engine" in row
+    name = [row["engine"], row["cache"]] if theirs else ["**kvqjax**", f"**`{row['cache']}`**"]
+    bits = [f"{row['bits_32k']:.2f}", f"{row['bits_32k_of_16']:.2f}" if theirs else ""]
+    calibrated = "yes" if not theirs and row["calibration_seconds"] else ""
+    return [*name, *bits, *(cell for text in TEXTS for cell in scores(row, text)), calibrated]
+
+
+def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits: str) -> str:
+    """Say which of our rows lie below the line through theirs on both texts, their bits being those of a field."""
+    rows = [row for cache, row in ours.items() if cache != "exact"]
+    lines = {text: [(row[bits], _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
+    below, apart, above = [], [], []
+    for row in rows:
+        found = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
+        (above if False in found else apart if None in found else below).append(row)
+    plain = sum(not row["calibration_seconds"] for row in below)
+    names = lambda some: ", ".join(f"`{row['cache']}`" for row in some) or "none"  # noqa: E731
+    return (
+        f"{len(below)} of our {len(rows)} rows are below it on both texts, {plain} of them without calibration. "
+        f"Not below it on one text or both: {names(above)}. "
+        f"Of fewer bits than any of theirs, and farther from exact than the line's left end: {names(apart)}."
+    )
+
+
+def _agreement(exact: list[dict[str, Any]]) -> str:
+    """Say how far the engines' exact caches are from ours, and what they are."""
+    loss = lambda row, name: f"{np.exp(_mean(row, TEXTS[0], name)):.6g}"  # noqa: E731
+    apart = [
+        f"that of {row['engine']} is at most {max(_mean(row, text, 'kld') for text in TEXTS):.1g} nats from ours, its "
+        f"perplexity on {TEXTS[0]} {loss(row, 'nll')} where ours is {loss(row, 'nll_exact')}"
+        for row in exact
+    ]
+    versions = {key: value for row in exact for key, value in row["about"]["versions"].items()}
+    said = "; ".join(f"{key} {value}" for key, value in versions.items())
+    return f"Exact caches agree: {'; '.join(apart)}. Versions: {said}.\n"
+
+
+def section(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]) -> str:
+    """The section of the page: theirs with our nearest rows by bits, and how ours lie to the line through theirs.
+
+    Args:
+        ours: our rows by cache.
+        scores: gives the cells of a row's scores on a text.
+
+    Returns:
+        The section.
+    """
+    records = stored()
+    exact = [row for row in records if row["cache"] == exact_of(row["engine"])]
+    theirs = [row for row in records if row not in exact]
+    if not theirs:
+        return TITLE + "Not run yet.\n"
+    shown = sorted([*theirs, *nearest(ours, theirs, TEXTS[0])], key=lambda row: -row["bits_32k"])
+    numbers = [f"{text}, {name}" for text in TEXTS for name in ("ratio", "KLD", "top-1")]
+    head = ["library", "cache", "at 32K", "in bfloat16", *numbers, "calibrated"]
+    parts = [TITLE + ABOUT, _agreement(exact), table(head, [_cells(row, scores) for row in shown])]
+    parts += [f"Not run: {', '.join(missing())}.\n"] if missing() else []
+    parts.append(f"{LINE}{verdict(ours, theirs, 'bits_32k')}\n")
+    parts.append(f"With their bits of a bfloat16 model: {verdict(ours, theirs, 'bits_32k_of_16')}\n")
+    return "\n".join(parts)
+
+
+def sentence(ours: dict[str, dict[str, Any]]) -> str:
+    """README's sentence: some of theirs and some of ours, at about the same bits."""
+    theirs = {f"{row['engine']} {row['cache']}": row for row in stored()}
+
+    def said(row: dict[str, Any], name: str) -> str:
+        return f"{_mean(row, TEXTS[0], 'kld'):.2g} with {name} of {row['bits_32k']:.1f} bits"
+
+    parts = [said(theirs[name], label) for name, label in SENTENCE["theirs"].items()]
+    parts += [said(ours[cache], f"our `{cache}`") for cache in SENTENCE["ours"]]
+    start = "On the same windows the divergence from each engine's own exact cache is"
+    return f"{start} {', '.join(parts[:-1])} and {parts[-1]}."
