@@ -63,15 +63,19 @@ def _beside_llamacpp(row: dict, record: dict) -> list[str]:
     return [*cells, *theirs, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
 
 
-def llamacpp(record: dict) -> str:
-    """The section on llama.cpp, of what `python -m benchmarks.llamacpp --out` wrote."""
+RANDOM = "A Llama of 8 layers, width 768, MLP 2048, 12 query and 4 KV heads of 64, float32 weights"
+REAL = "SmolLM2-135M-Instruct (30 layers, width 576, 9 query and 3 KV heads of 64), float32 weights"
+
+
+def llamacpp(record: dict, options: str = "", model: str = RANDOM) -> str:
+    """A section on llama.cpp, of what `python -m benchmarks.llamacpp --out` wrote with these options."""
     heads = ["", "tokens", "cache", "ms", "f16", "q8_0", "q4_0", "faster than the fastest by", "than q4_0 by"]
     heads += ["than our exact by", "time of its bytes, times"]
     rows = [_beside_llamacpp(row, record) for row in record["rows"]]
     about = (
-        "\n## A decode step and a prompt beside llama.cpp (`python -m benchmarks.llamacpp`)\n\n"
-        "A Llama of 8 layers, width 768, MLP 2048, 12 query and 4 KV heads of 64, float32 weights; "
-        f"{_machine(record['machine'])},\nllama-cpp-python {record['llama-cpp-python']} with flash attention. "
+        f"\n## A decode step {'and a prompt ' if not options else ''}beside llama.cpp "
+        f"(`python -m benchmarks.llamacpp{options}`)\n\n{model};\n"
+        f"{_machine(record['machine'])}, llama-cpp-python {record['llama-cpp-python']} with flash attention. "
         "Each row is one run, in which our cache, our exact one and llama.cpp's\ncaches took turns (their milliseconds "
         "in the middle). The last column divides the step by the time that its weights and\nits cache take to be read "
         "once, at the rate at which XLA added up the weights in the same rounds.\n\n"
@@ -130,4 +134,5 @@ def serving(record: dict) -> str:
 def text() -> str:
     """The page."""
     record = read("llamacpp")
-    return HEAD + llamacpp(record) + limits(record) + _steps() + serving(read("serving"))
+    real = llamacpp(read("llamacpp_smollm2"), " --model smollm2", REAL)
+    return HEAD + real + llamacpp(record) + limits(record) + _steps() + serving(read("serving"))

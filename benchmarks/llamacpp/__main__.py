@@ -1,11 +1,12 @@
 """A decode step and a prompt on the CPU beside llama.cpp with the same float32 weights.
 
     pip install llama-cpp-python gguf    # in an environment of its own, built for this machine's processor
-    python -m benchmarks.llamacpp [--tokens 8192 --tokens 32768] [--prompt 8192] [--only CACHE] [--out FILE]
-    python -m benchmarks.figures    # the table of benchmarks/peers.md
+    python -m benchmarks.llamacpp [--model smollm2] [--tokens 8192 --tokens 32768] [--prompt 8192] [--only CACHE]
+        [--out FILE]
+    python -m benchmarks.figures    # the tables of benchmarks/peers.md
 
-A Llama of 8 layers: width 768, MLP 2048, 12 query and 4 KV heads of 64, random weights. Both give the same logits for a
-short text, which is checked first. Then each cache takes turns with the exact one and with llama.cpp's three, round
+Of SmolLM2-135M-Instruct, or of a Llama of 8 layers: width 768, MLP 2048, 12 query and 4 KV heads of 64, random weights.
+Both give the same logits for a short text, which is checked first. Then each cache takes turns with the exact one and with llama.cpp's three, round
 after round; medians of the rounds. A row of the record is one such run, and stands by itself: rows that FILE has are
 kept, but for those of caches that are named, so a run that was cut off goes on. Steps are of one token behind a cache
 of `tokens` random codes; ours flush as they go. `--prompt` times a prompt up to its first new token: at once, and in
@@ -36,7 +37,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cli.bench import stepping
 from kvqjax.cli.output import announce
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weight_trees import init_params, unrolled
+from kvqjax.model.weight_trees import init_params, switched
 from kvqjax.step.forward import forward
 from kvqjax.step.prefill import prefill
 
@@ -44,6 +45,7 @@ CONFIG = ModelConfig(
     vocab_size=1024, width=768, mlp_width=2048, num_layers=8, num_heads=12, num_kv_heads=4, head_dim=64,
     max_position=2**17,
 )  # fmt: skip
+MODELS = ("random", "smollm2")
 CACHES = (
     "exact",
     "kivi:bits=4,group=128",
@@ -53,29 +55,35 @@ CACHES = (
     "commvq:bits=1",
     "xquant:bits=2",
 )
+REAL = ("exact", "kivi:bits=4,group=64", "kivi:bits=2,group=64", "higgs:bits=2")  # 192 channels: groups of 64 at most
 PROMPTED = ("exact", "kivi:bits=2,group=128")
 CHUNK = 512
 STEPS = 8
 
 
-def agree(params: dict, peer: Peer) -> float:
+def opened(name: str) -> kvq.Model:
+    """The model, its layers as a CPU has them by default."""
+    if name == "smollm2":
+        return kvq.load(name, dtype="float32")
+    return kvq.Model(params=switched(init_params(jax.random.key(0), CONFIG)), constants=(), config=CONFIG)
+
+
+def agree(model: kvq.Model, peer: Peer) -> float:
     """The largest difference of both logits behind a short text, over the largest logit."""
-    ids = np.random.default_rng(1).integers(0, CONFIG.vocab_size, 24)
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, 24)
     peer.feed(ids, 0)
-    theirs = peer.logits(CONFIG.vocab_size)
-    model = kvq.Model(params=params, constants=(), config=CONFIG)
+    theirs = peer.logits(model.config.vocab_size)
     ours, _ = prefill(model, jnp.asarray(ids[None]), jnp.array([len(ids)]), kvq.init_cache(model, "exact", 1, 32))
     return float(np.abs(np.asarray(ours[0], np.float32) - theirs).max() / np.abs(theirs).max())
 
 
-def models(params: dict, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
-    """A model for each cache. Its layers are each by itself, and the method's constants random: no step's time depends
-    on them."""
+def models(model: kvq.Model, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
+    """The model for each cache. The method's constants are random: no step's time depends on them."""
     ready = {}
     for text in caches:
-        layout = CacheLayout(shape=CONFIG.kv_shape, method=kvq.parse(text), capacity=1024, dtype="float32")
+        layout = CacheLayout(shape=model.config.kv_shape, method=kvq.parse(text), capacity=1024, dtype="float32")
         shapes = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
-        ready[text] = kvq.Model(params=unrolled(params), constants=jax.tree.map(random, shapes), config=CONFIG)
+        ready[text] = model.replace(constants=jax.tree.map(random, shapes))
     return ready
 
 
@@ -115,7 +123,7 @@ def step_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
 
 def prompt_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
     """A whole prompt up to the first new token: at once, in chunks through the cache, and llama.cpp's."""
-    ids = np.random.default_rng(2).integers(0, CONFIG.vocab_size, tokens)
+    ids = np.random.default_rng(2).integers(0, ready["exact"].config.vocab_size, tokens)
     whole, counts = jax.jit(prefill, donate_argnames="cache"), jnp.full((1,), tokens, jnp.int32)
     through = jax.jit(lambda *given: forward(*given, last=True), donate_argnums=3)
 
@@ -152,15 +160,16 @@ def merged(record: dict, row: dict) -> dict:
     same = lambda other: all(other[name] == row[name] for name in ("kind", "tokens", "cache"))  # noqa: E731
     rows = [other for other in record["rows"] if not same(other)] + [row]
     order = ("step", "prompt", f"prompt in chunks of {CHUNK}")
-    place = lambda row: (order.index(row["kind"]), row["tokens"], CACHES.index(row["cache"]))  # noqa: E731
+    names = (*CACHES, *REAL)
+    place = lambda row: (order.index(row["kind"]), row["tokens"], names.index(row["cache"]))  # noqa: E731
     return record | {"rows": sorted(rows, key=place)}
 
 
-def begun(out: Path | None, params: dict, difference: float) -> dict:
+def begun(out: Path | None, model: kvq.Model, difference: float) -> dict:
     """The record of this machine so far."""
     version = importlib.metadata.version("llama-cpp-python")
     about = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": []}
-    about |= {"weights": array_bytes(params)}
+    about |= {"weights": array_bytes(model.params), "layers": model.config.num_layers}
     if out is None or not out.exists():
         return about
     record = json.loads(out.read_text(encoding="utf-8"))
@@ -169,10 +178,10 @@ def begun(out: Path | None, params: dict, difference: float) -> dict:
     return record
 
 
-def checked(path: Path, params: dict, threads: int) -> float:
+def checked(path: Path, model: kvq.Model, threads: int) -> float:
     """How far both logits differ. Raises SystemExit where the models are not the same."""
     peer = Peer(path, "f16", 512, threads)
-    difference = agree(params, peer)
+    difference = agree(model, peer)
     peer.close()
     print(f"logits differ by {difference:.1e} of the largest", flush=True)
     if difference > 0.01:  # llama.cpp keeps keys and values in 16 bits
@@ -182,21 +191,25 @@ def checked(path: Path, params: dict, threads: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=CACHES, help="measure this cache (anew); repeatable")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--only", action="append", help="measure this cache (anew); repeatable")
     parser.add_argument("--tokens", type=int, action="append", help="cached tokens; repeatable; multiples of 512")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompt; 0: none")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
-    given, params = parser.parse_args(), init_params(jax.random.key(0), CONFIG)
+    given = parser.parse_args()
+    model, caches = opened(given.model), CACHES if given.model == "random" else REAL
+    if given.only and not set(given.only) <= set(caches):
+        parser.error(f"--only is one of {', '.join(caches)}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_model(path, params, CONFIG)
-        record, ready = begun(given.out, params, checked(path, params, given.threads)), models(params, CACHES)
-        groups = [(step_rows, "step", tokens, CACHES) for tokens in given.tokens or (8192, 32768)]
-        groups += [(prompt_rows, "prompt", given.prompt, PROMPTED)] if given.prompt else []
-        for measure, kind, tokens, caches in groups:
-            wanted = missing(record, kind, tokens, caches, given.only)
+        write_model(path, model.params, model.config)
+        record, ready = begun(given.out, model, checked(path, model, given.threads)), models(model, caches)
+        groups = [(step_rows, "step", tokens, caches) for tokens in given.tokens or (8192, 32768)]
+        groups += [(prompt_rows, "prompt", given.prompt, tuple(set(PROMPTED) & set(caches)))] if given.prompt else []
+        for measure, kind, tokens, names in groups:
+            wanted = missing(record, kind, tokens, names, given.only)
             for row in measure(ready, wanted, path, tokens, given) if wanted else ():
                 record = merged(record, row)
                 if given.out:

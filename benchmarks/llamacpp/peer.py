@@ -9,6 +9,7 @@ import llama_cpp as lib
 import numpy as np
 
 from kvqjax.model.config import ModelConfig
+from kvqjax.model.weight_trees import unrolled
 
 __all__ = ["TYPES", "Peer", "write_model"]
 
@@ -18,16 +19,16 @@ _MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "g
              "down": "ffn_down"}  # fmt: skip
 
 
-def _matrix(params: dict, name: str, layer: int, config: ModelConfig) -> np.ndarray:
+def _matrix(name: str, matrix: np.ndarray, config: ModelConfig) -> np.ndarray:
     """A matrix as [out, in]. llama.cpp turns neighbouring channels where we turn halves of a head."""
-    w = np.asarray(params["layers"][name][layer], np.float32).T
+    w = np.asarray(matrix, np.float32).T
     if name in "qk":
         w = w.reshape(-1, 2, config.head_dim // 2, w.shape[-1]).swapaxes(1, 2).reshape(w.shape)
     return np.ascontiguousarray(w)
 
 
 def write_model(path: Path, params: dict, config: ModelConfig) -> None:
-    """The stacked float32 weights as llama.cpp's file, without a vocabulary."""
+    """The float32 weights, in any form, as llama.cpp's file, without a vocabulary."""
     file = gguf.GGUFWriter(str(path), "llama")
     file.add_context_length(2**17)
     file.add_embedding_length(config.width)
@@ -45,11 +46,11 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
     file.add_tensor("output_norm.weight", as_f32(params["norm"]))
     if "head" in params:  # else the embedding table serves
         file.add_tensor("output.weight", as_f32(np.asarray(params["head"]).T))
-    for layer in range(config.num_layers):
+    for layer, weights in enumerate(unrolled(params)["layers"]):
         for name, theirs in _MATRICES.items():
-            file.add_tensor(f"blk.{layer}.{theirs}.weight", _matrix(params, name, layer, config))
+            file.add_tensor(f"blk.{layer}.{theirs}.weight", _matrix(name, weights[name], config))
         for name, theirs in {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}.items():
-            file.add_tensor(f"blk.{layer}.{theirs}.weight", as_f32(params["layers"][name][layer]))
+            file.add_tensor(f"blk.{layer}.{theirs}.weight", as_f32(weights[name]))
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()

@@ -48,6 +48,8 @@ CACHES = {
         "kvquant:bits=2",
         "higgs:bits=2",
         "higgs:bits=2,dim=4",
+        "higgs:bits=2,dim=4,centre=block,norm=unbiased",
+        "smollm2-2.5-free.json",
         "klt:bits=2.0",
         "aqua:bits=2,first_bits=2",
         "aqua:bits=2",

@@ -112,7 +112,7 @@ def by_llamacpp(
     """Serve the workload by llama.cpp.
 
     Args:
-        params: the weights, as stacks.
+        params: the weights, in any form.
         config: the config of the model.
         kind: of the cache, a key of `BITS`. Its cells take `options.pool` bytes.
         requests: of the workload.

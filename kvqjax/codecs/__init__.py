@@ -5,7 +5,18 @@ from kvqjax.codecs.centring import CENTRES, BlockCentred, Centred, centred
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.uniform import Uniform
 
-__all__ = ["CENTRES", "BlockCentred", "Centred", "Codec", "CodecSpec", "Exact", "Fit", "Uniform", "bits_per_value", "centred"]
+__all__ = [
+    "CENTRES",
+    "BlockCentred",
+    "Centred",
+    "Codec",
+    "CodecSpec",
+    "Exact",
+    "Fit",
+    "Uniform",
+    "bits_per_value",
+    "centred",
+]
 
 
 def __dir__() -> list[str]:
