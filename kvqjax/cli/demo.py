@@ -1,7 +1,6 @@
 """`kvqjax demo`: a real model answers a question about a text, through exact and compressed caches. Where that model is
 not to be had, the bundled model continues a prompt."""
 
-import importlib.util
 import json
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Annotated
 import jax
 import typer
 
-from kvqjax._errors import UserError
 from kvqjax._files import open_text
 from kvqjax._tables import table, terminal_width
 from kvqjax.cache import runs_of
@@ -19,7 +17,7 @@ from kvqjax.cli.common import Json, methods_of, number, open_model, require_room
 from kvqjax.cli.output import announce, show
 from kvqjax.generation.decoding import Generated, generate
 from kvqjax.methods import Method
-from kvqjax.model.fetch import FETCHED, fetch
+from kvqjax.model.fetch import FETCHED, model_at_hand
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
@@ -70,7 +68,7 @@ def demo(
     The model, SmolLM2-135M-Instruct, is fetched first (98 MB, Apache-2.0). Answers, bytes and speed are compared. Where
     the model is not to be had, or with --model demo, the bundled model continues a prompt instead.
     """
-    model = _model_at_hand() if model is None else model
+    model = model_at_hand(REAL, BUNDLED, tell=announce) if model is None else model
     if model == REAL:
         _answer(QUESTION if prompt is None else prompt, max_new_tokens or ANSWER_TOKENS, capacity, as_json)
     else:
@@ -81,22 +79,6 @@ def demo(
             capacity or CAPACITY,
             as_json,
         )
-
-
-def _model_at_hand() -> str:
-    """The real model, which is fetched where it is not here; the bundled one where that fails, and a line about it."""
-    title = FETCHED[REAL].title
-    try:
-        if importlib.util.find_spec("gguf") is None:
-            raise UserError(f"the package gguf, which decodes the weights of {title}, is not installed")
-        fetch(REAL, tell=announce)
-    except UserError as error:
-        announce(
-            f"{error}; so the bundled model continues a prompt. For {title}: "
-            f"kvqjax fetch {REAL}, after pip install gguf"
-        )
-        return BUNDLED
-    return REAL
 
 
 # --- A question to the real model ---

@@ -22,7 +22,7 @@ from kvqjax._folders import user_folder
 from kvqjax._lock import held
 from kvqjax._options import named_options
 
-__all__ = ["FETCHED", "Source", "fetch", "fetched"]
+__all__ = ["FETCHED", "Source", "fetch", "fetched", "model_at_hand"]
 
 HUB_SECONDS = 10  # until the hub counts as not reached
 _PIECE = 2**20  # bytes that are read at a time
@@ -134,6 +134,28 @@ def fetch(
             raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error
     tell(f"{place}: SHA-256 is right")
     return place
+
+
+def model_at_hand(name: str = "smollm2", bundled: str = "demo", *, tell: Callable[[str], None] = print) -> str:
+    """Choose a model that `kvq.load` finds: a real one, which is fetched where it is not here, or a bundled one.
+
+    Args:
+        name: one of `FETCHED`.
+        bundled: the model that takes its place where it is not to be had.
+        tell: is called with each line about what is done, and with one that says so where the bundled model is taken.
+
+    Returns:
+        The name of one of the two.
+    """
+    title = FETCHED[name].title
+    try:
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError(f"the package gguf, which decodes the weights of {title}, is not installed")
+        fetch(name, tell=tell)
+    except UserError as error:
+        tell(f"{error}; so the bundled model takes its place. For {title}: kvqjax fetch {name}, after pip install gguf")
+        return bundled
+    return name
 
 
 # --- Sources ---

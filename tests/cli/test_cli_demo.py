@@ -29,7 +29,7 @@ def answering(tmp_path, monkeypatch):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     text.write_text("ab12,cd34,ef56,")
-    monkeypatch.setattr(subject, "fetch", lambda name, tell: asked.append(name))
+    monkeypatch.setattr(fetching, "fetch", lambda name, tell: asked.append(name))
     monkeypatch.setattr(subject, "open_model", lambda name, dtype: kvq.load(folder))
     monkeypatch.setattr(subject, "TEXT", text)
     monkeypatch.setattr(subject, "QUESTION", "?cd")
@@ -74,17 +74,17 @@ def test_without_the_real_model_the_bundled_one_continues(call, brief, tmp_path,
     for origin in ("from_hub", "from_package"):
         monkeypatch.setattr(fetching, origin, unreachable if missing == "network" else pytest.fail)
     if missing == "gguf":
-        monkeypatch.setattr(subject.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None)
     code, out, err = call(*brief)
     assert code == 0, err
     assert [row["cache"] for row in json.loads(out)] == ["exact"]
-    (line,) = [line for line in err.splitlines() if "the bundled model continues" in line]
+    (line,) = [line for line in err.splitlines() if "the bundled model takes its place" in line]
     assert {"network": "not reached", "gguf": "the package gguf"}[missing] in line
     assert line.endswith("For SmolLM2-135M-Instruct: kvqjax fetch smollm2, after pip install gguf")
 
 
 def test_a_named_model_is_used_without_a_download(call, brief, monkeypatch, tmp_path):
-    monkeypatch.setattr(subject, "fetch", pytest.fail)
+    monkeypatch.setattr(fetching, "fetch", pytest.fail)
     code, out, err = call("--model", "demo", *brief)
     assert (code, len(json.loads(out))) == (0, 1), err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
