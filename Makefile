@@ -9,7 +9,8 @@
 # make gate   measure the gate's recorded rows again (ROWS=6: so many of them) and judge its bounds
 # make nightly  what .ci/run leaves out because it takes an hour and more
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
-# make notebooks  set up .venv with Jupyter's kernel and run the notebooks in examples/
+# make notebooks  set up .venv with Jupyter's kernel and gguf, and run the notebooks in examples/ on SmolLM2-135M-Instruct,
+#             or on the bundled model where that is not to be had
 # make colab  write the repository's address (REPOSITORY, or the git remote origin) into the notebooks and their badges
 # make clean  remove everything these made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
@@ -54,7 +55,7 @@ docs: $(VENV)/.package $(VENV)/.with-docs
 	PYTHONSAFEPATH=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # Each notebook runs from its first cell to its last; an error in one ends with its traceback.
-notebooks: $(VENV)/.package $(VENV)/.with-examples
+notebooks: $(VENV)/.package $(VENV)/.with-examples $(VENV)/.gguf
 	MPLBACKEND=agg $(BIN)/jupyter-execute --timeout=300 examples/*.ipynb
 
 colab: $(VENV)/.base
@@ -101,10 +102,10 @@ $(EXTRAS): $(VENV)/.with-%: pyproject.toml | $(VENV)/.package
 	rm -rf build kvqjax.egg-info
 	touch $@
 
-# What decodes the weights of a GGUF file. Without it the demonstration runs on the bundled model.
+# What decodes the weights of a GGUF file. Without it the demonstration and the notebooks run on the bundled model.
 $(VENV)/.gguf: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation '.[gguf]' && touch $@ \
-		|| echo "gguf is not to be had here: the demonstration uses the bundled model"
+		|| echo "gguf is not to be had here: the demonstration and the notebooks use the bundled model"
 	rm -rf build kvqjax.egg-info
 
 # Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.

@@ -58,15 +58,15 @@ def run_cell(monkeypatch):
 OLD = {"jax": "0.7.2", "jaxlib": "0.7.2"}
 NEW = {"jax": "0.12.0.1", "jaxlib": "0.12.0"}
 RUNTIMES = {
-    "T4 with an old JAX": (OLD | {"jax-cuda12-plugin": "0.7.2"}, "plots,cuda", []),
-    "CUDA 13 with an old JAX": (OLD | {"jax-cuda13-plugin": "0.7.2"}, "plots,cuda13", []),
-    "v5e with an old JAX": (OLD | {"libtpu": "0.0.21"}, "plots,tpu", []),
-    "CPU with an old JAX": (OLD, "plots", []),
-    "no JAX": ({}, "plots", []),
-    "T4 with a new JAX": (NEW | {"jax-cuda12-plugin": "0.12.0"}, "plots", ["jax", "jaxlib", "jax-cuda12-plugin"]),
-    "v5e with a new JAX": (NEW | {"libtpu": "0.0.40"}, "plots", ["jax", "jaxlib", "libtpu"]),
-    "the oldest JAX that works": ({"jax": "0.10.2", "jaxlib": "0.10.2"}, "plots", ["jax", "jaxlib"]),
-    "the newest that does not": ({"jax": "0.10.1", "jaxlib": "0.10.1"}, "plots", []),
+    "T4 with an old JAX": (OLD | {"jax-cuda12-plugin": "0.7.2"}, "plots,gguf,cuda", []),
+    "CUDA 13 with an old JAX": (OLD | {"jax-cuda13-plugin": "0.7.2"}, "plots,gguf,cuda13", []),
+    "v5e with an old JAX": (OLD | {"libtpu": "0.0.21"}, "plots,gguf,tpu", []),
+    "CPU with an old JAX": (OLD, "plots,gguf", []),
+    "no JAX": ({}, "plots,gguf", []),
+    "T4 with a new JAX": (NEW | {"jax-cuda12-plugin": "0.12.0"}, "plots,gguf", ["jax", "jaxlib", "jax-cuda12-plugin"]),
+    "v5e with a new JAX": (NEW | {"libtpu": "0.0.40"}, "plots,gguf", ["jax", "jaxlib", "libtpu"]),
+    "the oldest JAX that works": ({"jax": "0.10.2", "jaxlib": "0.10.2"}, "plots,gguf", ["jax", "jaxlib"]),
+    "the newest that does not": ({"jax": "0.10.1", "jaxlib": "0.10.1"}, "plots,gguf", []),
 }
 
 
