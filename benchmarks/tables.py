@@ -5,12 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read", "table"]
+import numpy as np
+
+__all__ = ["read", "standard_error", "table"]
 
 
 def read(name: str) -> Any:
     """A record by its name."""
     return json.loads((Path(__file__).parent / "records" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of a mean of values that are independent of each other."""
+    return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

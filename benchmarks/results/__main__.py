@@ -13,25 +13,37 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvqjax
+from benchmarks.results.long import CACHES as LONG
+from benchmarks.results.long import passages_of, run_long
 from benchmarks.results.page import PAGE, PICTURE, STRESS_PAGE, draw_picture, page_text, stress_text
 from benchmarks.results.papers import PAPERS
-from benchmarks.results.rows import CACHES, FOLDER, MODEL, about_of, finished, measure, path_of, references, texts_of
+from benchmarks.results.rows import (
+    CACHES,
+    FOLDER,
+    MODEL,
+    Texts,
+    about_of,
+    finished,
+    measure,
+    path_of,
+    references,
+    texts_of,
+)
+from kvqjax.model.loading import Model
 
 app = typer.Typer(add_completion=False)
 CONSOLE = Console(stderr=True)
 
 
-def run_rows(caches: list[str], texts: tuple[str, str, str], folder: Path | None, bar: Progress) -> None:
+def run_rows(model: Model, texts: Texts, caches: list[str], bar: Progress) -> None:
     """Measure every row that is not finished yet."""
-    model = kvqjax.load(MODEL)
-    data = texts_of(model, *texts, folder)
-    about = about_of(model, data)
+    about = about_of(model, texts)
     todo = [cache for cache in caches if finished(cache, about) is None]
     task = bar.add_task(MODEL, total=len(caches), completed=len(caches) - len(todo))
-    exact = references(model, data) if todo else {}
+    exact = references(model, texts) if todo else {}
     for cache in todo:
         bar.update(task, description=cache)
-        row = measure(model, data, exact, cache) | {"about": about}
+        row = measure(model, texts, exact, cache) | {"about": about}
         path_of(cache).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
         bar.advance(task)
 
@@ -43,6 +55,7 @@ def main(
     book: Annotated[str, typer.Option(help="the second text, a file")] = "",
     learn: Annotated[str, typer.Option(help="a text to calibrate on, other than the two")] = "",
     cache: Annotated[list[str], typer.Option(help="only these rows; repeatable")] = [],  # noqa: B006
+    long_only: Annotated[bool, typer.Option(help="measure long contexts alone")] = False,
     page_only: Annotated[bool, typer.Option(help="write the pages from the records, run nothing")] = False,
 ) -> None:
     """Run what is missing and write the pages and the picture."""
@@ -55,8 +68,12 @@ def main(
     wanted.sort(key=lambda text: (text.startswith("commvq"), text not in compared))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     if not page_only:
+        model = kvqjax.load(MODEL)
+        texts, passages = texts_of(model, wikitext, book, learn, folder), passages_of(model, wikitext, book, folder)
         with Progress(*columns, console=CONSOLE) as bar:
-            run_rows(wanted, (wikitext, book, learn), folder, bar)
+            if not long_only:
+                run_rows(model, texts, wanted, bar)
+            run_long(model, texts, passages, [text for text in LONG if not cache or text in cache], bar)
     PAGE.write_text(page_text(), encoding="utf-8")
     STRESS_PAGE.write_text(stress_text(), encoding="utf-8")
     draw_picture()

@@ -13,9 +13,10 @@ from benchmarks.gate_bounds import Verdict, defaults, verdicts, without_x
 from benchmarks.rate_distortion import RECORD as DISTORTION
 from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results import peers
+from benchmarks.results.long_page import long_section
 from benchmarks.results.papers import PAPERS, Paper, disagreements
 from benchmarks.results.rows import CACHES, CHUNK, CONTEXT, LEARNT, LENGTH, WINDOWS, path_of
-from benchmarks.tables import table
+from benchmarks.tables import standard_error, table
 from kvqjax.eval.plots import draw, series, title_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
@@ -101,19 +102,14 @@ def stored() -> dict[str, dict[str, Any]]:
     return {row["cache"]: row for row in rows}
 
 
-def _error(values: np.ndarray) -> float:
-    """Standard error of a mean over windows."""
-    return float(values.std(ddof=1) / len(values) ** 0.5)
-
-
 def _scores(row: dict[str, Any], text: str) -> list[str]:
     """Ratio, KL divergence and agreement on one text, with the errors of the first two."""
     part = {name: np.asarray(values) for name, values in row["by_window"][text].items()}
     loss = part["nll"] - part["nll_exact"]
     ratio = float(np.exp(loss.mean()))
     return [
-        f"{ratio:.4g} ± {ratio * _error(loss):.1g}",
-        f"{part['kld'].mean():.2g} ± {_error(part['kld']):.1g}",
+        f"{ratio:.4g} ± {ratio * standard_error(loss):.1g}",
+        f"{part['kld'].mean():.2g} ± {standard_error(part['kld']):.1g}",
         f"{part['agree'].mean():.3f}",
     ]
 
@@ -249,7 +245,8 @@ def page_text() -> str:
     beside = peers.section(stored(), _scores)
     papers = [paper_section(paper) for paper in PAPERS]
     head = "## The papers' tables beside ours\n"
-    return "\n".join([HEAD, rows_section(), beside, head, COMPARED, *papers, METHODS_PAGES])
+    parts = [HEAD, rows_section(), long_section(), beside, head, COMPARED, *papers]
+    return "\n".join([*parts, METHODS_PAGES])
 
 
 def stress_text() -> str:
