@@ -132,7 +132,7 @@ def passages_of(model: Model, wikitext: str, book: str, folder: Path | None) -> 
     first, *further = zip(*continued, strict=True)
     short = sum(length <= LENGTH // 2 for length in LENGTHS) * len(TASKS)
     # A run that is stopped has something of everything.
-    return [*asked[:short], *first, *decoded, *asked[short:], *(passage for row in further for passage in row)]
+    return [*asked[:short], *decoded, *first, *asked[short:], *(passage for row in further for passage in row)]
 
 
 def decode_name(text: str) -> str:
