@@ -1,7 +1,7 @@
 """The results page by one command: `python -m benchmarks.results --book BOOK.txt --learn TEXT.txt`, or `make results`.
 
 Rows that are finished under the same stamp (model, versions, plan, texts) are not run again; each is written as it is
-done, so a stopped run goes on where it was.
+done, so a stopped run goes on where it was. Long contexts (benchmarks/results/long.py) follow the rows.
 """
 
 import json

@@ -87,7 +87,9 @@ def continued_section(rows: dict[str, Row]) -> str:
         if cache != EXACT:
             cells = [cell for context in CONTEXTS for cell in _continued_cells(row, context)]
             lines.append([f"`{cache}`", f"{row['bits_at'][str(CONTEXT)]:.2f}", *cells])
-    about = f"The {SPAN} tokens behind a prompt. Windows: {', '.join(names)}."
+    counts = {text: sum(name.startswith(text) for name in names) for text in WINDOWS}
+    windows = " and ".join(f"{count} of {text}" for text, count in counts.items() if count)
+    about = f"The {SPAN} tokens behind a prompt. Windows: {windows}."
     about += " Behind ± is the standard error over windows.\n" if len(names) > 1 else "\n"
     return "\n".join([f"### The next {SPAN} tokens", about, table(head, lines)])
 
@@ -113,21 +115,21 @@ def retrieval_section(rows: dict[str, Row]) -> str:
 
 def decode_section(rows: dict[str, Row]) -> str:
     """KL divergence along a long decode."""
-    names = [name for name in DECODED if any(name in row["parts"] for row in rows.values())]
-    if not names:
+    texts = [text for text in WINDOWS if any(decode_name(text) in row["parts"] for row in rows.values())]
+    if not texts:
         return ""
     ends = [DECODED_FROM + SPAN * (number + 1) for number in range(SPANS)]
     lines = []
     for cache, row in rows.items():
-        kld = np.asarray([part["kld"] for part in _windows(row, names, DECODED_FROM)])
+        kld = np.asarray([part["kld"] for part in _windows(row, DECODED, DECODED_FROM)])
         if not len(kld):
             continue
         half = SPANS // 2
         growth = kld[:, half:].sum(1) / kld[:, :half].sum(1)
         lines.append([f"`{cache}`", *(f"{x:.2g}" for x in kld.mean(0)), _with_error(growth)])
     about = (
-        f"{SPAN * SPANS} tokens of a text behind {DECODED_FROM}, as they stand there: mean KLD by spans of {SPAN} steps.\n"
-        f"Texts: {'; '.join(names)}. The last column is the second half's KLD over that of the first. A text has\n"
+        f"{SPAN * SPANS} tokens of a text behind {DECODED_FROM}, as they stand: mean KLD by spans of {SPAN} steps.\n"
+        f"Texts: {' and '.join(texts)}. The last column is the second half's KLD over that of the first. A text has\n"
         "parts that are easy or hard for all caches. A cache drifts if its last column is above the others'.\n"
     )
     head = ["cache", *(f"to {end}" for end in ends), "second / first half"]
