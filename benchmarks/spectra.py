@@ -3,6 +3,8 @@
 Of keys and values of the real model, one table: log2 of the coefficients' deviations at some ranks, mean over layers,
 less that of the first rank. And by layer: the kurtosis of the first coefficient (3 for a normal distribution), its
 furthest token in deviations, and the share of the error at 2 bits that a grid which ends at 4 deviations would make.
+Last, the share of their energy that is left when the mean of each block of tokens is taken off, geometric mean over
+layers (kvqjax/codecs/centring.py).
 """
 
 import argparse
@@ -19,6 +21,7 @@ from kvqjax.data.corpora import read
 from kvqjax.model.weight_trees import stacked
 
 CLIPPED = 4  # deviations: where the optimal grid of 64 points for a normal distribution ends
+BLOCKS = (32, 128, 1020)  # tokens with one mean
 RANKS = (0, 2, 4, 8, 16, 32, 64, 96, 128, 160, 191)
 
 
@@ -27,6 +30,12 @@ def tail(first: np.ndarray, rest: float) -> tuple[float, float, float]:
     the squared error of all coefficients on their grids, over the first one's variance."""
     clipped = np.square(np.maximum(np.abs(first) - CLIPPED, 0)).mean()
     return (first**4).mean() / (first**2).mean() ** 2, np.abs(first).max(), clipped / (clipped + rest)
+
+
+def left(x: np.ndarray, block: int) -> float:
+    """The share of the energy of sequences [N, T, W] that the mean of each block of tokens leaves."""
+    x = x[:, : x.shape[1] // block * block].reshape(-1, block, x.shape[-1])
+    return float(np.square(x - x.mean(1, keepdims=True)).sum() / np.square(x).sum())
 
 
 def main() -> None:
@@ -38,11 +47,12 @@ def main() -> None:
     model, shape = model.replace(params=stacked(model.params)), model.config.kv_shape
     width, method = shape.kv_width, kvqjax.parse("klt")
     layers = of_model(model, method, sequences(model, read(options.learn, tokens=1 << 14), 8, 1024))
-    h, spectra, tails = layers.h, {"k": [], "v": []}, []
+    h, spectra, tails, rest = layers.h, {"k": [], "v": []}, [], {"k": [], "v": []}
     for number in range(shape.num_layers):
         keys, seen, h = layers.read(number, h)
         for source, x in (("k", keys), ("v", seen.v)):
             x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
+            rest[source].append([left(np.asarray(x, np.float64), block) for block in BLOCKS])
             mean, covariance = klt.covariance_of(x)
             costs = klt.costs_of(source, klt.energy_of(seen.q), seen.o, shape)
             into, back = klt.transform_of(covariance, costs, width)
@@ -58,6 +68,8 @@ def main() -> None:
     print(table(["log2 deviation at rank", *map(str, ranks)], lines))
     head = ["layer", "kurtosis of keys", "furthest token", "share of clipping"]
     print(table(head, [[str(n), f"{a:.1f}", f"{b:.1f}", f"{c:.2f}"] for n, (a, b, c) in enumerate(tails)]))
+    lines = [[source, *(f"{x:.3f}" for x in np.exp(np.log(rows).mean(0)))] for source, rows in rest.items()]
+    print(table(["energy left by means of blocks of", *map(str, BLOCKS)], lines))
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def llamacpp(record: dict, options: str = "", model: str = RANDOM) -> str:
     about = (
         f"\n## A decode step {'and a prompt ' if not options else ''}beside llama.cpp "
         f"(`python -m benchmarks.llamacpp{options}`)\n\n{model};\n"
-        f"{_machine(record['machine'])}, llama-cpp-python {record['llama-cpp-python']} with flash attention. "
-        "Each row is one run, in which our cache, our exact one and llama.cpp's\ncaches took turns (their milliseconds "
-        "in the middle). The last column divides the step by the time that its weights and\nits cache take to be read "
+        f"{_machine(record['machine'])}, llama-cpp-python {record['llama-cpp-python']} with flash attention.\n"
+        "Each row is one run, in which our cache, our exact one and llama.cpp's caches took turns (their milliseconds\n"
+        "in the middle). The last column divides the step by the time that its weights and its cache take to be read\n"
         "once, at the rate at which XLA added up the weights in the same rounds.\n\n"
     )
     return about + table(heads, rows)
