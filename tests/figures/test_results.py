@@ -74,7 +74,9 @@ def test_every_row_of_the_papers_and_plans_can_be_read(bench):
     rows, papers = bench("results.rows"), bench("results.papers")
     caches = [cache for some in rows.CACHES.values() for cache in some]
     assert len(set(caches)) == len(caches)
-    assert all(str(kvq.parse(cache)) == cache for cache in caches)
+    for cache in caches:
+        method = kvq.parse(cache)  # a policy that is shipped has a name
+        assert str(method) == cache or cache.endswith(".json")
     assert {cache for paper in papers.PAPERS for *_, cache in paper.rows} <= set(caches)
     assert len({rows.path_of(cache) for cache in caches}) == len(caches)
     gate = bench("gate")
