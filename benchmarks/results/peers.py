@@ -74,7 +74,7 @@ SENTENCE = {
         "transformers quanto int4": "transformers' quanto int4",
         "transformers quanto int2, keys per channel": "quanto int2 with keys per channel",
     },
-    "ours": ("higgs:bits=4", "higgs:bits=2,dim=4"),
+    "ours": ("higgs:bits=4", "higgs:bits=2,dim=4,centre=block,norm=unbiased"),
 }
 
 

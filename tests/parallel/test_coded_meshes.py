@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny, tokens
+from tiny import in_form, tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.weight_codes import CodedWeight, code_weight
-from kvqjax.model.weight_trees import BY_EXPERT, Rows, is_unrolled, unrolled
+from kvqjax.model.weight_trees import BY_EXPERT, Rows, is_unrolled
 from kvqjax.model.weights import save_params
 from kvqjax.parallel.sharding import MeshSize, rules_for
 
@@ -60,13 +60,14 @@ def bits_here(model: kvq.Model, names: list[str]) -> int:
         ("dense", "xquant:bits=8,group=32", 4, {"model": 4}, "scan"),  # keys and values from whole projections
         ("experts", "exact", 4, {"data": 2, "model": 4}, "scan"),
         ("experts", "exact", 8, {"model": 2}, "unroll"),
+        ("experts", "exact", 8, {"data": 2, "model": 2}, "switch"),
     ],
 )
 def test_logits_and_bytes(name, method, bits, sizes, layers):
     model, parts = tiny(**MODELS[name]), sizes["model"]
     model = prepared(model, kvq.parse(method)) if method.startswith("xquant") else model
     one = coded(model, bits)
-    one = one.replace(params=unrolled(one.params)) if layers == "unroll" else one
+    one = one.replace(params=in_form(one.params, layers))
     spread = kvq.shard(one, method, **sizes)
     assert spread.weights == f"int{bits}"
     np.testing.assert_allclose(after(spread, method), after(one, method), rtol=0, atol=2e-4)
@@ -80,7 +81,7 @@ def test_logits_and_bytes(name, method, bits, sizes, layers):
         assert (scale.shape[1], scale.addressable_data(0).shape[1]) == (4, 1)
 
 
-@pytest.mark.parametrize(("layers", "weights"), [("scan", "int4"), ("unroll", "int8")])
+@pytest.mark.parametrize(("layers", "weights"), [("scan", "int4"), ("switch", "int4"), ("unroll", "int8")])
 def test_loaded_in_place(layers, weights, tmp_path):
     """What `load` puts on a mesh is what `shard` makes of the model loaded whole."""
     model = tiny(**MODELS["experts"])
