@@ -32,6 +32,7 @@ import uvicorn
 import kvqjax as kvq
 from benchmarks.tables import table
 from kvqjax._timing import machine
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.serving.app import make_app
 
 CACHE = "kivi:bits=4,window=32"
@@ -157,7 +158,7 @@ def figures(engine: kvq.Engine, compiled: Counter) -> dict[str, int]:
     return {
         "resident_bytes": resident,
         "arrays": len(arrays),
-        "array_bytes": sum(array.nbytes for array in arrays),
+        "array_bytes": array_bytes(arrays),
         "pages_lost": stats.pages - stats.pages_free - len(kept),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
