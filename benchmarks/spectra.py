@@ -32,7 +32,7 @@ def tail(first: np.ndarray, rest: float) -> tuple[float, float, float]:
     return (first**4).mean() / (first**2).mean() ** 2, np.abs(first).max(), clipped / (clipped + rest)
 
 
-def left(x: np.ndarray, block: int) -> float:
+def energy_left(x: np.ndarray, block: int) -> float:
     """The share of the energy of sequences [N, T, W] that the mean of each block of tokens leaves."""
     x = x[:, : x.shape[1] // block * block].reshape(-1, block, x.shape[-1])
     return float(np.square(x - x.mean(1, keepdims=True)).sum() / np.square(x).sum())
@@ -52,7 +52,7 @@ def main() -> None:
         keys, seen, h = layers.read(number, h)
         for source, x in (("k", keys), ("v", seen.v)):
             x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
-            rest[source].append([left(np.asarray(x, np.float64), block) for block in BLOCKS])
+            rest[source].append([energy_left(np.asarray(x, np.float64), block) for block in BLOCKS])
             mean, covariance = klt.covariance_of(x)
             costs = klt.costs_of(source, klt.energy_of(seen.q), seen.o, shape)
             into, back = klt.transform_of(covariance, costs, width)

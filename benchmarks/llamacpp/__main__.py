@@ -56,7 +56,7 @@ CACHES = (
     "xquant:bits=2",
 )
 REAL = ("exact", "kivi:bits=4,group=64", "kivi:bits=2,group=64", "higgs:bits=2")  # 192 channels: groups of 64 at most
-PROMPTED = ("exact", "kivi:bits=2,group=128")
+PROMPTED = ("exact", "kivi:bits=2,group=128", "kivi:bits=2,group=64")
 CHUNK = 512
 STEPS = 8
 
@@ -169,7 +169,7 @@ def begun(out: Path | None, model: kvq.Model, difference: float) -> dict:
     """The record of this machine so far."""
     version = importlib.metadata.version("llama-cpp-python")
     about = {"machine": machine(), "llama-cpp-python": version, "logits": difference, "rows": []}
-    about |= {"weights": array_bytes(model.params), "layers": model.config.num_layers}
+    about |= {"weights": array_bytes(model.params)}
     if out is None or not out.exists():
         return about
     record = json.loads(out.read_text(encoding="utf-8"))
@@ -207,7 +207,8 @@ def main() -> None:
         write_model(path, model.params, model.config)
         record, ready = begun(given.out, model, checked(path, model, given.threads)), models(model, caches)
         groups = [(step_rows, "step", tokens, caches) for tokens in given.tokens or (8192, 32768)]
-        groups += [(prompt_rows, "prompt", given.prompt, tuple(set(PROMPTED) & set(caches)))] if given.prompt else []
+        prompted = tuple(name for name in caches if name in PROMPTED)
+        groups += [(prompt_rows, "prompt", given.prompt, prompted)] if given.prompt else []
         for measure, kind, tokens, names in groups:
             wanted = missing(record, kind, tokens, names, given.only)
             for row in measure(ready, wanted, path, tokens, given) if wanted else ():

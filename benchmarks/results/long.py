@@ -155,11 +155,11 @@ def layer_inputs(model: Model, ids: np.ndarray) -> np.ndarray:
     up to whole pieces; what is behind the text means nothing."""
     tokens = jnp.asarray(np.pad(ids, (0, -len(ids) % PIECE)))[None]
     counts, h = jnp.asarray([len(ids)]), decoder.embed(model.params, tokens, model.config)
-    found = [np.asarray(h[0])]
+    inputs = [np.asarray(h[0])]
     for index in range(model.config.num_layers):
         h = _above(model, jnp.int32(index), h, counts)
-        found.append(np.asarray(h[0]))
-    return np.stack(found)
+        inputs.append(np.asarray(h[0]))
+    return np.stack(inputs)
 
 
 # --- Through a cache
@@ -202,9 +202,9 @@ def followed(model: Model, cache: Cache, tokens: Int[Array, " N+1"], outputs: Fl
         logits, pending = kvqjax.attend(model, inputs, counts, cache, within="step")
         reference = decoder.unembed(model.params, h, model.config)
         scores = token_scores(logits, reference, targets)
-        found = {name: getattr(scores, name) for name in NUMBERS}
-        found["nll_exact"] = negative_log_likelihood(reference, targets)
-        return kvqjax.commit(model, cache, pending, counts), found
+        means = {name: getattr(scores, name) for name in NUMBERS}
+        means["nll_exact"] = negative_log_likelihood(reference, targets)
+        return kvqjax.commit(model, cache, pending, counts), means
 
     cache, scores = jax.lax.scan(step, cache, tuple(map(split, (tokens[:-1], tokens[1:], outputs))))
     return cache, {name: x.reshape(-1) for name, x in scores.items()}
@@ -277,12 +277,12 @@ def row_of(model: Model, cache: str, about: dict[str, Any]) -> dict[str, Any]:
 def run_long(model: Model, texts: Texts, passages: list[Passage], caches: list[str], bar: Progress) -> None:
     """Measure what is missing of every cache on every passage."""
     about = about_of(model, texts) | {"plan": PLAN}
-    found = {cache: row_of(model, cache, about) for cache in caches}
+    rows_by_cache = {cache: row_of(model, cache, about) for cache in caches}
 
     def missing(passage: Passage) -> list[str]:
         """The caches to be measured on a passage. The exact one's spans are what others are compared with."""
         wanted = [cache for cache in caches if passage.questions or cache != EXACT]
-        return [cache for cache in wanted if passage.name not in found[cache]["parts"]]
+        return [cache for cache in wanted if passage.name not in rows_by_cache[cache]["parts"]]
 
     todo = [passage for passage in passages if missing(passage)]
     task = bar.add_task("long contexts", total=sum(len(missing(passage)) for passage in todo))
@@ -293,7 +293,7 @@ def run_long(model: Model, texts: Texts, passages: list[Passage], caches: list[s
         inputs = layer_inputs(model, passage.ids)
         for cache in missing(passage):
             bar.update(task, description=f"{passage.name}: {cache}")
-            row = found[cache]
+            row = rows_by_cache[cache]
             row["parts"][passage.name] = measure(ready(cache), kvqjax.parse(cache), passage, inputs)
             path_of_long(cache).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
             bar.advance(task)

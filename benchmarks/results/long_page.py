@@ -106,8 +106,8 @@ def retrieval_section(rows: dict[str, Row]) -> str:
     for cache, row in rows.items():
         cells = []
         for *_, name in names:
-            found = np.asarray(row["parts"].get(name, []))
-            cells.append(f"{found[known[name]].mean():.2f}" if len(found) else "-")
+            answers = np.asarray(row["parts"].get(name, []))
+            cells.append(f"{answers[known[name]].mean():.2f}" if len(answers) else "-")
         if cache != EXACT:
             lines.append([f"`{cache}`", *cells])
     return "\n".join([RETRIEVED, table(head, lines)])

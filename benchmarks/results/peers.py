@@ -160,8 +160,8 @@ def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits:
     lines = {text: [(row[bits], _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
     below, apart, above = [], [], []
     for row in rows:
-        found = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
-        (above if False in found else apart if None in found else below).append(row)
+        verdicts = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
+        (above if False in verdicts else apart if None in verdicts else below).append(row)
     plain = sum(not row["calibration_seconds"] for row in below)
     names = lambda some: ", ".join(f"`{row['cache']}`" for row in some) or "none"  # noqa: E731
     return (

@@ -17,7 +17,7 @@ from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit, Uniform
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.base import Codec, Linear, for_heads
-from kvqjax.codecs.centring import Centred
+from kvqjax.codecs.centring import BlockCentred, Centred
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.higgs import Higgs, mixed_form
 from kvqjax.codecs.scaled import Scaled
@@ -208,7 +208,7 @@ def _without_constants(wiring: Wiring) -> Wiring:
 def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
     """Say how bodies of linear transforms are read (`Fast`): more tokens at a time, and values summed before they are
     transformed, so that one sum of each query head is transformed instead of every token. Empty for other codecs."""
-    key = key.inner if isinstance(key, Centred) else key
+    key = key.inner if isinstance(key, Centred | BlockCentred) else key
     forms: dict[str, Any] = {"reading": READING} if isinstance(key, Linear) else {}
     form = value.summed_form(config.kv_width) if isinstance(value, Linear) else None
     if form is None:

@@ -20,9 +20,9 @@ numbered among themselves.
 Layers have three forms. "scan": a stack over L in front is read by number inside a loop, which compiles fast, but XLA
 for GPUs and CPUs copies a layer's weights out of a stack first. "unroll": a list of one dict a layer (`unrolled`) is
 read in place by straight code, which compiles as often as there are layers. "switch": in a loop as over stacks, each
-matrix is an array of its own, and a branch multiplies by it (`LayerMatrices`): for CPUs. Where
-sparse and dense layers mix, a stack of each name holds the layers that have it, with a table of which they are
-(kvqjax/model/weight_trees.py); a list holds plain arrays.
+matrix is an array of its own, and a branch multiplies by it (`LayerMatrices`): for CPUs. Where sparse and dense layers
+mix, a stack of each name holds the layers that have it, with a table of which they are (kvqjax/model/weight_trees.py);
+a list holds plain arrays.
 """
 
 from collections.abc import Callable
@@ -50,6 +50,7 @@ from kvqjax.model.weight_trees import (
     layers_of,
     product,
     read_weight,
+    stack_of,
 )
 from kvqjax.ops.attention import capped, segment_attention, with_sinks
 from kvqjax.ops.finite import Sources, found_finite, zeroed
@@ -127,14 +128,12 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[i
     def read(name: str, x):
         own = isinstance(x, Rows) and name in KINDS[kind]  # the rows of a kind are those of its layers, in order
         place = index if own else number
-        cut = lambda a: jax.lax.dynamic_index_in_dim(a, place, keepdims=False)  # noqa: E731
         if isinstance(x, Rows) and not own:
             return x.row(place)
-        stack = x.stack if own else x
-        if isinstance(stack, LayerMatrices):
-            row = Row(stack, place, True)
-            return row if isinstance(place, jax.core.Tracer) else row.read()
-        return read_weight(jax.tree.map(cut, stack))
+        row = Row(stack_of(x), place, True)
+        # What a loop chooses stays a row: to read it would copy it, where a product reads it in place.
+        chosen = isinstance(row.stack, LayerMatrices) and isinstance(place, jax.core.Tracer)
+        return row if chosen else row.read()
 
     weights = {name: read(name, x) for name, x in stacks.items() if name not in others}
     return {name: x for name, x in weights.items() if x is not None}

@@ -27,7 +27,7 @@ from kvqjax.model.gguf_tokenizer import has_tokenizer
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
 from kvqjax.model.weight_codes import CodedWeight
-from kvqjax.model.weight_trees import FORMS, LayerMatrices, Params, Rows, is_unrolled, layers_of, stored_layers
+from kvqjax.model.weight_trees import FORMS, LayerMatrices, Params, is_unrolled, layers_of, stack_of, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
 
 __all__ = [
@@ -127,7 +127,7 @@ class Model(struct.PyTreeNode):
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
         layers = self.params["layers"]
         matrix = layers[layers_of(self.params, "attention")[0]]["q"] if is_unrolled(self.params) else layers["q"]
-        matrix = matrix.stack if isinstance(matrix, Rows) else matrix
+        matrix = stack_of(matrix)
         matrix = matrix.matrices[0] if isinstance(matrix, LayerMatrices) else matrix
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
@@ -363,8 +363,8 @@ def load(
             stays.
         layers: "scan" keeps layers as stacks, which compile fast. "unroll" keeps each by itself, which XLA for GPUs
             reads at half the cost; its caches are stored likewise. "switch" does that to matrices alone, which XLA for
-            CPUs reads at half the cost, and compiles as fast as stacks (kvqjax/model/decoder.py). None: unroll on GPUs,
-            switch on CPUs but for tiny models, scan on TPUs.
+            CPUs reads at half the cost, and compiles in a third of the time (kvqjax/model/decoder.py). None: unroll on
+            GPUs, switch on CPUs but for tiny models, scan on TPUs.
         text_only: load the language part of a checkpoint of pictures and text, which is refused otherwise.
         rope_length: how long texts may become. RoPE of the kinds dynamic and longrope is another one for texts longer
             than the length that the model was trained on first, which is what None stands for. Other kinds pass it

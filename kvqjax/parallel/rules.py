@@ -27,7 +27,7 @@ from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig, RecurrentConfig
-from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, is_chosen, is_unrolled
+from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, LayerMatrices, is_unrolled, stack_of
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
 
 __all__ = ["Rules", "shares_heads"]
@@ -129,12 +129,14 @@ class Rules:
     def parameters(self, params: dict) -> dict:
         """Give the specs of a params pytree, of any form of layers."""
         specs = {name: self.parameter(name) for name in params if name != "layers"}
+        # A layer's own array has the axes of a stack but the first, the layers'. One spec serves all of `LayerMatrices`.
         stack = lambda name: self.parameter(f"layers/{name}")  # noqa: E731
-        single = lambda name: PartitionSpec(*stack(name)[1:])  # noqa: E731  the same without the layers' axis
+        single = lambda name: PartitionSpec(*stack(name)[1:])  # noqa: E731
         layers = params["layers"]
         if is_unrolled(params):
             return specs | {"layers": [{name: single(name) for name in layer} for layer in layers]}
-        return specs | {"layers": {name: (single if is_chosen(x) else stack)(name) for name, x in layers.items()}}
+        chosen = {name for name, x in layers.items() if isinstance(stack_of(x), LayerMatrices)}
+        return specs | {"layers": {name: single(name) if name in chosen else stack(name) for name in layers}}
 
     def run(self, state: Run, plan: RunLayout) -> Run:
         """Give the specs of one run's arrays.

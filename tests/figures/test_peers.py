@@ -88,8 +88,8 @@ def test_records_are_of_the_same_windows_as_ours(bench):
                 np.testing.assert_allclose(means["nll"], ours["by_window"][text]["nll"], rtol=0, atol=1e-3)
                 assert max(means["kld"]) < 1e-4
             else:  # the same sums in another order, by the number of threads, kept in seven digits
-                own = exact[row["engine"]]["by_window"][text]["nll"]
-                np.testing.assert_allclose(means["nll_exact"], own, rtol=0, atol=1e-5)
+                reference = exact[row["engine"]]["by_window"][text]["nll"]
+                np.testing.assert_allclose(means["nll_exact"], reference, rtol=0, atol=1e-5)
 
 
 def test_readme_states_the_records_figures(bench):

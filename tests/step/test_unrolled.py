@@ -70,12 +70,12 @@ def test_the_model_decides_how_its_cache_is_stored():
 def test_a_loop_reads_chosen_matrices_in_place():
     """Out of a stack XLA for CPUs copies each first: the largest matrix is what a step then needs besides."""
     model = tiny(num_layers=4, width=128, mlp_width=512)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def besides(params) -> int:
         changed = model.replace(params=params)
         cache = jax.eval_shape(functools.partial(kvq.init_cache, changed, kvq.exact(), 1, 64))
-        return jax.jit(kvq.forward).lower(changed, *one, cache).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(kvq.forward).lower(changed, *token, cache).compile().memory_analysis().temp_size_in_bytes
 
     assert besides(model.params) > 128 * 512 * 4 > besides(switched(model.params))
 
@@ -93,8 +93,8 @@ def test_no_second_cache_and_no_second_weights(spec):
     apart = model.replace(params=unrolled(model.params))
     cache = jax.eval_shape(functools.partial(kvq.init_cache, apart, kvq.parse(spec), 1, 65536))
     step = jax.jit(kvq.forward, donate_argnames="cache")
-    one = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    memory = step.lower(apart, *one, cache).compile({"xla_backend_optimization_level": 2}).memory_analysis()
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    memory = step.lower(apart, *token, cache).compile({"xla_backend_optimization_level": 2}).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
     assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)  # a block's K and V, and its scores
 

@@ -66,6 +66,7 @@ def higgs(
         for b, rotation in zip((key_bits, value_bits), rotations.values(), strict=True)
     )
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": buffer, **rotations}
+    # The bias comes off first: in float32, of every token, where a stored mean has eight bits of it.
     key = BlockCentred(inner=key) if centre == "block" else centred(key, centre)
     layer = KeysAndValues(key=key, value=value, unbiased=centre in ("auto", "block"), **timing)
     return Method(name="higgs", layer=layer, sinks=sinks)
