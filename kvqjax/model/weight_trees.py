@@ -218,8 +218,8 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
 # --- The forms of the layers ---
 
 FORMS = ("scan", "switch", "unroll")
-# Bytes of weights. Those of smaller layers stay in a core's cache (2 MiB where this was written), where copying them out
-# of a stack costs little, and tiny models compile a third faster from stacks.
+# Bytes of weights. Those of smaller layers stay in a core's cache, where copying them out of a stack costs little, and
+# stacks compile faster. An estimate from the size of such caches (2 MiB), not measured.
 LARGE_LAYER = 2**20
 
 

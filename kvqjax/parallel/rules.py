@@ -129,7 +129,7 @@ class Rules:
     def parameters(self, params: dict) -> dict:
         """Give the specs of a params pytree, of any form of layers."""
         specs = {name: self.parameter(name) for name in params if name != "layers"}
-        # A layer's own array has the axes of a stack but the first, the layers'. One spec serves all of `LayerMatrices`.
+        # A layer's own array has a stack's axes but the first, the layers'. One spec serves all of `LayerMatrices`.
         stack = lambda name: self.parameter(f"layers/{name}")  # noqa: E731
         single = lambda name: PartitionSpec(*stack(name)[1:])  # noqa: E731
         layers = params["layers"]
