@@ -15,7 +15,7 @@ from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.base import CodecSpec
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.exact import Exact
-from kvqjax.codecs.higgs import Higgs, power_of_two
+from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.higgs_grid import shipped_grid
 from kvqjax.codecs.nuq import Nuq, read_signposts
 from kvqjax.codecs.nuq_range import channel_range
@@ -198,7 +198,7 @@ def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
     whole = group % shape.head_dim == 0 and shape.kv_width % group == 0
     if alike[0] != alike[1] or alike[0][:2] != (2, None):
         return None
-    if not (whole and power_of_two(group) and power_of_two(shape.head_dim)):
+    if not (whole and group.bit_count() == shape.head_dim.bit_count() == 1):  # powers of two
         return None
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
     bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}

@@ -11,11 +11,12 @@ of one layer (codebooks, scales); codecs without calibration ignore them. Encodi
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from jax import Array
 
 from kvqjax.ops.layout import Field
 
-__all__ = ["Codec", "CodecSpec", "Fit", "Linear", "Open", "bits_per_value", "for_heads"]
+__all__ = ["BetweenHeads", "Codec", "CodecSpec", "Fit", "Linear", "Open", "bits_per_value", "for_heads"]
 
 Tile = dict  # field name -> array
 Constants = dict  # constant name -> array of one layer
@@ -76,6 +77,16 @@ class Linear(Protocol):
         """Describe vectors of `width` channels as they are summed: (N, read, finish). read(tile) gives the numbers
         [..., n, N]; finish(constants, means [..., N]) maps their weighted mean to that of what `decode` gives,
         [..., width]. None where the map comes first."""
+        ...
+
+
+@runtime_checkable
+class BetweenHeads(Protocol):
+    """A spec whose decoding ends with a matrix between heads, the same for every channel of a head."""
+
+    def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
+        """Describe keys of `heads` heads before that matrix: (matrix [heads, heads], read), read(tile) giving
+        [..., n, heads * head_dim]. None where decoding has no such end."""
         ...
 
 

@@ -20,12 +20,14 @@ codec as it is.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
-from kvqjax.codecs.base import Codec, CodecSpec, Fit, for_heads
+from kvqjax.codecs.base import BetweenHeads, Codec, CodecSpec, Fit, for_heads
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 
@@ -80,24 +82,42 @@ class BlockCentred:
             raise UserError(f"a block of {self.block} tokens with one mean does not divide into units of {inner.unit}")
         field = Field(kind="group", width=width, group=self.block, role="zeros", dtype="bfloat16")
 
-        def blocks(x: Float[Array, "*B u W"]) -> Float[Array, "*B n b W"]:
-            return x.reshape(*x.shape[:-2], -1, self.block, width)
-
         def encode(constants, x: Float[Array, "u W"]):
             x = wide(x)
-            mean = saturated(blocks(x).mean(1), field.dtype)
+            mean = saturated(self._blocks(x).mean(1), field.dtype)
             # The mean as it is stored comes off, so that the codes take in what rounding it has left.
-            rest = blocks(x) - mean[:, None].astype(jnp.float32)
+            rest = self._blocks(x) - mean[:, None].astype(jnp.float32)
             return inner.encode(constants, rest.reshape(x.shape)) | {"mean": mean}
 
         def decode(constants, tile):
             rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "mean"})
-            mean = tile["mean"][..., None, :].astype(jnp.float32)
-            # Blocks are a split of the tokens' axis alone, whatever axes stand before it.
-            return (blocks(rest.astype(jnp.float32)) + mean).reshape(rest.shape)
+            return self._with_mean(rest.astype(jnp.float32), tile["mean"].astype(jnp.float32))
 
         # Tokens leave the window a block at a time, whatever `inner` would be content with.
         return inner._replace(unit=self.block, fields=inner.fields | {"mean": field}, encode=encode, decode=decode)
+
+    def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
+        """Describe vectors before heads are mixed (`BetweenHeads`): the mean is mixed back, once a block."""
+        form = self.inner.mixed_form(heads, head_dim) if isinstance(self.inner, BetweenHeads) else None
+        if form is None:
+            return None
+        mix, read = form
+        back = np.linalg.inv(mix)
+
+        def with_mean(tile):
+            mean = tile["mean"].astype(jnp.float32)
+            by_head = mean.reshape(*mean.shape[:-1], heads, head_dim)
+            mean = jnp.einsum("jk,...kd->...jd", jnp.asarray(back, jnp.float32), by_head, precision="highest")
+            return self._with_mean(read(tile), mean.reshape(tile["mean"].shape))
+
+        return mix, with_mean
+
+    def _blocks(self, x: Float[Array, "*B u W"]) -> Float[Array, "*B n b W"]:
+        """Split the tokens' axis alone, whatever axes stand before it."""
+        return x.reshape(*x.shape[:-2], -1, self.block, x.shape[-1])
+
+    def _with_mean(self, rest: Float[Array, "*B u W"], mean: Float[Array, "*B n W"]) -> Float[Array, "*B u W"]:
+        return (self._blocks(rest) + mean[..., None, :]).reshape(rest.shape)
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:

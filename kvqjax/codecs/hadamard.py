@@ -1,7 +1,15 @@
-"""Hadamard matrices and the transform H x, for powers of two (Sylvester's natural order) and for other widths.
+"""Hadamard matrices, and the transform M x that HIGGS takes: a Hadamard matrix wherever that splits into heads.
 
-An order q * 2^k with odd q > 1 is H_base (x) H_(2^j), with the base by Paley's constructions over a prime p:
-I: order p + 1 for p = 3 mod 4; II: order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
+A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j), with the base by Paley's constructions over a
+prime p: I: order p + 1 for p = 3 mod 4; II: order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
+
+The base takes a part of every head's channels, so that the transform of three heads of 64 is none of the heads after
+one within a head. Queries could not take its part between heads (`Fast.mixed` of kvqjax.methods.layer_cache), which
+then every cached key would. So odd orders 3 and 5, and their products, stand for themselves as
+
+    M_p = p I - 2 J        M_p M_p^T = p^2 I        J all ones
+
+whose integers are not all equal: a head weighs 1 and the others 2 of three (order 7 would have 5 and 2).
 """
 
 import functools
@@ -14,7 +22,7 @@ from scipy.linalg import hadamard as sylvester
 
 from kvqjax._errors import UserError
 
-__all__ = ["factors", "hadamard", "has_hadamard", "multiplied", "transform"]
+__all__ = ["hadamard", "has_hadamard", "has_transform", "multiplied", "splits", "transform", "transform_factors", "transform_matrix"]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 
@@ -63,27 +71,72 @@ def _paley(order: int) -> np.ndarray:
     return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(np.int8)
 
 
-def factors(order: int) -> list[np.ndarray]:
-    """Give matrices whose Kronecker product, first to last, is the Hadamard matrix."""
+def _sylvester_factors(power: int) -> list[np.ndarray]:
+    """Give Sylvester's matrix of order 2^power as as few factors as possible, of sizes as equal as possible."""
+    count = -(-power // FACTOR)
+    return [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
+
+
+def _hadamard_factors(order: int) -> list[np.ndarray]:
     parts = _split(order)
     if parts is None:
         raise UserError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
     base, power = parts
-    factors = [_paley(base)] if base > 1 else []
-    count = -(-power // FACTOR)  # as few factors as possible, sizes as equal as possible
-    return factors + [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
+    return ([_paley(base)] if base > 1 else []) + _sylvester_factors(power)
+
+
+def _product(factors: list[np.ndarray]) -> np.ndarray:
+    return functools.reduce(np.kron, factors, np.ones((1, 1), np.int8))
 
 
 @functools.lru_cache(maxsize=32)
 def hadamard(order: int) -> np.ndarray:
     """Build H int8 [order, order] of +-1 with H H^T = order * I, in Sylvester's natural order for powers of two."""
-    return functools.reduce(np.kron, factors(order), np.ones((1, 1), np.int8))
+    return _product(_hadamard_factors(order))
+
+
+def _odd_factors(order: int) -> tuple[list[int], int]:
+    """Divide `order` by 5 and 3 as often as they go: the divisors, and what is left."""
+    divisors = []
+    for prime in (5, 3):
+        while order % prime == 0:
+            divisors.append(prime)
+            order //= prime
+    return divisors, order
+
+
+def transform_factors(order: int) -> list[np.ndarray]:
+    """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of `order` channels. Those
+    of an odd order come first."""
+    odd, rest = _odd_factors(order)
+    if rest & (rest - 1):
+        return _hadamard_factors(order)
+    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
+    return between + _sylvester_factors(rest.bit_length() - 1)
+
+
+def has_transform(order: int) -> bool:
+    """Say whether `transform_matrix(order)` can be built."""
+    rest = _odd_factors(order)[1]
+    return rest & (rest - 1) == 0 or has_hadamard(order)
+
+
+@functools.lru_cache(maxsize=32)
+def transform_matrix(order: int) -> np.ndarray:
+    """Build M int8 [order, order] with M M^T = c I: Sylvester's matrix for powers of two, where c = order."""
+    return _product(transform_factors(order))
+
+
+def splits(order: int, head_dim: int) -> bool:
+    """Say whether the transform of `order` channels is one between heads of `head_dim` after one within each."""
+    odd, rest = _odd_factors(order)
+    return rest & (rest - 1) == 0 and order % head_dim == 0 and head_dim & (head_dim - 1) == 0
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
-    """Multiply by H along the last axis, or by H^T (`inverse`: H^T H = W * I), float32 and unnormalised. There is one
-    small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32."""
-    return multiplied(x.astype(jnp.float32), factors(x.shape[-1]), inverse)
+    """Multiply by M (`transform_matrix`) along the last axis, or by M^T (`inverse`), float32 and unnormalised. There is
+    one small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32."""
+    return multiplied(x.astype(jnp.float32), transform_factors(x.shape[-1]), inverse)
 
 
 def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) -> Float[Array, "*B W"]:

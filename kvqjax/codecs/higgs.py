@@ -4,9 +4,10 @@ section 3; HIGGS, arXiv 2411.17525).
     s = ||x||_2 of a group of h channels      y = H x / s      code = argmin_j ||y_p - g_j||^2 of p consecutive entries
     x_hat = H^T (s * g[code]) / h
 
-H is unnormalised, so the entries of y have unit second moment and are close to N(0, 1). Bits per value: log2(n)/p +
-16/h for a grid of n points in p dimensions. Codes are computed against the scale as stored. Optional fixed random
-signs flip channels before H: without them structured inputs (a constant vector) become one-hot.
+H H^T = h I, so the entries of y have unit second moment and are close to N(0, 1). For a power of two H is Sylvester's
+matrix, as released; else the integer matrix M of kvqjax.codecs.hadamard times sqrt(h) over the length of its rows. Bits
+per value: log2(n)/p + 16/h for a grid of n points in p dimensions. Codes are computed against the scale as stored.
+Optional fixed random signs flip channels before H: without them structured inputs (a constant vector) become one-hot.
 
 Vectors that the wiring rotates already (kvqjax.methods.rotation) need no H here: y = x sqrt(h) / s, and nothing turns
 when they are read. With one dimension, groups of one head and random signs that is TurboQuant (arXiv 2504.19874).
@@ -31,13 +32,13 @@ from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec
-from kvqjax.codecs.hadamard import factors, hadamard, has_hadamard, transform
+from kvqjax.codecs.hadamard import has_hadamard, splits, transform, transform_factors, transform_matrix
 from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
 from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, points_of
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["Higgs", "higgs_codec", "mixed_form", "power_of_two"]
+__all__ = ["Higgs", "higgs_codec"]
 
 GROUPS = ("head", "width")
 NORMS = ("plain", "corrected", "unbiased")
@@ -90,9 +91,20 @@ class Higgs:
         """Describe values before their transform (`Linear` of kvqjax.codecs.base)."""
         return None if self.rotated else _summed_form(self, width)
 
+    def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
+        """Describe vectors before heads are mixed (`BetweenHeads` of kvqjax.codecs.base)."""
+        group = self.size(heads * head_dim)
+        known = not self.rotated and self.seed is None and head_dim % self.dim == 0
+        if not (known and splits(group, head_dim) and heads * head_dim % group == 0):
+            return None
+        between = _gain(group) * transform_matrix(group // head_dim)
+        return np.kron(np.eye(heads * head_dim // group), between), functools.partial(_within_heads, self, group, heads)
 
-def power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+
+def _gain(group: int) -> float:
+    """Return what the integers of a group's matrix are multiplied by: 1 for a Hadamard matrix."""
+    row = transform_matrix(group)[0].astype(int)
+    return math.sqrt(group / (row @ row))
 
 
 def _signs(seed: int | None, width: int) -> np.ndarray:
@@ -105,7 +117,7 @@ def _pad(x, axis_size: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, axis_size - x.shape[-1])])
 
 
-def _gain(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
+def _correction(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
     """Compute the factor of the stored scale for grid points `found` of the normalised group `aim` (`norm`: see the
     module)."""
     group = found.shape[-1]
@@ -131,6 +143,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     group = spec.size(width)
     groups, vectors = -(-width // group), -(-group // dim)
     signs = _signs(spec.seed, groups * group)
+    gain = 1.0 if spec.rotated else _gain(group)
 
     def transformed(x, inverse: bool):
         return x * group**0.5 if spec.rotated else transform(x, inverse)
@@ -140,13 +153,13 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         length = jnp.sqrt((blocks * blocks).sum(-1))
         scale = length.astype(spec.dtype)
         divisor = scale.astype(jnp.float32) if spec.norm == "plain" else length
-        y = transformed(blocks, False) / jnp.where(divisor > 0, divisor, 1.0)[..., None]
+        y = transformed(blocks, False) / (jnp.where(divisor > 0, divisor, 1.0) / gain)[..., None]
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
         if spec.norm != "plain":
             found = points_of(points, codes)[..., :group]
             aim = y.reshape(*found.shape[:-1], -1)[..., :group]
-            scale = (length * _gain(spec.norm, found, aim)).astype(spec.dtype)
+            scale = (length * _correction(spec.norm, found, aim)).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
     def gathered(codes):
@@ -161,13 +174,13 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
 
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
-    if not spec.rotated and dim > 1 and factors(group)[-1].shape[0] % dim == 0:
+    if not spec.rotated and dim > 1 and transform_factors(group)[-1].shape[0] % dim == 0:
         forms |= {"cpu": by_factors}
 
     def decode(_, tile):
         x = jax.lax.platform_dependent(tile["codes"].astype(jnp.uint32), **forms, default=gathered)
         lead = x.shape[:-1]
-        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / (group / gain)
         blocks = x.reshape(*lead, groups, group) * scale[..., None]
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
 
@@ -185,7 +198,7 @@ def _summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
     def read(tile):
         codes = tile["codes"].reshape(*tile["codes"].shape[:-1], groups, 1, vectors)
         found = jnp.concatenate([numbers_of(column, codes) for column in points.T], axis=-2)
-        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / (group / _gain(group))
         return (found * scale[..., None, None]).reshape(*codes.shape[:-3], -1)
 
     def finish(_, total):
@@ -197,24 +210,13 @@ def _summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
     return groups * spec.dim * vectors, read, finish
 
 
-def mixed_form(spec: Higgs, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
-    """Describe vectors of `heads` heads whose transform is a matrix between heads after one within them: (matrix
-    [heads, heads], read), read(tile) giving [..., n, heads * head_dim] transformed within heads only. None where it is
-    not."""
-    group = spec.size(heads * head_dim)
-    whole = group % head_dim == 0 and heads * head_dim % group == 0
-    alone = not spec.rotated and spec.seed is None and head_dim % spec.dim == 0
-    if not (whole and alone and power_of_two(group) and power_of_two(head_dim)):
-        return None
-    points = shipped_grid(spec.bits, spec.dim)
-
-    def read(tile):
-        lead = tile["codes"].shape[:-1]
-        codes = tile["codes"].reshape(*lead, heads, -1)
-        forms = {"cuda": higgs_gpu.within_heads, "default": inverse_at_once}
-        forms = {name: functools.partial(form, points, head_dim) for name, form in forms.items()}
-        x = jax.lax.platform_dependent(codes, **forms)
-        scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
-        return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)
-
-    return np.kron(np.eye(heads * head_dim // group), hadamard(group // head_dim)), read
+def _within_heads(spec: Higgs, group: int, heads: int, tile) -> Float[Array, "*B n W"]:
+    """Read keys of `heads` heads transformed back within heads only."""
+    points, lead = shipped_grid(spec.bits, spec.dim), tile["codes"].shape[:-1]
+    codes = tile["codes"].reshape(*lead, heads, -1)
+    head_dim = codes.shape[-1] * spec.dim
+    forms = {"cuda": higgs_gpu.within_heads, "default": inverse_at_once}
+    forms = {name: functools.partial(form, points, head_dim) for name, form in forms.items()}
+    x = jax.lax.platform_dependent(codes, **forms)
+    scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
+    return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)

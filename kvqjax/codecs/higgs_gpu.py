@@ -1,18 +1,18 @@
 """HIGGS decoding for GPUs: one product instead of a chain of float32 ones. Equal to kvqjax.codecs.higgs's own form but
 for the order of its sums.
 
-Grid numbers have 11 significant bits, so that float16 holds them, and the matrix is +-2^n: float16 products with
+Grid numbers have 11 significant bits, so that float16 holds them, and the matrix has small integers times 2^n: float16 products with
 float32 sums round nothing but the sums. Those are written as float16, whose 11 bits are more than a key in bfloat16
 keeps of them: float32 would be a quarter more of all that is read and written. A chain of small products does fewer
 operations, and writes what is between them to memory in float32, which takes longer. With y_j the j-th channels of all
-vectors, H^T y = sum_j H[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
+vectors, M^T y = sum_j M[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.codecs.hadamard import hadamard
+from kvqjax.codecs.hadamard import transform_matrix
 from kvqjax.codecs.higgs_tpu import Plan
 from kvqjax.ops.xla_workarounds import kept_apart
 
@@ -20,7 +20,7 @@ __all__ = ["inverse", "within_heads"]
 
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
-    """H^T y of every group, y being the grid points that `codes` name; not divided by the group's width."""
+    """M^T y of every group, y being the grid points that `codes` name; not divided by the group's width."""
     grid = np.ascontiguousarray(plan.words.T).view(np.float16)[:, : plan.dim]
     tiles = codes.reshape(*codes.shape[:-1], -1, plan.tile)
     y = jnp.concatenate([jnp.asarray(column)[tiles] for column in grid.T], axis=-1)
@@ -31,9 +31,9 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
 
 
 def within_heads(points: np.ndarray, group: int, codes: UInt[Array, "*B v"]) -> Float[Array, "*B D"]:
-    """As kvqjax.codecs.higgs_points.inverse_at_once: H^T y of groups as small as a head."""
+    """As kvqjax.codecs.higgs_points.inverse_at_once: M^T y of groups as small as a head."""
     dim = points.shape[1]
-    rows = np.concatenate([hadamard(group)[place::dim] for place in range(dim)])  # +-1
+    rows = np.concatenate([transform_matrix(group)[place::dim] for place in range(dim)])  # small integers
     columns = points.T.astype(np.float16)  # what grids' numbers are rounded to when they are made (higgs_grid)
     y = jnp.concatenate([jnp.asarray(column)[codes] for column in columns], axis=-1)
     x = jnp.einsum("...v,vc->...c", y, jnp.asarray(rows, jnp.float16), preferred_element_type=jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.codecs.hadamard import factors, hadamard, multiplied
+from kvqjax.codecs.hadamard import multiplied, transform_factors, transform_matrix
 from kvqjax.codecs.nuq_table import look_up
 
 __all__ = ["inverse_at_once", "inverse_of", "numbers_of", "points_of"]
@@ -32,7 +32,7 @@ def numbers_of(column: np.ndarray, codes: UInt[Array, "*S"]) -> Float[Array, "*S
 def inverse_of(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead group"]:
     """Transform the grid points of codes back as `transform` does, on a CPU: the numbers of the same place in their
     points side by side, and the last Kronecker factor, whose rows stand likewise, before the others."""
-    *others, last = factors(group)
+    *others, last = transform_factors(group)
     size, dim = last.shape[0], points.shape[1]
     codes = codes.reshape(*codes.shape[:-1], -1, size // dim)
     found = jnp.concatenate([numbers_of(column, codes) for column in points.T], axis=-1)
@@ -44,11 +44,11 @@ def inverse_of(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors
 
 def inverse_at_once(points: np.ndarray, group: int, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead group"]:
     """Transform the grid points of codes back as `transform` does, for small groups: with y_j the j-th numbers of all
-    points, H^T y = sum_j H[j::p]^T y_j. The numbers of a point never meet, which XLA for CPUs would move one by one."""
+    points, M^T y = sum_j M[j::p]^T y_j. The numbers of a point never meet, which XLA for CPUs would move one by one."""
     dim = points.shape[1]
 
     def product(place: int):
-        found, rows = numbers_of(points[:, place], codes), jnp.asarray(hadamard(group)[place::dim], jnp.float32)
+        found, rows = numbers_of(points[:, place], codes), jnp.asarray(transform_matrix(group)[place::dim], jnp.float32)
         return jnp.einsum("...v,vc->...c", found, rows, precision="highest")
 
     return functools.reduce(jnp.add, map(product, range(dim)))

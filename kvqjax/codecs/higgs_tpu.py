@@ -2,13 +2,13 @@
 
 XLA gathers from a table row by row, and the p channels of a vector, which a row yields side by side, are not side by
 side on the lanes that the codes lie on. So the table is a tree of selects on a code's bits, whose leaves are words that
-hold two channels, and the channels of a vector never meet: with y_j the j-th channels of all vectors, H the matrix,
+hold two channels, and the channels of a vector never meet: with y_j the j-th channels of all vectors, M the matrix,
 
-    H^T y = sum_j H[j::p]^T y_j,        H = H_outer (x) H_inner.
+    M^T y = sum_j M[j::p]^T y_j,        M = M_outer (x) M_inner.
 
 The inner transform is one product for a tile of vectors (as many as fill the lanes and a matrix unit), the outer one
 adds and subtracts whole tiles. Grid numbers have 11 significant bits, so that two bfloat16 numbers hold each exactly,
-and the matrix is +-1: only float32 sums and the scale round.
+and the matrix has small integers: only float32 sums and the scale round.
 """
 
 import functools
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.codecs.hadamard import hadamard, has_hadamard
+from kvqjax.codecs.hadamard import has_transform, transform_matrix
 from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = ["Plan", "inverse", "plan"]
@@ -60,13 +60,13 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
 def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Choose (tile, inner, outer): a part of a group, or whole groups side by side until they fill the lanes."""
     part, group = max(LANES, CHANNELS // dim), vectors * dim
-    if vectors % part == 0 and has_hadamard(vectors // part) and has_hadamard(part * dim):
-        outer, inner = hadamard(vectors // part), hadamard(part * dim)
-        if np.array_equal(np.kron(outer, inner), hadamard(group)):
+    if vectors % part == 0 and has_transform(vectors // part) and has_transform(part * dim):
+        outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
+        if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
             return part, inner, outer
     beside = LANES // vectors if vectors < LANES and LANES % vectors == 0 else 1
     beside = beside if groups % beside == 0 else 1
-    return beside * vectors, np.kron(np.eye(beside, dtype=np.int8), hadamard(group)), hadamard(1)
+    return beside * vectors, np.kron(np.eye(beside, dtype=np.int8), transform_matrix(group)), transform_matrix(1)
 
 
 def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"]:
@@ -100,7 +100,7 @@ def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[A
 
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
-    """Compute H^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
+    """Compute M^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
     width."""
     # Kept apart, or XLA may select anew for every product.
     words = kept_apart([_chosen(table, codes) for table in plan.words])
@@ -108,8 +108,8 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     parts = [_tile_product(plan, words) for words in zip(*tiles, strict=True)]
     size = len(plan.outer)
 
-    def mixed(parts, signs):
-        return functools.reduce(jnp.add, [part if sign > 0 else -part for part, sign in zip(parts, signs, strict=True)])
+    def mixed(parts, column):
+        return functools.reduce(jnp.add, [jnp.float32(x) * part for part, x in zip(parts, column, strict=True)])
 
     groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-    return jnp.concatenate([mixed(group, signs) for group in groups for signs in plan.outer.T], axis=-1)
+    return jnp.concatenate([mixed(group, column) for group in groups for column in plan.outer.T], axis=-1)

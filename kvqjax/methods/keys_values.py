@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from kvqjax._errors import UserError
 from kvqjax.codecs import CodecSpec, Fit, Uniform
 from kvqjax.codecs.balanced import Balanced
-from kvqjax.codecs.base import Codec, Linear, for_heads
+from kvqjax.codecs.base import BetweenHeads, Codec, Linear, for_heads
 from kvqjax.codecs.centring import BlockCentred, Centred
 from kvqjax.codecs.clipped import Clipped
-from kvqjax.codecs.higgs import Higgs, mixed_form
+from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.methods.direct import FEW_QUERIES, direct_form
 from kvqjax.methods.layer_cache import (
@@ -228,9 +228,8 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
 
 
 def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
-    """Let queries take the part of HIGGS's transform that mixes heads. None for keys that something was taken off:
-    what is read mixed comes without it."""
-    form = mixed_form(key, config.num_kv_heads, config.head_dim) if isinstance(key, Higgs) else None
+    """Let queries take the matrix between heads with which decoding a key ends, as HIGGS's does."""
+    form = key.mixed_form(config.num_kv_heads, config.head_dim) if isinstance(key, BetweenHeads) else None
     return None if form is None else MixedKeys(*form)
 
 

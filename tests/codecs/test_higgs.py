@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
-from kvqjax.codecs.hadamard import hadamard, has_hadamard, transform
-from kvqjax.codecs.higgs import Higgs, higgs_codec, mixed_form
+from kvqjax.codecs.centring import BlockCentred
+from kvqjax.codecs.hadamard import hadamard, has_hadamard, splits, transform, transform_matrix
+from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid
 
 DATA = Path(__file__).parents[1] / "data"
@@ -90,13 +91,32 @@ def test_nearest_is_the_first_of_the_nearest_points(form):
 
 
 @pytest.mark.parametrize("order", [1, 12, 28, 768, 1024])
-def test_hadamard_matrices_and_their_transform(order):
+def test_hadamard_matrices(order):
     matrix = hadamard(order).astype(np.float32)
+    np.testing.assert_array_equal(np.abs(matrix), 1)
     np.testing.assert_array_equal(matrix @ matrix.T, order * np.eye(order, dtype=np.float32))
+
+
+@pytest.mark.parametrize(("order", "squares"), [(1, 1), (1024, 1024), (28, 28), (192, 576), (320, 1600), (720, 32400)])
+def test_the_transform_and_its_inverse(order, squares):
+    """192 = 3 * 64 and 320 = 5 * 64 have matrices of other integers than +-1, 28 = 7 * 4 has Paley's."""
+    matrix = transform_matrix(order).astype(np.float32)
+    np.testing.assert_array_equal(matrix @ matrix.T, squares * np.eye(order, dtype=np.float32))
     x = signed(0, 3, order)
-    bound = 1e-6 * np.abs(x).sum(1).max()
+    bound = 4e-6 * np.abs(x).sum(1).max()
     np.testing.assert_allclose(transform(jnp.asarray(x)), x @ matrix.T, atol=bound)
-    np.testing.assert_allclose(transform(transform(jnp.asarray(x)), inverse=True) / order, x, atol=bound)
+    np.testing.assert_allclose(transform(transform(jnp.asarray(x)), inverse=True) / squares, x, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("order", "head_dim", "heads"), [(192, 64, 3), (640, 128, 5), (1024, 128, 8), (448, 64, None), (96, 96, None)]
+)
+def test_transforms_that_are_one_between_heads_after_one_within(order, head_dim, heads):
+    """Seven heads have none, since 448 takes Paley's matrix of 28; a head of 96 is three of 32 itself."""
+    assert splits(order, head_dim) is (heads is not None)
+    if heads:
+        both = np.kron(transform_matrix(heads), transform_matrix(head_dim))
+        np.testing.assert_array_equal(both, transform_matrix(order))
 
 
 def test_powers_of_two_follow_sylvesters_order():
@@ -215,16 +235,17 @@ def test_codes_are_computed_against_the_stored_scale():
 @pytest.mark.parametrize("form", [higgs_tpu, higgs_gpu], ids=["tpu", "gpu"])
 @pytest.mark.parametrize(
     ("bits", "dim", "group", "groups"),
-    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (4, 2, 1024, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (3, 1, 12, 1)],
+    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (4, 2, 1024, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (2, 2, 768, 1), (3, 1, 28, 1)],
 )
 def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
-    """Parts of groups, groups side by side, single groups; matrices that are not symmetric (96 and 12 are Paley's)."""
+    """Parts of groups, groups side by side, single groups; three parts, and a matrix that is not symmetric (28)."""
     points = shipped_grid(bits, dim)
     codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
     y = points[codes].reshape(3, groups, group).astype(np.float64)
-    wanted = y @ hadamard(group)
+    wanted = y @ transform_matrix(group)
     x = jax.jit(functools.partial(form.inverse, higgs_tpu.plan(points, group, groups)))(jnp.asarray(codes, jnp.uint32))
-    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True)
+    size = np.abs(y) @ np.abs(transform_matrix(group).astype(float))
+    bound = (2 * group + 8) * 2.0**-24 * size
     if form is higgs_gpu:
         bound = bound + 2.0**-11 * np.abs(wanted)  # written as float16
     assert (np.abs(np.asarray(x).reshape(wanted.shape) - wanted) <= bound).all()
@@ -235,7 +256,7 @@ def test_heads_as_gpus_transform_them_round_nothing_but_the_result(bits, dim, gr
     points = shipped_grid(bits, dim)
     codes = np.random.default_rng(0).integers(0, len(points), (3, 2, group // dim))
     y = points[codes].reshape(3, 2, group).astype(np.float64)
-    wanted = y @ hadamard(group)
+    wanted = y @ transform_matrix(group)
     x = np.asarray(jax.jit(functools.partial(higgs_gpu.within_heads, points, group))(jnp.asarray(codes, jnp.uint32)))
     bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True) + 2.0**-11 * np.abs(wanted)
     assert (np.abs(x - wanted) <= bound).all()
@@ -256,11 +277,23 @@ def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
     np.testing.assert_allclose(jax.jit(finish)({}, weights @ points), weights @ decoded, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("options", [{}, {"group": 64}, {"dim": 4}, {"bits": 3}], ids=str)
-def test_heads_mixed_after_the_reading_are_what_is_decoded(options):
-    spec, heads, dim = Higgs(**options), 4, 32
-    codec, (mix, read) = spec.build(heads * dim), mixed_form(spec, heads, dim)
-    tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, 128))))
+@pytest.mark.parametrize(
+    ("spec", "heads"),
+    [
+        (Higgs(), 4),
+        (Higgs(group=64), 4),
+        (Higgs(dim=4), 4),
+        (Higgs(), 3),
+        (Higgs(bits=3, group=160), 10),
+        (BlockCentred(inner=Higgs(), block=32), 3),
+    ],
+    ids=["two of 2", "groups of two heads", "of 4 numbers", "three heads", "twice five heads", "around a block's mean"],
+)
+def test_heads_mixed_after_the_reading_are_what_is_decoded(spec, heads):
+    dim = 32
+    codec, (mix, read) = spec.build(heads * dim), spec.mixed_form(heads, dim)
+    vectors = jnp.asarray(signed(1, 64, heads * dim))
+    tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, vectors))
     found = np.asarray(jax.jit(read)(tile))[0].reshape(64, heads, dim)
     decoded = np.asarray(codec.decode({}, tile))[0]
     bound = 2.0**-16 * np.abs(decoded).max(-1, keepdims=True)
@@ -269,7 +302,8 @@ def test_heads_mixed_after_the_reading_are_what_is_decoded(options):
 
 @pytest.mark.parametrize("options", [{"seed": 3}, {"group": 16}, {"rotated": True}], ids=str)
 def test_heads_that_the_transform_cannot_leave_for_later(options):
-    assert mixed_form(Higgs(**options), 4, 32) is None
+    assert Higgs(**options).mixed_form(4, 32) is None
+    assert BlockCentred(inner=Higgs(**options)).mixed_form(4, 32) is None
 
 
 def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
