@@ -22,7 +22,16 @@ from scipy.linalg import hadamard as sylvester
 
 from kvqjax._errors import UserError
 
-__all__ = ["hadamard", "has_hadamard", "has_transform", "multiplied", "splits", "transform", "transform_factors", "transform_matrix"]
+__all__ = [
+    "hadamard",
+    "has_hadamard",
+    "has_transform",
+    "multiplied",
+    "splits",
+    "transform",
+    "transform_factors",
+    "transform_matrix",
+]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 

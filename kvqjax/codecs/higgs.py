@@ -32,9 +32,8 @@ from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec
-from kvqjax.codecs.hadamard import has_hadamard, splits, transform, transform_factors, transform_matrix
-from kvqjax.codecs.higgs_grid import group_size, nearest, shipped_grid
-from kvqjax.codecs.higgs_points import inverse_at_once, inverse_of, numbers_of, points_of
+from kvqjax.codecs.hadamard import has_hadamard, splits, transform, transform_matrix
+from kvqjax.codecs.higgs_grid import group_size, nearest, points_of, shipped_grid
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
@@ -167,15 +166,8 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         y = points_of(points, codes.reshape(*lead, groups, vectors))
         return transformed(y[..., :group], True).reshape(*lead, groups * group)
 
-    def by_factors(codes):
-        lead = codes.shape[:-1]
-        found = inverse_of(points, group, codes.reshape(*lead, groups, vectors))
-        return found.reshape(*lead, groups * group)
-
     plan = None if spec.rotated else higgs_tpu.plan(points, group, groups)
     forms = {} if plan is None else {name: functools.partial(form.inverse, plan) for name, form in FORMS.items()}
-    if not spec.rotated and dim > 1 and transform_factors(group)[-1].shape[0] % dim == 0:
-        forms |= {"cpu": by_factors}
 
     def decode(_, tile):
         x = jax.lax.platform_dependent(tile["codes"].astype(jnp.uint32), **forms, default=gathered)
@@ -195,15 +187,24 @@ def _summed_form(spec: Higgs, width: int) -> tuple[int, Callable, Callable]:
     groups, vectors = -(-width // group), -(-group // spec.dim)
     signs = _signs(spec.seed, groups * group)
 
+    def by_place(codes):
+        """Look up the numbers at each place of the points in turn: no axis as narrow as a point."""
+        columns = [jnp.asarray(column)[codes] for column in points.T]
+        return jnp.concatenate(columns, axis=-1)
+
+    def in_order(y):
+        """Put numbers that `by_place` looked up side by side again, point by point."""
+        return jnp.swapaxes(y.reshape(*y.shape[:-1], spec.dim, vectors), -1, -2).reshape(y.shape)
+
     def read(tile):
-        codes = tile["codes"].reshape(*tile["codes"].shape[:-1], groups, 1, vectors)
-        found = jnp.concatenate([numbers_of(column, codes) for column in points.T], axis=-2)
+        codes = tile["codes"].reshape(*tile["codes"].shape[:-1], groups, vectors)
+        y = jax.lax.platform_dependent(codes, cpu=functools.partial(points_of, points), default=by_place)
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / (group / _gain(group))
-        return (found * scale[..., None, None]).reshape(*codes.shape[:-3], -1)
+        return (y * scale[..., None]).reshape(*codes.shape[:-2], -1)
 
     def finish(_, total):
-        y = total.reshape(*total.shape[:-1], groups, spec.dim, vectors)
-        y = jnp.swapaxes(y, -1, -2).reshape(*y.shape[:-2], -1)[..., :group]
+        y = total.reshape(*total.shape[:-1], groups, spec.dim * vectors)
+        y = jax.lax.platform_dependent(y, cpu=lambda y: y, default=in_order)[..., :group]
         x = transform(y, True).reshape(*total.shape[:-1], groups * group)
         return (x * signs.reshape((1,) * (x.ndim - 1) + (-1,)))[..., :width]
 
@@ -215,8 +216,12 @@ def _within_heads(spec: Higgs, group: int, heads: int, tile) -> Float[Array, "*B
     points, lead = shipped_grid(spec.bits, spec.dim), tile["codes"].shape[:-1]
     codes = tile["codes"].reshape(*lead, heads, -1)
     head_dim = codes.shape[-1] * spec.dim
-    forms = {"cuda": higgs_gpu.within_heads, "default": inverse_at_once}
-    forms = {name: functools.partial(form, points, head_dim) for name, form in forms.items()}
-    x = jax.lax.platform_dependent(codes, **forms)
+
+    def looked_up(codes):
+        matrix = jnp.asarray(transform_matrix(head_dim), jnp.float32)
+        return jnp.einsum("...v,vc->...c", points_of(points, codes), matrix, precision="highest")
+
+    on_gpu = functools.partial(higgs_gpu.within_heads, points, head_dim)
+    x = jax.lax.platform_dependent(codes, cuda=on_gpu, default=looked_up)
     scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / group
     return (x.reshape(*lead, -1, group) * scale[..., None]).reshape(*lead, -1)

@@ -31,7 +31,7 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
 
 
 def within_heads(points: np.ndarray, group: int, codes: UInt[Array, "*B v"]) -> Float[Array, "*B D"]:
-    """As kvqjax.codecs.higgs_points.inverse_at_once: M^T y of groups as small as a head."""
+    """M^T y of groups as small as a head, y being the grid points that `codes` name."""
     dim = points.shape[1]
     rows = np.concatenate([transform_matrix(group)[place::dim] for place in range(dim)])  # small integers
     columns = points.T.astype(np.float16)  # what grids' numbers are rounded to when they are made (higgs_grid)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, UInt
 
 from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import has_hadamard
+from kvqjax.codecs.nuq_table import look_up
 
-__all__ = ["by_blocks", "by_table", "group_size", "nearest", "shipped_grid"]
+__all__ = ["by_blocks", "by_table", "group_size", "nearest", "points_of", "shipped_grid"]
 
 LARGEST_GROUP = 1024
 SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
@@ -41,6 +42,16 @@ def group_size(width: int) -> int:
     if divisors[-1] >= min(SMALLEST_GROUP, width):
         return divisors[-1]
     return min(LARGEST_GROUP, 1 << (width - 1).bit_length())
+
+
+def points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[Array, "*lead numbers"]:
+    """Look up the grid points of codes, side by side. A CPU copies a point at a time."""
+    if points.shape[1] == 1:
+        return look_up(codes, jnp.asarray(points[:, 0]))
+    found = (
+        jnp.asarray(points).at[codes].get(mode="promise_in_bounds")
+    )  # a code has no more values than there are points
+    return found.reshape(*codes.shape[:-1], -1)
 
 
 def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:

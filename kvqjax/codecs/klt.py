@@ -32,8 +32,7 @@ from jaxtyping import Array, Float
 from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, Fit
-from kvqjax.codecs.higgs_grid import nearest, shipped_grid
-from kvqjax.codecs.higgs_points import points_of
+from kvqjax.codecs.higgs_grid import nearest, points_of, shipped_grid
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.words import PLANE

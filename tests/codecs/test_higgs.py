@@ -235,7 +235,16 @@ def test_codes_are_computed_against_the_stored_scale():
 @pytest.mark.parametrize("form", [higgs_tpu, higgs_gpu], ids=["tpu", "gpu"])
 @pytest.mark.parametrize(
     ("bits", "dim", "group", "groups"),
-    [(2, 2, 1024, 1), (2, 2, 512, 2), (3, 2, 64, 4), (4, 2, 1024, 1), (4, 1, 1024, 1), (3, 2, 96, 2), (2, 2, 768, 1), (3, 1, 28, 1)],
+    [
+        (2, 2, 1024, 1),
+        (2, 2, 512, 2),
+        (3, 2, 64, 4),
+        (4, 2, 1024, 1),
+        (4, 1, 1024, 1),
+        (3, 2, 96, 2),
+        (2, 2, 768, 1),
+        (3, 1, 28, 1),
+    ],
 )
 def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
     """Parts of groups, groups side by side, single groups; three parts, and a matrix that is not symmetric (28)."""
@@ -313,9 +322,8 @@ def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
 
 
 @pytest.mark.parametrize(("dim", "gathers"), [(2, False), (6, True)])
-def test_decoding_gathers_on_tpus_and_cpus_only_where_it_must(dim, gathers):
+def test_decoding_gathers_on_tpus_only_where_it_must(dim, gathers):
     codec = Higgs(bits=2, dim=dim).build(128)
     tile = jax.eval_shape(codec.encode, {}, jax.ShapeDtypeStruct((32, 128), jnp.float32))
     traced = jax.jit(lambda tile: codec.decode({}, tile)).trace(tile)
-    for platform in ("tpu", "cpu"):
-        assert ("gather" in traced.lower(lowering_platforms=(platform,)).as_text()) is gathers
+    assert ("gather" in traced.lower(lowering_platforms=("tpu",)).as_text()) is gathers
