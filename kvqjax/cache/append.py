@@ -45,7 +45,7 @@ __all__ = ["commit", "flush_chain", "flush_layer", "remember"]
 
 
 def flush_layer(
-    run: RunLayout, body, layer, new, held, schedules: tuple[Schedule, ...], constants, carry, pages: Pages = None
+    run: RunLayout, body, layer, new, first, schedules: tuple[Schedule, ...], constants, carry, pages: Pages = None
 ):
     """Encode what is due of one layer of a fresh prompt, row by row.
 
@@ -54,7 +54,7 @@ def flush_layer(
         body: The run's body, {source: {field: arrays}}.
         layer: The layer's number in the run.
         new: The prompt's tokens [B, T, W] per source.
-        held: Which body token the first of them is, [B]: minus the sinks where `new` is the whole prompt, 0 where it
+        first: Which body token the first of them is, [B]: minus the sinks where `new` is the whole prompt, 0 where it
             is the tokens that the body keeps (kvqjax/cache/keeping.py).
         schedules: The units to encode, one schedule for each clock.
         constants: The layer's calibrated constants.
@@ -73,7 +73,7 @@ def flush_layer(
             return state  # no tile of a prompt this short is ever due
         (body, new, carry), clock = state, schedules[number].clock
         # Where the tile begins among the prompt's tokens. Tiles that are due lie within the prompt: none is moved.
-        start = jnp.clip(token - held[row], 0, length - size)
+        start = jnp.clip(token - first[row], 0, length - size)
         tile = {source: cut_tile(new[source], (), row, start, size) for source in clock.sources}
         tile_carry = {
             name: jax.lax.dynamic_slice(carried, (row, start, 0), (1, size, carried.shape[2]))[0]
@@ -94,7 +94,7 @@ def flush_layer(
             }
         return body, new, carry
 
-    return encode_due(schedules, held.shape[0], length, tile_step, (body, new, carry))
+    return encode_due(schedules, first.shape[0], length, tile_step, (body, new, carry))
 
 
 def _empty_carry(runs, size: int, dtype) -> dict:
@@ -133,7 +133,7 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
     All rows' tokens are encoded as one tile, and each array takes them by one scatter, which a GPU runs in place as one
     kernel. There is no loop whose bound is data, because a GPU's host decides on every turn of one. Arguments and
     result are those of `flush_chain`, which has one schedule here."""
-    due = schedule.stop > schedule.start
+    row_mask = schedule.stop > schedule.start
 
     def layer_step(run, new, fixed, layer, body):
         """Encode the new token of every row of one layer: a tile [B, W] per source."""
@@ -142,7 +142,7 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
         payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
         # A unit is one token here, so that its number is that of the body token. A body that wraps is a ring of slots.
         here, slots = run.deal.place(modulo(schedule.start, run.slots))
-        here, slots = given_to_gpus((due if here is None else due & here, slots))
+        here, slots = given_to_gpus((row_mask if here is None else row_mask & here, slots))
         put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, here)  # noqa: E731
         return store_fields(run, body, clock, payload, put)
 
@@ -153,7 +153,9 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
     return tuple(out)
 
 
-def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], constants, dtype, pages: Pages = None):
+def flush_chain(
+    runs, states, news, body_lengths, schedules: tuple[Schedule, ...], constants, dtype, pages: Pages = None
+):
     """Encode what is due in a chain of runs: row by row, tile by tile, a tile through all layers in order.
 
     A tile goes through all layers before the next one does, so that the carry between layers is one tile long.
@@ -162,7 +164,7 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
         runs: The plans of the chain's runs, in layer order.
         states: What each run holds.
         news: The new tokens of each run, [L, B, T, W] per source.
-        held: How many body tokens each row held before the call, [B].
+        body_lengths: How many body tokens each row held before the call, [B].
         schedules: The units to encode, one schedule for each clock; the same for all runs of the chain.
         constants: The calibrated constants of each run, with an axis of layers.
         dtype: Of the carry.
@@ -181,14 +183,14 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
         clock = run.wiring.storage.clocks[index]  # layers of a chain may name their sources differently
         tile = {
-            source: gather_tile(window[source], new[source], (layer,), row, token, size, held[row], clock.unit)
+            source: gather_tile(window[source], new[source], (layer,), row, token, size, body_lengths[row], clock.unit)
             for source in clock.sources
         }
         body, recon, carry = encode_tile(
             run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry, pages
         )
         if replace:
-            window, new = _put_back(run, window, new, recon, layer, row, token, size, held[row])
+            window, new = _put_back(run, window, new, recon, layer, row, token, size, body_lengths[row])
         entries = list(state[0])
         entries[number] = (body, window, new)
         return tuple(entries), carry
@@ -203,10 +205,10 @@ def flush_chain(runs, states, news, held, schedules: tuple[Schedule, ...], const
     entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))
     # At a step at which no row has a unit due, the loop over rows has no turn.
     anything = functools.reduce(jnp.logical_or, [schedule.anything for schedule in schedules])
-    return encode_due(schedules, rows_if(anything, held.shape[0]), length, tile_step, entries)
+    return encode_due(schedules, rows_if(anything, body_lengths.shape[0]), length, tile_step, entries)
 
 
-def _put_back(run, window, new, recon, layer, row, token, size, held):
+def _put_back(run, window, new, recon, layer, row, token, size, body_length):
     """Replace encoded tokens by their reconstruction in the window and among the new tokens.
 
     Args:
@@ -217,15 +219,15 @@ def _put_back(run, window, new, recon, layer, row, token, size, held):
         layer, row: Whose tile it is.
         token: The body token with which the tile begins.
         size: Tokens of the tile.
-        held: How many body tokens the row held before the call. Later ones are among the new tokens.
+        body_length: How many body tokens the row held before the call. Later ones are among the new tokens.
 
     Returns:
         (window, new)."""
     tokens = token + jnp.arange(size)
     for source, x in recon.items():
         # Each token is in one of the two places. In the other one its index lies beyond the end, and is dropped.
-        slot = jnp.where(tokens < held, modulo(tokens, run.ring), run.ring)
-        index = jnp.where(tokens >= held, tokens - held, new[source].shape[2])
+        slot = jnp.where(tokens < body_length, modulo(tokens, run.ring), run.ring)
+        index = jnp.where(tokens >= body_length, tokens - body_length, new[source].shape[2])
         ring, arrivals = window[source], new[source]
         window = {**window, source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop")}
         new = {**new, source: arrivals.at[layer, row, index].set(saturated(x, arrivals.dtype), mode="drop")}
@@ -235,17 +237,17 @@ def _put_back(run, window, new, recon, layer, row, token, size, held):
 Sources = dict  # source name -> array
 
 
-def _put(old, new, first, wanted, held):
-    """Put new tokens into the `wanted` slots of the window, or of the sinks. Body token t goes to slot t % C.
+def _put(old, new, first, slot_mask, body_lengths):
+    """Put new tokens into the marked slots of the window, or of the sinks. Body token t goes to slot t % C.
 
     Rows are written one by one as slices: a gather or scatter over rows makes XLA re-order the whole ring.
 
     Args:
         old: The window or the sinks, [L, B, C, W].
         new: The new tokens, [L, B, T, W].
-        first: A body token of each row, [B]. No wanted slot takes a token before it.
-        wanted: Which slots take a new token, [B, C].
-        held: The body token that each row's first new token is, [B].
+        first: A body token of each row, [B]. No marked slot takes a token before it.
+        slot_mask: Which slots take a new token, [B, C].
+        body_lengths: The body token that each row's first new token is, [B].
 
     Returns:
         `old` with the new tokens."""
@@ -253,32 +255,32 @@ def _put(old, new, first, wanted, held):
     size = min(slots, length)  # older ones among the new tokens have no slot left
 
     def row_step(row, old):
-        # A slice of `size` tokens must lie within the new ones. What it has beyond the wanted tokens is put nowhere.
-        start = jnp.clip(first[row] - held[row], 0, length - size)
+        # A slice of `size` tokens must lie within the new ones. Tokens of it that no marked slot takes are put nowhere.
+        start = jnp.clip(first[row] - body_lengths[row], 0, length - size)
         fresh = jax.lax.dynamic_slice(new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3]))
         fresh = jnp.pad(row_major(fresh).astype(old.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0)))
-        fresh = jnp.roll(fresh, held[row] + start, axis=2)  # so that token t stands in slot t % C
-        line = jnp.where(wanted[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
+        fresh = jnp.roll(fresh, body_lengths[row] + start, axis=2)  # so that token t stands in slot t % C
+        line = jnp.where(slot_mask[row][None, None, :, None], fresh, jax.lax.dynamic_slice_in_dim(old, row, 1, 1))
         return jax.lax.dynamic_update_slice(old, row_major(line), (0, row, 0, 0))
 
     return jax.lax.fori_loop(0, old.shape[1], row_step, old)
 
 
-def _put_one(old, new, slots, wanted):
-    """Put the one new token [L, B, 1, W] of a decode step into slot `slots[b]` of every wanted row."""
+def _put_one(old, new, slots, row_mask):
+    """Put the one new token [L, B, 1, W] of a decode step into slot `slots[b]` of every marked row."""
 
     def row_step(row, old):
         start = (0, row, slots[row], 0)
         before = jax.lax.dynamic_slice(old, start, (old.shape[0], 1, 1, old.shape[3]))
         fresh = jax.lax.dynamic_slice_in_dim(new, row, 1, 1).astype(old.dtype)
-        return jax.lax.dynamic_update_slice(old, row_major(jnp.where(wanted[row], fresh, before)), start)
+        return jax.lax.dynamic_update_slice(old, row_major(jnp.where(row_mask[row], fresh, before)), start)
 
     return jax.lax.fori_loop(0, old.shape[1], row_step, old)
 
 
-def _put_one_at_once(old, new, slots, wanted):
+def _put_one_at_once(old, new, slots, row_mask):
     """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel; a loop takes two kernels a row."""
-    place = jnp.where(wanted, slots, old.shape[2])  # beyond the end: dropped
+    place = jnp.where(row_mask, slots, old.shape[2])  # beyond the end: dropped
     return old.at[:, jnp.arange(old.shape[1]), place].set(
         new[:, :, 0].astype(old.dtype), mode="drop", wrap_negative_indices=False
     )
@@ -297,27 +299,27 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
 
     Returns:
         The run with its sinks and window."""
-    held = lengths - sinks  # body tokens before the call; negative while the sinks fill
-    end = held + counts
+    body_lengths = lengths - sinks  # body tokens before the call; negative while the sinks fill
+    end = body_lengths + counts
     oldest = jnp.maximum(end - run.ring, 0)
     slots = ring_tokens(run.ring, oldest)
     # Sinks are numbered as body tokens before the first one, -sinks to -1: modulo `sinks`, that is their slot.
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
 
-    def wanted(tokens):
+    def is_new(tokens):
         """Mark those of the body tokens that are among the new ones of their row."""
-        return (tokens >= held[:, None]) & (tokens < end[:, None])
+        return (tokens >= body_lengths[:, None]) & (tokens < end[:, None])
 
     def into_window(name, old):
         if new[name].shape[2] == 1:
             put = _put_one_at_once if run.static_loops else _put_one
-            return put(old, new[name], modulo(held, run.ring), (counts > 0) & (held >= 0))
-        return _put(old, new[name], oldest, wanted(slots), held)
+            return put(old, new[name], modulo(body_lengths, run.ring), (counts > 0) & (body_lengths >= 0))
+        return _put(old, new[name], oldest, is_new(slots), body_lengths)
 
     def into_sinks(name, old):
         if run.static_loops and new[name].shape[2] == 1:
-            return _put_one_at_once(old, new[name], lengths, (counts > 0) & (held < 0))
-        return _put(old, new[name], held, wanted(sink_tokens), held)
+            return _put_one_at_once(old, new[name], lengths, (counts > 0) & (body_lengths < 0))
+        return _put(old, new[name], body_lengths, is_new(sink_tokens), body_lengths)
 
     window = {name: into_window(name, old) for name, old in state.window.items()}
     if not sinks:
@@ -346,7 +348,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     length = next(iter(pending[0].values())).shape[2]
     counts, overflow = admitted(cache, counts, length)
     finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending[: len(runs)])), counts)
-    held = cache.lengths - layout.method.sinks
+    body_lengths = cache.lengths - layout.method.sinks
     states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending[: len(runs)]]
     schedule, kept = schedules_of(cache, pending, counts)
     # First what is due leaves the window, then new tokens take the slots: the other way round they would overwrite it.
@@ -357,13 +359,13 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
             # Runs of a chain have encoded as many units as each other, so that the first one's counts stand for all.
             schedules = schedule(members, states[chain[0]])
             inputs = [states[i] for i in chain], [sources[i] for i in chain]
-            flush = flush_chain(members, *inputs, held, schedules, fixed, layout.dtype, cache.pages)
+            flush = flush_chain(members, *inputs, body_lengths, schedules, fixed, layout.dtype, cache.pages)
             for i, (body, window, new) in zip(chain, flush, strict=True):
-                flushed = units_due(runs[i], states[i], held + counts)
+                flushed = units_due(runs[i], states[i], body_lengths + counts)
                 states[i] = states[i].replace(body=body, window=window, flushed=flushed)
                 sources[i] = entering_after(body, new) if runs[i].slots else new
-    done = tuple(
+    new_states = tuple(
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)
     )
-    return cache.replace(runs=done, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept)
+    return cache.replace(runs=new_states, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept)

@@ -125,8 +125,8 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path} holds a {text.get('kind')}, not a {kind}")
     if text.get("format") != FORMAT:
         raise UserError(f"{path} has format {text.get('format')}; this version reads {FORMAT}")
-    for name, wanted in KINDS[kind].items():
-        if not isinstance(text.get(name), wanted):
+    for name, kinds in KINDS[kind].items():
+        if not isinstance(text.get(name), kinds):
             raise UserError(f"{path}: description.json has no usable {name!r}")
     return text
 
@@ -144,10 +144,10 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
 
 
-def require_shapes(path: Path, wanted: Mapping[str, Any]) -> None:
+def require_shapes(path: Path, shapes: Mapping[str, Any]) -> None:
     """Raise UserError unless a stored folder holds arrays of these shapes and dtypes; others may be there too."""
     arrays = read_shapes(path)
-    for name, leaf in wanted.items():
+    for name, leaf in shapes.items():
         got = arrays.get(name)
         if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
             stored = "nothing" if got is None else f"{got.dtype}{got.shape}"

@@ -84,10 +84,10 @@ def attend_exact(
     parts, index = [], (positions - view.sinks)[:, None, :]
     for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
-        left = (index >= 0) & (index < encoded[:, :, None])
-        parts.append(part(sources, mask & ~left))
+        leaving = (index >= 0) & (index < encoded[:, :, None])
+        parts.append(part(sources, mask & ~leaving))
         sources, carry = recoded(view, tokens, sources, clock, flushed, carry)
-        mask = mask & left
+        mask = mask & leaving
     return [*parts, part(sources, mask)], carry
 
 

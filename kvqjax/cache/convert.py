@@ -74,11 +74,11 @@ def _run(run: RunLayout, members: list[Member]) -> Run:
     return Run(body=body, sinks=sinks, window=window, flushed=members[0][1].flushed)
 
 
-def _packed_anew(old: Packing, new: Packing, stored: Stored, slots: int, wanted: int) -> Stored:
-    """Give one layer's field of `slots` slots the packing `new` and `wanted` slots."""
+def _packed_anew(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: int) -> Stored:
+    """Give one layer's field of `slots` slots the packing `new` and `new_slots` slots."""
     if old == new:
-        return old.resized(stored, slots, wanted)
-    return packing.convert(old, new, stored, slots, wanted)
+        return old.resized(stored, slots, new_slots)
+    return packing.convert(old, new, stored, slots, new_slots)
 
 
 def _cut(tree, index: int, count: int):

@@ -146,22 +146,22 @@ def cut_tile(x, at, row, start, size: int):
 
     Returns:
         The tokens, [size, W]."""
-    begin, whole = (*at, row, start, 0), (1,) * (len(at) + 1)
-    return row_major(cut_at(x, begin, (*whole, size, x.shape[-1]))).reshape(size, -1)
+    begin, ones = (*at, row, start, 0), (1,) * (len(at) + 1)
+    return row_major(cut_at(x, begin, (*ones, size, x.shape[-1]))).reshape(size, -1)
 
 
-def gather_tile(window, new, at, row, token, size: int, held, unit: int):
-    """Collect the body tokens `token` to `token + size - 1` of one row. Those before `held` come from the window, the
-    others from the new tokens.
+def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
+    """Collect the body tokens `token` to `token + size - 1` of one row. Those before `body_length` come from the
+    window, the others from the new tokens.
 
     Args:
         window: One source's window, [..., B, C, W]: a ring in which body token t is in slot t % C.
-        new: Its new tokens, [..., B, T, W]. The first of them is body token `held`.
+        new: Its new tokens, [..., B, T, W]. The first of them is body token `body_length`.
         at: The indices of the axes before the rows.
         row: The row.
         token: The first body token, a multiple of `unit`, and of `size` where the tile is one unit.
         size: How many tokens. Static.
-        held: How many body tokens the row held before the call.
+        body_length: How many body tokens the row held before the call.
         unit: The clock's unit.
 
     Returns:
@@ -177,8 +177,8 @@ def gather_tile(window, new, at, row, token, size: int, held, unit: int):
         fresh = jnp.broadcast_to(cut_tile(new, at, row, 0, 1), ring.shape)
     else:
         # The clip keeps indices valid for tokens of the window, whose numbers the next line leaves out.
-        fresh = new[(*at, row, jnp.clip(tokens - held, 0, length - 1))]
-    return jnp.where((tokens < held)[:, None], ring, fresh)
+        fresh = new[(*at, row, jnp.clip(tokens - body_length, 0, length - 1))]
+    return jnp.where((tokens < body_length)[:, None], ring, fresh)
 
 
 def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry, pages: Pages = None):
@@ -278,10 +278,10 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
             if schedule.aligned:  # single units come first, up to where a tile may begin
                 edge = jnp.minimum(stop, -(-start // at_once) * at_once)
                 state = jax.lax.fori_loop(start, edge, lambda j, s: body_fn(j, unit, s), state)
-            many = (stop - edge) // at_once
+            tiles = (stop - edge) // at_once
             step = lambda j, s: body_fn(edge + j * at_once, at_once * unit, s)  # noqa: E731
-            state = jax.lax.fori_loop(0, many, step, state)
-            first = edge + many * at_once
+            state = jax.lax.fori_loop(0, tiles, step, state)
+            first = edge + tiles * at_once
         else:
             first = start
         return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)

@@ -150,28 +150,30 @@ def choose(
     return Chosen(token, real.sum(1) // unit), kept
 
 
-def _mass_of(kept: Kept, call: Received, tokens: Int[Array, "B M"], held: Int[Array, " B"], sinks: int) -> Array:
+def _mass_of(
+    kept: Kept, call: Received, tokens: Int[Array, "B M"], body_lengths: Int[Array, " B"], sinks: int
+) -> Array:
     """Sum the mass of body tokens in the window or among the new ones: what they had, and what this call gave them.
 
     Args:
         kept: The bookkeeping before the call, `recent` among it.
         call: What this call gave each token.
         tokens: The body tokens that are asked for. Those that a row does not hold yet get a number without a meaning.
-        held: How many body tokens each row held before the call.
+        body_lengths: How many body tokens each row held before the call.
         sinks: How many first tokens of a row are sinks.
 
     Returns:
         The mass, [B, M]."""
     ring = kept["recent"].shape[1]
-    old, slot = tokens < held[:, None], tokens % ring
+    old, slot = tokens < body_lengths[:, None], tokens % ring
     # `call.exact` has sinks first, then the window's slots, then new tokens.
-    place = jnp.where(old, sinks + slot, sinks + ring + tokens - held[:, None])
+    place = jnp.where(old, sinks + slot, sinks + ring + tokens - body_lengths[:, None])
     now = _take(call.exact, jnp.clip(place, 0, call.exact.shape[1] - 1))
     return now + jnp.where(old, _take(kept["recent"], slot), 0.0)
 
 
 def enter(
-    rule: str, kept: Kept, call: Received | None, held: Int[Array, " B"], window: Int[Array, "B C"],
+    rule: str, kept: Kept, call: Received | None, body_lengths: Int[Array, " B"], window: Int[Array, "B C"],
     flushed: Int[Array, " B"], target: Int[Array, " B"], most: int, unit: int, sinks: int,
 ) -> tuple[Moves, Kept]:  # fmt: skip
     """Give the units that leave the window their place in the body, one after the other.
@@ -180,7 +182,7 @@ def enter(
         rule: The rule of `keep`.
         kept: The bookkeeping before the call.
         call: The attention mass of the call that brought the new tokens; None: no attention saw them.
-        held: How many body tokens each row held before the call.
+        body_lengths: How many body tokens each row held before the call.
         window: The body tokens that the window's slots stand for after the call.
         flushed: How many units have left each row's window before the call.
         target: How many have left it after the call.
@@ -195,8 +197,8 @@ def enter(
     if rule == "h2o":
         call = call or Received(jnp.zeros((batch, 1)), jnp.zeros((batch, slots)))
         tokens = (flushed * unit)[:, None] + jnp.arange(most * unit)[None]
-        arriving = _by_group(_mass_of(kept, call, tokens, held, sinks), most).sum(-1)
-        recent = _mass_of(kept, call, window, held, sinks)
+        arriving = _by_group(_mass_of(kept, call, tokens, body_lengths, sinks), most).sum(-1)
+        recent = _mass_of(kept, call, window, body_lengths, sinks)
         mass = kept["mass"] + _by_group(call.body, groups).sum(-1)
         kept = kept | {"mass": mass, "recent": recent}
 

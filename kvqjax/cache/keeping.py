@@ -41,13 +41,12 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
     Returns:
         A function from the runs of a chain and the state of one of them to their schedules, one for each clock. Then
         `kept` after the call."""
-    held = cache.lengths - cache.layout.method.sinks
-
+    body_lengths = cache.lengths - cache.layout.method.sinks
     length = next(iter(pending[0].values())).shape[2]
 
     def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         due_units = zip(
-            runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, held + counts), strict=True
+            runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, body_lengths + counts), strict=True
         )
         return tuple(in_order(clock, first, stop, runs, length) for clock, first, stop in due_units)
 
@@ -55,7 +54,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
     if keep is None or not cache.kept:
         return every, cache.kept
     # A row keeps the same tokens in all layers, so that one choice is the schedule of every chain.
-    moves, kept = _moves(cache, keep.rule, pending, held, counts)
+    moves, kept = _moves(cache, keep.rule, pending, body_lengths, counts)
 
     def moved(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         clock = runs[0].wiring.storage.clocks[0]
@@ -66,14 +65,14 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
     return moved, kept
 
 
-def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves, Kept]:
+def _moves(cache: Cache, rule: str, pending: tuple, body_lengths, counts) -> tuple[Moves, Kept]:
     """Choose the body slots of the units that leave the window.
 
     Args:
         cache: The cache before the call.
         rule: The rule of `keep`.
         pending: As in `schedules_of`.
-        held: How many body tokens each row held before the call, [B].
+        body_lengths: How many body tokens each row held before the call, [B].
         counts: How many of the new tokens each row takes, [B].
 
     Returns:
@@ -85,9 +84,9 @@ def _moves(cache: Cache, rule: str, pending: tuple, held, counts) -> tuple[Moves
     most = (length + clock.unit - 1) // clock.unit
     # After the sources of all runs comes the mass, unless the caller has none.
     call = pending[-1] if len(pending) > len(cache.runs) else None
-    end, sinks = held + counts, cache.layout.method.sinks
+    end, sinks = body_lengths + counts, cache.layout.method.sinks
     window, target = window_tokens(run.ring, end), due(clock, end, flushed)
-    return enter(rule, cache.kept, call, held, window, flushed, target, most, clock.unit, sinks)
+    return enter(rule, cache.kept, call, body_lengths, window, flushed, target, most, clock.unit, sinks)
 
 
 class Entering(NamedTuple):
@@ -138,8 +137,8 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     clock, window = run.wiring.storage.clocks[0], window_tokens(run.ring, counts - sinks)
     leaving = due(clock, counts - sinks, empty) * clock.unit
     # Streaming reads the shape of the mass alone.
-    given = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
-    chosen, kept = choose(keep.rule, cache.kept, given, leaving, window, clock.unit, sinks)
+    masses = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
+    chosen, kept = choose(keep.rule, cache.kept, masses, leaving, window, clock.unit, sinks)
 
     def picked(new: dict) -> dict:
         return {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}

@@ -1,8 +1,9 @@
 """How far a body is read on a GPU: static lengths, a program for each.
 
-No loop of a step has a bound that is data there, since the host decides on each of its turns, so that a step's cost
-would follow the capacity. The host chooses lengths between strides of steps: of the longest row the capacity, or it
-divided by a power of two; of all rows together, where a body is decoded span by span, sixteenths of that many each."""
+The host decides on each turn of a loop whose bound is data, so no loop of a step has such a bound there. A step's cost
+would then follow the capacity. So the host chooses lengths between strides of steps. That of the longest row is the
+capacity divided by a power of two. Where a body is decoded span by span, that of all rows together is a number of
+sixteenths of what rows of this length hold."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,17 +19,17 @@ LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
 PARTS = 16  # static totals of a batch
 
 
-def bound_for(layout: CacheLayout, held: Sequence[int]) -> LengthBound | None:
-    """Choose the shortest of a layout's static lengths that rows of at most `held` tokens each fit. None stands for the
-    whole capacity, and for layouts whose loops end with the longest row."""
+def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None:
+    """Choose the shortest static lengths of a layout that hold rows of at most `lengths` tokens each. None stands for
+    the whole capacity, and for layouts whose loops end with the longest row."""
     runs = [run for run in runs_of(layout) if run.static_loops]
     if not runs:
         return None
-    row, batch = layout.capacity, len(held)
-    while row > LEAST and -(-row // 2) >= max(held):
+    row, batch = layout.capacity, len(lengths)
+    while row > LEAST and -(-row // 2) >= max(lengths):
         row = -(-row // 2)
     part = -(-batch * row // PARTS)
-    total = -(-sum(held) // part) * part
+    total = -(-sum(lengths) // part) * part
     if total >= batch * row or not any(map(_by_spans, runs)):
         total = None
     return LengthBound(row, total) if row < layout.capacity or total is not None else None

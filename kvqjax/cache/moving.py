@@ -53,8 +53,9 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
         needed = jnp.minimum(chunks, (encoded.max() + size - 1) // size)
 
     def put(number, out):
-        chunk, rest = number // (count * batch), number % (count * batch)
-        layer, row = rest // batch, rest % batch
+        # Chunks outermost, then layers, then rows: `line` numbers the rows of all layers.
+        chunk, line = number // (count * batch), number % (count * batch)
+        layer, row = line // batch, line % batch
         token = chunk * size
         if run.wraps:  # the newest block of the row that belongs here
             last = jnp.floor_divide(encoded[row] - 1, size)

@@ -97,10 +97,10 @@ class PagePool:
         """
         if count > len(self._free):
             raise PoolExhausted(f"{count} pages are wanted and {len(self._free)} of {len(self._users)} are free")
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
             self._users[page] = 1
-        return taken
+        return pages
 
     def share(self, pages: Iterable[int]) -> list[int]:
         """Give pages that are in use to one more user.

@@ -148,10 +148,10 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     _check_means(cache.layout, "cut")
     sinks, grain, shift = cache.layout.method.sinks, _grain(cache.layout), _place(cache.layout, tokens)
     # Outside jit the cut moves to where all rows have encoded; inside, where it must be static, such rows are emptied.
-    known = _are_known(cache)
-    with reading(known):
+    readable = _are_known(cache)
+    with reading(readable):
         encoded = _least_encoded(cache)
-        if known:
+        if readable:
             shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
         # The head has all sinks of a row, also where it has no other token.
         bad = (encoded < shift) | (cache.lengths < sinks)
@@ -232,9 +232,9 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     layout = dataclasses.replace(head.layout, capacity=capacity)
     # Words of another method, dtype or form would be read as something else without a word.
     for field in dataclasses.fields(layout):
-        wanted, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
-        if field.name != "capacity" and wanted != got:
-            raise UserError(f"the piece has another {field.name}: {got}, wanted {wanted}")
+        expected, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
+        if field.name != "capacity" and expected != got:
+            raise UserError(f"the piece has another {field.name}: {got}, wanted {expected}")
     _check_means(head.layout, "join")
     if head.batch != tail.cache.batch:
         raise UserError(
@@ -308,7 +308,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 
     plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)
-    runs = tuple(joined(*each) for each in zip(*plans, head.runs, piece.runs, strict=True))
+    runs = tuple(joined(*arguments) for arguments in zip(*plans, head.runs, piece.runs, strict=True))
     lengths = piece.lengths + shift
     # A token of the head that is not finite comes before all of the piece's; else the piece's first one counts.
     finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift)

@@ -79,8 +79,8 @@ def shared_values(ask: Ask) -> SharedValues | None:
     if reads_by_heads(ask):
         return None  # they are read as they are stored
     run, fast = ask.run, ask.run.wiring.fast
-    few = is_linear(ask) and ask.length <= FEW_QUERIES
-    decoded_at_once = run.static_loops and few and not run.wiring.chain.carry
+    few_queries = is_linear(ask) and ask.length <= FEW_QUERIES
+    decoded_at_once = run.static_loops and few_queries and not run.wiring.chain.carry
     shared = (fast.summed if decoded_at_once or run.lanes > 1 else None) or fast.shared
     return shared if shared is not None and ask.length <= shared.most else None
 
@@ -163,8 +163,8 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     packed = run.wiring.fast.packed
     if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or run.page or not run.slots:
         return False
-    few = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
-    return few and _kernel_chip(ask) == "tpu"
+    few_queries = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
+    return few_queries and _kernel_chip(ask) == "tpu"
 
 
 def readers_text(layout: CacheLayout) -> list[str]:

@@ -51,10 +51,10 @@ def recoded(view: LayerView, tokens: NewTokens, sources: dict, clock: Clock, flu
 
     def recode_unit(_, row, token, slot, size, loop):
         """Encode the unit that begins with body token `token`; `loop` is (sources, carry)."""
-        (sources, carry), held = loop, tokens.held[row]
+        (sources, carry), body_length = loop, tokens.held[row]
         unit = token // clock.unit - flushed[row]
         tile = {
-            source: gather_tile(window[source], view.new[source], (), row, token, size, held, size)
+            source: gather_tile(window[source], view.new[source], (), row, token, size, body_length, size)
             for source in clock.sources
         }
         tile_carry = {name: carried[row, unit] for name, carried in carry.items()}
@@ -62,7 +62,9 @@ def recoded(view: LayerView, tokens: NewTokens, sources: dict, clock: Clock, flu
         index = token + jnp.arange(size)
         # Sinks come first, then the window's slots, then new tokens. A unit that may fall due can reach beyond the last
         # new token: what has no place is dropped.
-        place = jnp.where(index < held, view.sinks + index % run.ring, view.sinks + run.ring + index - held)
+        place = jnp.where(
+            index < body_length, view.sinks + index % run.ring, view.sinks + run.ring + index - body_length
+        )
         for source, x in recon.items():
             sources = {
                 **sources,

@@ -21,25 +21,26 @@ __all__ = ["dealt_anew"]
 def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
     """Find where each ring block is stored: devices one after the other, each with its own blocks in order."""
     ring, deal = np.arange(run.slots // run.block), run.deal
-    each = max(1, deal.block // run.block)
-    turn = ring // each
-    return turn % deal.parts * (len(ring) // deal.parts) + turn // deal.parts * each + ring % each
+    blocks = max(1, deal.block // run.block)
+    turn = ring // blocks
+    return turn % deal.parts * (len(ring) // deal.parts) + turn // deal.parts * blocks + ring % blocks
 
 
 def _moved(
     old: RunLayout, new: RunLayout, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
 ) -> Shaped[np.ndarray, "L B r w"]:
     """Move the blocks of a field's array from where `old` stores them to where `new` does; tokens follow each other
-    along `axis`. Of a row's blocks each ring holds the newest; what the old one no longer held is zero."""
-    count, wanted = old.slots // old.block, new.slots // new.block
+    along `axis`. Each ring holds the newest of a row's blocks. Blocks that the old one no longer held are zero."""
+    count, new_count = old.slots // old.block, new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
     blocks = blocks.reshape(*blocks.shape[:2], count, -1, *blocks.shape[3:])
-    moved = np.zeros((*blocks.shape[:2], wanted, *blocks.shape[3:]), array.dtype)
+    moved = np.zeros((*blocks.shape[:2], new_count, *blocks.shape[3:]), array.dtype)
     source, target = _places(old), _places(new)
     for row, last in enumerate((encoded - 1) // old.block):
-        newest = last - (last - np.arange(wanted)) % wanted  # the block that each place of the new ring stands for
-        held = (newest >= 0) & (newest > last - count)
-        moved[:, row, target[held]] = blocks[:, row, source[newest[held] % count]]
+        # The block that each place of the new ring stands for.
+        newest = last - (last - np.arange(new_count)) % new_count
+        stored = (newest >= 0) & (newest > last - count)
+        moved[:, row, target[stored]] = blocks[:, row, source[newest[stored] % count]]
     return np.moveaxis(moved.reshape(*moved.shape[:2], -1, *moved.shape[4:]), 2, axis)
 
 

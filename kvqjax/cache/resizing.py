@@ -35,11 +35,11 @@ def check_means(old: CacheLayout, new: CacheLayout) -> None:
 
 def _is_padded(old: RunLayout, new: RunLayout) -> bool:
     """Say whether the arrays of a run's body only become longer or shorter."""
-    alike = old.wiring.storage == new.wiring.storage or all(
+    same_fields = old.wiring.storage == new.wiring.storage or all(
         codec.fields == new.wiring.storage.codecs[source].fields for source, codec in old.wiring.storage.codecs.items()
     )
     linear = not (old.wraps or new.wraps or old.budget or new.budget)
-    return alike and linear and old.deal == new.deal and (old.slots > 0) == (new.slots > 0)
+    return same_fields and linear and old.deal == new.deal and (old.slots > 0) == (new.slots > 0)
 
 
 def _groups(cache: Cache) -> Bool[Array, "B G"]:
@@ -78,8 +78,8 @@ def with_layout(cache: Cache, layout: CacheLayout) -> Cache:
     return cache.replace(runs=runs, kept=kept, layout=layout)
 
 
-def _run(old: RunLayout, new: RunLayout, state: Run, held: Int[Array, " B"], order) -> Run:
-    window = {name: moved_window(old.ring, new.ring, held, 0, x) for name, x in state.window.items()}
+def _run(old: RunLayout, new: RunLayout, state: Run, body_lengths: Int[Array, " B"], order) -> Run:
+    window = {name: moved_window(old.ring, new.ring, body_lengths, 0, x) for name, x in state.window.items()}
     return state.replace(body=_body(old, new, state, order), window=window)
 
 
@@ -115,12 +115,12 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
     return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
 
 
-def _kept(cache: Cache, layout: CacheLayout, held: Int[Array, " B"]) -> tuple[dict, Int[Array, "B G"] | None]:
+def _kept(cache: Cache, layout: CacheLayout, body_lengths: Int[Array, " B"]) -> tuple[dict, Int[Array, "B G"] | None]:
     """Give the bookkeeping of evicted tokens, and the old group that each new one is: those that hold tokens first."""
     old, new = runs_of(cache.layout)[0], runs_of(layout)[0]
     if not new.budget or not cache.kept:
         unit = new.wiring.storage.clocks[0].unit
-        return allocate_kept(layout.method.keep, held.shape[0], new.budget, unit, new.ring), None
+        return allocate_kept(layout.method.keep, body_lengths.shape[0], new.budget, unit, new.ring), None
     unit = new.wiring.storage.clocks[0].unit
     groups, kept = new.budget // unit, cache.kept
     order = jnp.argsort(~_groups(cache), axis=1, stable=True).astype(jnp.int32)
@@ -128,11 +128,11 @@ def _kept(cache: Cache, layout: CacheLayout, held: Int[Array, " B"]) -> tuple[di
     def sorted_groups(x, blank):
         x = x.reshape(x.shape[0], old.budget // unit, -1)
         x = jnp.take_along_axis(x, order[:, :, None], 1)[:, :groups]
-        more = ((0, 0), (0, groups - x.shape[1]), (0, 0))
-        return jnp.pad(x, more, constant_values=blank).reshape(x.shape[0], -1)
+        padding = ((0, 0), (0, groups - x.shape[1]), (0, 0))
+        return jnp.pad(x, padding, constant_values=blank).reshape(x.shape[0], -1)
 
     moved = {"positions": sorted_groups(kept["positions"], -1)}
     if "mass" in kept:
-        recent = moved_window(old.ring, new.ring, held, 0, kept["recent"], axis=1)
+        recent = moved_window(old.ring, new.ring, body_lengths, 0, kept["recent"], axis=1)
         moved |= {"mass": sorted_groups(kept["mass"], 0.0), "recent": recent}
     return moved, order

@@ -53,9 +53,9 @@ class Deal(NamedTuple):
         """Count how many of the first `tokens` body tokens lie here."""
         if self.parts == 1:
             return tokens
-        whole, here = floor_divide(tokens, self.block), self._here()
-        rest = jnp.where(modulo(whole, self.parts) == here, modulo(tokens, self.block), 0)
-        return floor_divide(whole - here + self.parts - 1, self.parts) * self.block + rest
+        blocks, here = floor_divide(tokens, self.block), self._here()
+        remainder = jnp.where(modulo(blocks, self.parts) == here, modulo(tokens, self.block), 0)
+        return floor_divide(blocks - here + self.parts - 1, self.parts) * self.block + remainder
 
     def most(self, tokens: int) -> int:
         """Count the most of a row's first `tokens` body tokens that lie on one device."""
@@ -112,8 +112,8 @@ class RunLayout(NamedTuple):
     def reading(self) -> int:
         """Choose how many tokens are read at a time: as many blocks as divide the body, up to what the wiring or a GPU
         asks for; one block where it is a ring."""
-        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)
-        most = 1 if self.wraps else max(1, wanted // self.block)
+        least = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)
+        most = 1 if self.wraps else max(1, least // self.block)
         size = self.block * next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
         return self.within_pages(size)
 
@@ -142,6 +142,6 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
         most = run.lanes // max(1, batch // 2) if rows <= MOST_ROWS else 0
     if run.wraps or not most:
         return run.reading
-    whole = run.slots_here // run.reading
-    count = -(-whole // max(1, most // run.reading))  # of even blocks
-    return run.within_pages(run.reading * -(-whole // max(1, count)))
+    blocks = run.slots_here // run.reading
+    count = -(-blocks // max(1, most // run.reading))  # of even blocks
+    return run.within_pages(run.reading * -(-blocks // max(1, count)))

@@ -42,10 +42,10 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
     # Nothing is ever encoded when the window alone can hold the capacity.
     most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
     budget = 0 if keep is None else min(keep.budget // clocks[0].unit * clocks[0].unit, most)
-    whole = blocks = -(-(most if keep is None else budget) // block)
+    linear_blocks = blocks = -(-(most if keep is None else budget) // block)
     if keep is None and shape.window is not None:
         # One block for the newest partial one, and slack so that cropping inside the window loses nothing visible.
-        blocks = min(whole, -(-(shape.window + ring) // block) + 1)
+        blocks = min(linear_blocks, -(-(shape.window + ring) // block) + 1)
     return RunLayout(
         first,
         count,
@@ -54,7 +54,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
         block,
         slots=blocks * block,
         ring=ring,
-        wraps=blocks < whole,
+        wraps=blocks < linear_blocks,
         budget=budget,
         static_loops=keep is None and layout.form == "heads",
         lanes=lanes,
@@ -76,8 +76,8 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
 def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
     """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
     kind = "gpu" if layout.form == "heads" else family(layout.target)
-    known = layout.form == "heads" or kind == "tpu"
-    if not (known and wiring.chain.read):
+    has_limit = layout.form == "heads" or kind == "tpu"
+    if not (has_limit and wiring.chain.read):
         return 0
     return CARRIED[kind] // (max if kind == "tpu" else sum)(wiring.chain.carry.values())
 

@@ -39,18 +39,18 @@ def row_axes(cache: Cache) -> Cache:
         `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
     """
 
-    def same(tree, axis: int):
+    def axis_of_all(tree, axis: int):
         return jax.tree.map(lambda _: axis, tree)
 
     def run(state: Run) -> Run:
-        stacked = {part: same(getattr(state, part), 1) for part in ("body", "sinks", "window")}
-        return Run(flushed=same(state.flushed, 0), **stacked)
+        stacked = {part: axis_of_all(getattr(state, part), 1) for part in ("body", "sinks", "window")}
+        return Run(flushed=axis_of_all(state.flushed, 0), **stacked)
 
     runs = tuple(run(state) for state in cache.runs)
-    states = same(cache.states, 1)
-    pages = same(cache.pages, 0)
+    states = axis_of_all(cache.states, 1)
+    pages = axis_of_all(cache.pages, 0)
     return cache.replace(
-        runs=runs, lengths=0, overflow=0, finite=0, kept=same(cache.kept, 0), states=states, pages=pages
+        runs=runs, lengths=0, overflow=0, finite=0, kept=axis_of_all(cache.kept, 0), states=states, pages=pages
     )
 
 
@@ -111,22 +111,22 @@ def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
 
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
     """Say in one line what is wrong with an array and what to call instead."""
-    name, wanted, axis = promise.name, promise.shape, promise.row_axis
+    name, shape, axis = promise.name, promise.shape, promise.row_axis
     got = getattr(leaf, "shape", None)
     if got is None:
         return f"{name} of the cache is a {type(leaf).__name__}, not an array"
-    head = f"{name} of the cache has shape {list(got)}, wanted {list(wanted)}: "
-    if len(got) != len(wanted):
+    head = f"{name} of the cache has shape {list(got)}, wanted {list(shape)}: "
+    if len(got) != len(shape):
         return f"{head}an axis was added or removed; kvqjax.row_axes(cache) gives the row axis of every array"
-    if axis and got[0] != wanted[0]:
+    if axis and got[0] != shape[0]:
         return (
             f"{head}its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat, "
             "gather or insert, or the axes that kvqjax.row_axes(cache) gives"
         )
-    if got[axis] != wanted[axis]:
+    if got[axis] != shape[axis]:
         return (
-            f"{head}its rows are not the {wanted[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
+            f"{head}its rows are not the {shape[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
         )
-    if got != wanted:
+    if got != shape:
         return f"{head}the layout of a capacity of {capacity} promises that; kvqjax.resize makes another capacity"
     return f"{name} of the cache is of type {leaf.dtype}, wanted {jnp.dtype(promise.dtype)}: its bits have that meaning"

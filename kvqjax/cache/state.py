@@ -61,16 +61,19 @@ class Run(struct.PyTreeNode):
 
 
 class Cache(struct.PyTreeNode):
-    """A compressed KV cache. `overflow[b]` turns True, and stays so until the row is evicted, when a jitted call was
-    given numbers for row b that cannot be: more tokens than `layout.capacity` holds, a count outside the new tokens
-    given, a token id outside the vocabulary, a row or length that is not there. They are clipped: what does not fit is
-    not stored. `finite[b]` counts the tokens of row b before its
-    first one with a NaN or infinite source: it equals `lengths[b]` unless there is one. `kept` says which tokens the
-    body holds where some are evicted (kvqjax.cache.eviction), and is empty otherwise. `states` are those of recurrent
-    layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one stack, or of each by itself, as
-    runs are stored; none in models without such layers. `pages[b]` are the pages that row b's encoded tokens lie in, in
-    the order of the tokens, and -1 where it has none (kvqjax/cache/pages.py); None where every row reserves its
-    capacity. A row that lacks a page holds as many tokens as it can without."""
+    """A compressed KV cache.
+
+    - `overflow[b]` turns True when a jitted call gets numbers for row b that cannot be: more tokens than
+      `layout.capacity` holds, a count outside the new tokens given, a token id outside the vocabulary, a row or length
+      that is not there. They are clipped: what does not fit is not stored. The flag stays until the row is evicted.
+    - `finite[b]` counts the tokens of row b before its first one with a NaN or infinite source. It equals `lengths[b]`
+      unless there is one.
+    - `kept` says which tokens the body holds where some are evicted (kvqjax.cache.eviction). It is empty otherwise.
+    - `states` are those of recurrent layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one
+      stack, or of each by itself, as runs are stored. Models without such layers have none.
+    - `pages[b]` are the pages that row b's encoded tokens lie in, in the order of the tokens, and -1 where it has none
+      (kvqjax/cache/pages.py). They are None where every row reserves its capacity. A row that lacks a page holds as
+      many tokens as it can without."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -218,16 +221,16 @@ def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
 
 
 def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Count how many of `counts` of `length` new tokens are stored in each row: none where a count is negative, at most
-    those that were given, and those that still fit. Also give the overflow flags after them: raised where that is
-    another number than was asked for."""
-    fits, other = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
-    return fits, cache.overflow | other
+    """Count the new tokens that each row stores: `counts[b]`, but none where it is negative, at most the `length`
+    tokens given, and at most those that still fit. Also give the overflow flags: raised where that is another number
+    than `counts[b]`."""
+    fits, overflow = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
+    return fits, cache.overflow | overflow
 
 
-def finite_tokens(cache: Cache, whole: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Give the cache's `finite` after `counts` new tokens of each row, `whole` of which come before the first that is
-    not finite. Devices that hold other heads see other numbers: the least counts."""
+def finite_tokens(cache: Cache, finite: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Give the cache's `finite` after `counts` new tokens of each row, of which `finite` come before the first that is
+    not finite. Devices that hold other heads may count more of them: the least number is the row's."""
     axes = cache.layout.heads_over
-    whole = jax.lax.pmin(whole, axes) if axes else whole
-    return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(whole, counts))
+    finite = jax.lax.pmin(finite, axes) if axes else finite
+    return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(finite, counts))

@@ -87,11 +87,11 @@ def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     check_integers("rows", rows, ("N",), "the rows to take")
     check_within("rows", rows, 0, cache.batch - 1, f"from 0 to {cache.batch - 1}, the cache's rows")
     rows, missed = clipped(rows, 0, cache.batch - 1)
-    taken = _taken(cache, rows)
-    return taken.replace(overflow=taken.overflow | missed)
+    result = _take_rows(cache, rows)
+    return result.replace(overflow=result.overflow | missed)
 
 
-def _taken(cache: Cache, rows: Int[Array, " N"]) -> Cache:
+def _take_rows(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Do `gather` of rows that exist."""
 
     def take(cache, rows):
@@ -101,8 +101,8 @@ def _taken(cache: Cache, rows: Int[Array, " N"]) -> Cache:
 
 
 def _moved(function: Callable[..., Cache], rows: int, cache: Cache, *arguments: Any) -> Cache:
-    """Give `function(cache, *arguments)`, a cache of so many `rows`. On a mesh with Explicit axes it lies as its rules
-    say: JAX asks where the result of everything that moves rows lies."""
+    """Give `function(cache, *arguments)`, a cache of `rows` rows. On a mesh with Explicit axes it lies as its rules
+    say, because JAX asks where the result lies of everything that moves rows."""
     rules = cache.layout.rules
     if rules is None or not rules.explicit:
         return function(cache, *arguments)
@@ -139,15 +139,15 @@ def repeat(cache: Cache, n: int) -> Cache:
 
 def _check_same(cache: Cache, other: Cache) -> None:
     for field in dataclasses.fields(cache.layout):
-        wanted, got = getattr(cache.layout, field.name), getattr(other.layout, field.name)
+        expected, got = getattr(cache.layout, field.name), getattr(other.layout, field.name)
         if field.name == "capacity":
-            if got > wanted:
+            if got > expected:
                 raise UserError(
-                    f"the other cache has a larger capacity, {got}; its rows fit a cache of {wanted} tokens a row "
-                    f"after kvqjax.resize(other, {wanted})"
+                    f"the other cache has a larger capacity, {got}; its rows fit a cache of {expected} tokens a row "
+                    f"after kvqjax.resize(other, {expected})"
                 )
-        elif wanted != got and not (field.name == "rules" and wanted is not None and wanted.splits_as(got)):
-            raise UserError(f"the other cache has another {field.name}: {got}, wanted {wanted}")
+        elif expected != got and not (field.name == "rules" and expected is not None and expected.splits_as(got)):
+            raise UserError(f"the other cache has another {field.name}: {got}, wanted {expected}")
 
 
 def _numbers(name: str, rows: Any, batch: int, whose: str) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
@@ -189,15 +189,15 @@ def insert(
     require_own_bodies(other, "insert")
     _check_same(cache, other)
     into, moved = _numbers("rows", rows, cache.batch, "the cache's")
-    known = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
-    source, missed = _numbers("other_rows", known, other.batch, "the other cache's")
+    row_numbers = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
+    source, missed = _numbers("other_rows", row_numbers, other.batch, "the other cache's")
     if source.size not in ((into.size,) if other_rows is None else (1, into.size)):
         raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
     if dataclasses.replace(other.layout, rules=cache.layout.rules) == cache.layout:
         other = other.replace(layout=cache.layout)  # its rows may be split over fewer devices
     if other.layout != cache.layout:
         check_means(other.layout, cache.layout)
-        other, source = _taken(other, source), jnp.arange(source.size)
+        other, source = _take_rows(other, source), jnp.arange(source.size)
         other = with_layout(other, cache.layout)
     source = jnp.broadcast_to(source, into.shape).astype(jnp.int32)
     return _moved(_inserted, cache.batch, cache, into, other, source, moved | missed)
@@ -212,11 +212,11 @@ def _inserted(
     axes = row_axes(cache)
 
     def put(number, cache):
-        def one(axis, array, source):
+        def put_row(axis, array, source):
             line = jax.lax.dynamic_slice_in_dim(source, other_rows[number], 1, axis)
             return jax.lax.dynamic_update_slice_in_dim(array, line, rows[number], axis)
 
-        return jax.tree.map(one, axes, cache, other)
+        return jax.tree.map(put_row, axes, cache, other)
 
     joined = put(0, cache) if rows.size == 1 else jax.lax.fori_loop(0, rows.size, put, cache)
     return joined.replace(overflow=joined.overflow.at[rows].max(clipped))
@@ -240,7 +240,7 @@ def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
 
 def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
     """Copy one row without what lies in pages: for `adopt`."""
-    return _taken(without_bodies(cache), row[None])
+    return _take_rows(without_bodies(cache), row[None])
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
@@ -275,29 +275,29 @@ def _blank(states: tuple[dict, ...], rows: Bool[Array, " B"]) -> tuple[dict, ...
     return _chosen(rows, jax.tree.map(jnp.zeros_like, states), states)
 
 
-def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], others: tuple[dict, ...]) -> tuple[dict, ...]:
-    """Take the marked rows from `states`, the others from `others`."""
-    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, others)
+def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], fallback: tuple[dict, ...]) -> tuple[dict, ...]:
+    """Take the marked rows from `states`, the others from `fallback`."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, fallback)
 
 
 @functools.partial(jax.jit, static_argnames="clocks")
 def _floor(
-    wanted: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
+    lengths: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
 ) -> Int[Array, " B"]:
-    """Find the most body tokens, at most `wanted`, at which every clock (unit, whether its body is a ring) can stand:
+    """Find the most body tokens, at most `lengths`, at which every clock (unit, whether its body is a ring) can stand:
     at or above what it has `encoded`, or on a boundary of its units below that."""
 
     def lower(length):
-        for (unit, wraps), done in zip(clocks, encoded, strict=True):
+        for (unit, wraps), tokens in zip(clocks, encoded, strict=True):
             # A ring body has overwritten what a row cut back that far would need, so only the sinks are left.
             below = jnp.zeros_like(length) if wraps else length // unit * unit
-            length = jnp.where((done > length) & (length > 0), below, length)
+            length = jnp.where((tokens > length) & (length > 0), below, length)
         return length
 
     def step(pair):
         return pair[1], lower(pair[1])
 
-    return jax.lax.while_loop(lambda pair: (pair[0] != pair[1]).any(), step, (wanted, lower(wanted)))[1]
+    return jax.lax.while_loop(lambda pair: (pair[0] != pair[1]).any(), step, (lengths, lower(lengths)))[1]
 
 
 def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None = None) -> Cache:
@@ -327,49 +327,49 @@ def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None =
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
-    wanted = jnp.minimum(lengths, cache.lengths) - sinks
-    left = _floor(wanted, encoded, clocks)
-    whole = jnp.maximum(left, 0)
+    limits = jnp.minimum(lengths, cache.lengths) - sinks
+    body_lengths = _floor(limits, encoded, clocks)
+    most_encoded = jnp.maximum(body_lengths, 0)
     states = tuple(
         state.replace(
             flushed=tuple(
-                jnp.minimum(count, whole // clock.unit)
+                jnp.minimum(count, most_encoded // clock.unit)
                 for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
             )
         )
         for run, state in zip(runs, cache.runs, strict=True)
     )
-    lengths = left + sinks
+    lengths = body_lengths + sinks
     finite = jnp.minimum(cache.finite, lengths)
     overflow = cache.overflow | negative
-    done = cache.replace(
+    result = cache.replace(
         runs=states, lengths=lengths, finite=finite, overflow=overflow, kept=crop_kept(cache.kept, lengths)
     )
-    return _with_states(cache, done, snapshot) if cache.states else done
+    return _with_states(cache, result, snapshot) if cache.states else result
 
 
-def _with_states(cache: Cache, done: Cache, snapshot: Snapshot | None) -> Cache:
+def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cache:
     """Give a cropped cache the states after what its rows hold: those of `cache` where nothing was cut, those of the
     snapshot where a row is as long as it was then. Refuse other rows, or empty them inside jit."""
-    same = done.lengths == cache.lengths
-    states, back = cache.states, jnp.zeros_like(same)
+    uncut = result.lengths == cache.lengths
+    states, back = cache.states, jnp.zeros_like(uncut)
     if snapshot is not None:
         _check_snapshot(cache, snapshot)
-        back = ~same & (done.lengths == snapshot.lengths)
+        back = ~uncut & (result.lengths == snapshot.lengths)
         states = _chosen(back, snapshot.states, states)
-    lost = ~(same | back | (done.lengths == 0))
+    lost = ~(uncut | back | (result.lengths == 0))
     if is_known(lost):
         with reading(True):
-            known = np.asarray(lost)
-        if known.any():
-            row = int(known.argmax())
-            held, left = (int(np.asarray(x.lengths)[row]) for x in (cache, done))
+            mask = np.asarray(lost)
+        if mask.any():
+            row = int(mask.argmax())
+            before, after = (int(np.asarray(x.lengths)[row]) for x in (cache, result))
             raise UserError(
-                f"row {row}: recurrent layers remember all of its {held} tokens and cannot go back to {left}; crop it "
-                "to 0 and feed it anew, or to the length of a snapshot (kvqjax.snapshot) that was taken there"
+                f"row {row}: recurrent layers remember all of its {before} tokens and cannot go back to {after}; crop "
+                "it to 0 and feed it anew, or to the length of a snapshot (kvqjax.snapshot) that was taken there"
             )
-    done = done.replace(states=_blank(states, done.lengths == 0))
-    return evict(done, lost).replace(overflow=done.overflow | lost)
+    result = result.replace(states=_blank(states, result.lengths == 0))
+    return evict(result, lost).replace(overflow=result.overflow | lost)
 
 
 def _check_snapshot(cache: Cache, snapshot: Any) -> None:

@@ -87,21 +87,25 @@ def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
     ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
     sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
     fresh = jnp.arange(length)[None] < tokens.counts[:, None]
-    held = tokens.held[:, None]
-    return [(sink, sink < held + view.sinks), (ring + view.sinks, ring < held), (tokens.positions, fresh)]
+    body_lengths = tokens.held[:, None]
+    return [
+        (sink, sink < body_lengths + view.sinks),
+        (ring + view.sinks, ring < body_lengths),
+        (tokens.positions, fresh),
+    ]
 
 
 def side_by_side(view: LayerView, tokens: NewTokens):
-    """Put sinks, window slots and new tokens on one axis: (sources {name: [B,N,W]}, positions [B,N], and which of them
-    each query sees, [B,T,N])."""
+    """Put sinks, window slots and new tokens on one axis. Return (sources {name: [B, N, W]}, positions [B, N], which of
+    them each query sees [B, T, N])."""
     places = beside(view, tokens)
-    positions, valid = (jnp.concatenate(each, axis=1) for each in zip(*places, strict=True))
+    positions, valid = (jnp.concatenate(arrays, axis=1) for arrays in zip(*places, strict=True))
     mask = seen(view, tokens, positions, valid)
     if tokens.mask is not None:
         old = positions.shape[1] - tokens.mask.shape[1]
         mask = jnp.concatenate([mask[:, :, :old], _masked(view, tokens.mask, places[-1])], axis=2)
-    held = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
-    parts = *held, view.new
+    exact = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
+    parts = *exact, view.new
     sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
     return sources, positions, mask
 
@@ -267,8 +271,8 @@ def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
         return run.deal.tokens(index) + view.sinks, index >= 0
 
     if _is_static(view, tokens):
-        whole = lambda size: (0, around // size)  # noqa: E731
-        return BodyView(lambda j, size: j * size, newest, whole, linear=False, together=False)
+        all_blocks = lambda size: (0, around // size)  # noqa: E731
+        return BodyView(lambda j, size: j * size, newest, all_blocks, linear=False, together=False)
     blocks = functools.partial(_in_reach, view, tokens)
     return BodyView(lambda j, size: modulo(j * size, around), places, blocks, linear=False, together=False)
 

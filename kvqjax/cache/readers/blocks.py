@@ -69,8 +69,8 @@ def body_blocks(
         if mixed is not None:  # keys as decoded then have no user
             decoded = decoded | {"k": mixed.read(payload["k"])}
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
-        done = j * size if run.slots_here % size else at
-        carry = {n: put_into_carry(c, part[n], at, done) for n, c in carry.items()}
+        start = j * size if run.slots_here % size else at
+        carry = {n: put_into_carry(c, part[n], at, start) for n, c in carry.items()}
         positions, valid = body.places(j, size)
         k, v = expanded(view, decoded, positions if waves is None else waves(positions), body=True)
         if shared is not None:  # the decoded values then have no user and are never computed
@@ -80,11 +80,11 @@ def body_blocks(
     return read, *body.blocks(size)
 
 
-def put_into_carry(carry, part, at, done):
-    """Put `part` into the carry [B, S, W] from slot `at` on, but for slots below `done`, which hold theirs already: the
-    last block of a body may begin within the one before it."""
+def put_into_carry(carry, part, at, start):
+    """Put `part` into the carry [B, S, W] from slot `at` on. Slots below `start` hold theirs already and stay: the last
+    block of a body may begin within the one before it."""
     part, size = saturated(part, carry.dtype), part.shape[1]
-    if done is not at:
+    if start is not at:
         old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
-        part = jnp.where((at + jnp.arange(size) < done)[None, :, None], old, part)
+        part = jnp.where((at + jnp.arange(size) < start)[None, :, None], old, part)
     return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)

@@ -64,29 +64,30 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
 
 def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     """Attend to the body, a part decoded at a time. A `carry` is the body decoded."""
-    if carry:  # or XLA would copy all of it beside the exact tokens, for one product by a matrix that both share
+    # The exact tokens meet the same weights. XLA would make one product of both, and copy all of the carry for it.
+    if carry:
         call = call._replace(view=call.view._replace(weights=kept_apart(call.view.weights)))
     view, tokens, q = call.view, call.tokens, call.q
     constants = view.run.wiring.maps.prepare(view.constants)
     spans = None if carry else _spans(view, tokens, q.shape[0])
     parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
     call = call._replace(q=scaled(q))
-    partial = _each(lambda part, after: _attend_part(call, constants, part, carry, after), parts, q)
+    partial = _attend_in_turn(lambda part, after: _attend_part(call, constants, part, carry, after), parts, q)
     if spans is None:
         return Partial(combined(partial.lse, partial.out), jax.nn.logsumexp(partial.lse, axis=0))
     return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial)), spans)
 
 
-def _each(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
-    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once; several in a
-    loop, since the time that straight code compiles in would grow with their number."""
+def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
+    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once. Several
+    parts take a loop: straight code would compile in a time that grows with their number."""
     count, part = parts.mask.shape[0], lambda j: jax.tree.map(lambda x: x[j], parts)
     if count == 1:
         return jax.tree.map(lambda x: x[None], attend(part(0), q))
 
-    def step(j, found):
-        new = attend(part(j), found.out)
-        return jax.tree.map(lambda x, y: put_at(x, y[None], (j, *[0] * y.ndim)), found, new)
+    def step(j, partials):
+        new = attend(part(j), partials.out)
+        return jax.tree.map(lambda x, y: put_at(x, y[None], (j, *[0] * y.ndim)), partials, new)
 
     shapes = jax.eval_shape(attend, part(0), q)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes)
@@ -116,14 +117,14 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
 
     def decoded(after):
         if carry:
-            payload, found = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
+            payload, sources = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
         else:
             payload = _payload(view, part, after)
-            found, _ = run.wiring.maps.decode(constants, payload, {})
+            sources, _ = run.wiring.maps.decode(constants, payload, {})
             if mixed is not None:  # keys as decoded then have no user
-                found = found | {"k": mixed.read(payload["k"])}
-        found = {name: saturated(x, view.new[name].dtype) for name, x in found.items()}
-        return payload, found, expanded(view, found, part.positions, body=True)
+                sources = sources | {"k": mixed.read(payload["k"])}
+        sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
+        return payload, sources, expanded(view, sources, part.positions, body=True)
 
     def scores(rows, _):
         k = decoded(after)[2][0]
@@ -135,9 +136,9 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
         return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
 
     def values(weights, _, __, piece):
-        payload, found, (_, v) = decoded(weights[0])
+        payload, sources, (_, v) = decoded(weights[0])
         if shared is not None:
-            v = saturated(shared.read(view.weights, view.constants, payload, found)[:, :, None], dtype)
+            v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype)
         rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values: one head's
         return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
 
@@ -182,8 +183,8 @@ def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
     positions, valid = body_view(view, tokens).places(0, blocks * run.block)
     mask = seen(view, tokens, positions, valid)
     cut = jax.vmap(lambda x, at: cut_along(x, at, size, x.ndim - 1), (None, 0))
-    late = first[:, None] + jnp.arange(size)[None] >= start[:, None]
-    return Part(first, cut(positions, first), cut(mask, first) & late[:, None, None])
+    in_part = first[:, None] + jnp.arange(size)[None] >= start[:, None]
+    return Part(first, cut(positions, first), cut(mask, first) & in_part[:, None, None])
 
 
 class Spans(NamedTuple):
@@ -220,20 +221,20 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
 
     def of(x):  # [B, .., most * size] to [P, n, .., size]
         shape = (1, *x.shape[1:-1], size)
-        found = jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
-        return found.reshape(count, -1, *found.shape[1:])
+        spans = jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
+        return spans.reshape(count, -1, *spans.shape[1:])
 
     parts = Part(first.reshape(count, -1), of(positions), of(mask), rows.reshape(count, -1))
     return Spans(parts, stop - counts, counts, most)
 
 
-def _by_rows(found: Partial, spans: Spans) -> Partial:
-    """Merge what was found in each span by rows."""
-    each = jnp.arange(spans.most)[:, None]
-    at = jnp.minimum(spans.start[None] + each, found.lse.shape[0] - 1)  # [most, B]
-    real = each < spans.counts[None]
-    lse = jnp.where(real[..., None, None], found.lse[at], -jnp.inf)
-    out = jnp.where(real[..., None, None, None], found.out[at], 0.0)
+def _by_rows(partials: Partial, spans: Spans) -> Partial:
+    """Merge the partial results of each row's spans."""
+    number = jnp.arange(spans.most)[:, None]
+    at = jnp.minimum(spans.start[None] + number, partials.lse.shape[0] - 1)  # [most, B]
+    real = number < spans.counts[None]
+    lse = jnp.where(real[..., None, None], partials.lse[at], -jnp.inf)
+    out = jnp.where(real[..., None, None, None], partials.out[at], 0.0)
     return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
 
 
@@ -249,7 +250,7 @@ def _carry_through(view: LayerView, tokens: NewTokens, size: int, carry: Carry, 
         payload = payload_of(run, state, view.layer, at, size)
         part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
         part = run.wiring.maps.decode(constants, payload, part)[1]
-        done = j * size if run.slots_here % size else at
-        return {name: put_into_carry(c, part[name], at, done) for name, c in carry.items()}
+        start = j * size if run.slots_here % size else at
+        return {name: put_into_carry(c, part[name], at, start) for name, c in carry.items()}
 
     return jax.lax.fori_loop(*body.blocks(size), block_step, carry)
