@@ -51,21 +51,21 @@ def check(
     it. What the plain path raises is raised: it says nothing of the kernel."""
     allowed = () if candidate.form is None else (candidate.form,)
     begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
-    found = Verdict(outcome="failed", note="no size was tried")
+    verdict = Verdict(outcome="failed", note="no size was tried")
     for tokens in sizes:
         trial = make(candidate, tokens, target, forced, seed=tokens)
         plain = by_plain_path(trial)
         last = tokens == sizes[-1]
-        other = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
-        without = dataclasses.replace(other.cache.layout, kernels=OFF)
-        other = other._replace(cache=other.cache.replace(layout=without))
-        clock = functools.partial(timed, trial, other, TIMED) if last else lambda: Speed(0.0, 1.0)
-        found = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
-        worst = max(worst, found.error or 0.0)
-        if last or found.outcome != "faster":
+        baseline = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
+        without = dataclasses.replace(baseline.cache.layout, kernels=OFF)
+        baseline = baseline._replace(cache=baseline.cache.replace(layout=without))
+        clock = functools.partial(timed, trial, baseline, TIMED) if last else lambda: Speed(0.0, 1.0)
+        verdict = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
+        worst = max(worst, verdict.error or 0.0)
+        if last or verdict.outcome != "faster":
             break
-    error = None if found.error is None else worst
-    return dataclasses.replace(found, error=error, seconds=time.perf_counter() - begun)
+    error = None if verdict.error is None else worst
+    return dataclasses.replace(verdict, error=error, seconds=time.perf_counter() - begun)
 
 
 def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:
@@ -74,22 +74,22 @@ def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Ver
 
 
 def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]) -> Verdict | None:
-    """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. None, after one line
-    through `tell`, where there can be none: the plain path then serves."""
+    """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. Where there can be none,
+    tell so in one line and return None: the plain path then serves."""
     try:
-        found = find(folder, key)
-        if found is not None:
-            return found
-        found = Verdict(outcome="crashed", note=CRASHED) if died(folder, key) else _marked(folder, key, run)
-        keep(folder, key, found)
+        verdict = find(folder, key)
+        if verdict is not None:
+            return verdict
+        verdict = Verdict(outcome="crashed", note=CRASHED) if died(folder, key) else _marked(folder, key, run)
+        keep(folder, key, verdict)
     except Exception as error:  # a chip may raise anything when it goes away
         line = next(iter(str(error).splitlines()), type(error).__name__)
         tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
         return None
-    if not found.usable:
-        why = found.note or {"slower": "slower than the plain path"}.get(found.outcome, found.outcome)
+    if not verdict.usable:
+        why = verdict.note or {"slower": "slower than the plain path"}.get(verdict.outcome, verdict.outcome)
         tell(f"kernel for {key.form} is not used on {key.chip}: {why}; `{COMMAND}` shows more")
-    return found
+    return verdict
 
 
 def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:

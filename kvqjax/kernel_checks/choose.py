@@ -33,10 +33,10 @@ __all__ = ["choose", "over_devices"]
 @functools.lru_cache(maxsize=256)
 def _usable(folder: Path, chip: str, candidate: Candidate | Splash, target: str, stored: str, hosts: bool) -> bool:
     """Whether the kernel may run, asked once a process. On several `hosts` the verdict of process 0 counts."""
-    found = None
+    verdict = None
     if not hosts or jax.process_index() == 0:
-        found = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
-    usable = found is not None and found.usable
+        verdict = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
+    usable = verdict is not None and verdict.usable
     return _from_first(usable) if hosts else usable
 
 
@@ -52,9 +52,9 @@ def _from_first(usable: bool) -> bool:
     return bool(broadcast_one_to_all(np.asarray(usable)))
 
 
-def _chip_of(held: jax.Array) -> str:
+def _chip_of(array: jax.Array) -> str:
     """Return the name of the chip that an array lies on."""
-    return next(iter(held.devices())).device_kind
+    return next(iter(array.devices())).device_kind
 
 
 def _tracing() -> bool:
@@ -62,30 +62,30 @@ def _tracing() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _known(folder: Path, chip: str, candidate: Candidate | Splash) -> bool:
+def _has_verdict(folder: Path, chip: str, candidate: Candidate | Splash) -> bool:
     """Whether a verdict that lets the kernel run is kept already."""
     try:
-        found = find(folder, key_of(candidate, chip))
+        verdict = find(folder, key_of(candidate, chip))
     except UserError:
         return False
-    return found is not None and found.usable
+    return verdict is not None and verdict.usable
 
 
-def _forms(found: Iterable[Candidate | Splash | None]) -> tuple[KernelForm, ...]:
+def _forms(kernels: Iterable[Candidate | Splash | None]) -> tuple[KernelForm, ...]:
     """List the kernel forms of candidates, each once, in their order."""
-    return tuple(dict.fromkeys(one.form for one in found if one is not None and one.form is not None))
+    return tuple(dict.fromkeys(kernel.form for kernel in kernels if kernel is not None and kernel.form is not None))
 
 
-def _forced(layout: CacheLayout, form: str | None, found: list[Candidate | None]) -> CacheLayout:
+def _forced(layout: CacheLayout, form: str | None, readers: list[Candidate | None]) -> CacheLayout:
     """Return the layout with the Pallas kernel of every body, checked or not. Raise UserError where one has none."""
-    if None in found:
+    if None in readers:
         raise UserError(
             f"kernels='pallas': no Pallas kernel reads the bodies of {layout.method} on {layout.target}; "
             "kernels='auto' takes the plain path there"
         )
     if form not in (None, "planes"):
         raise UserError(f"kernels='pallas' reads bodies stored in planes; form={form!r} has none")
-    return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(found), "forced"))
+    return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(readers), "forced"))
 
 
 CUDNN = "no cache here is read by cuDNN yet: JAX rounds its log-sum-exp to 16 bits, too few to merge by"
@@ -110,9 +110,9 @@ def _checked(layout: CacheLayout, tried: list[Candidate | Splash], chip: str, ho
         _warn(f"no kernel is used: {error}")
         return set()
     if _tracing():
-        return {one for one in tried if _known(folder, chip, one)}
+        return {candidate for candidate in tried if _has_verdict(folder, chip, candidate)}
     in_order = sorted(set(tried), key=str)  # the same on every host
-    return {one for one in in_order if _usable(folder, chip, one, layout.target, layout.form, hosts)}
+    return {candidate for candidate in in_order if _usable(folder, chip, candidate, layout.target, layout.form, hosts)}
 
 
 def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
@@ -122,36 +122,48 @@ def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
 
 def choose(
     layout: CacheLayout,
-    asked: str | Kernels,
-    held: Any,
+    request: str | Kernels,
+    array: Any,
     *,
     form: str | None = None,
     local: KVShape | None = None,
     hosts: bool = False,
 ) -> CacheLayout:
-    """Return the layout with its kernels chosen. `held` is an array on the chip that programs will run on, or an
-    abstract one. `form` is the user's word on how bodies are stored, None leaves it open. `local` is what one device
-    holds of the shape, `hosts` whether the mesh spans several processes. Raise UserError for what cannot be forced."""
-    if isinstance(asked, Kernels):
-        return dataclasses.replace(layout, kernels=asked)
-    check_name(asked)
-    if asked == "cudnn":
+    """Choose the kernels of a layout.
+
+    Args:
+        layout: The layout, without its kernels.
+        request: The user's word: a name such as "auto", or kernels that were chosen before.
+        array: An array on the chip that programs will run on, or an abstract one.
+        form: The user's word on how bodies are stored; None leaves it open.
+        local: What one device holds of the shape; None: all of it.
+        hosts: Whether the mesh spans several processes.
+
+    Returns:
+        The layout with its kernels.
+
+    Raises:
+        UserError: The request cannot be forced here."""
+    if isinstance(request, Kernels):
+        return dataclasses.replace(layout, kernels=request)
+    check_name(request)
+    if request == "cudnn":
         raise UserError(f"kernels='cudnn': {CUDNN}; known to run: auto, off, pallas, splash")
     shape = local or layout.shape
     splash = splash_form(layout, shape)
-    if asked == "splash":
+    if request == "splash":
         return _splash_only(layout, splash)
-    if asked == "off":
+    if request == "off":
         return dataclasses.replace(layout, kernels=OFF)
-    if asked == "auto" and (layout.target == "cpu" or form == "stripes"):  # spares caches on CPUs a second plan
+    if request == "auto" and (layout.target == "cpu" or form == "stripes"):  # spares caches on CPUs a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
-    found = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
-    if asked == "pallas":
-        return _forced(layout, form, found)
-    tried = [one for one in (*found, splash) if one is not None]
-    if target_of(held) != layout.target or not tried:
+    readers = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
+    if request == "pallas":
+        return _forced(layout, form, readers)
+    tried = [candidate for candidate in (*readers, splash) if candidate is not None]
+    if target_of(array) != layout.target or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
-    usable = _checked(layout, tried, _chip_of(held), hosts)
-    planes = form is None and layout.form == "heads" and all(one in usable for one in found)
-    kernels = Kernels("auto", _forms(one for one in tried if one in usable), "checked")
+    usable = _checked(layout, tried, _chip_of(array), hosts)
+    planes = form is None and layout.form == "heads" and all(candidate in usable for candidate in readers)
+    kernels = Kernels("auto", _forms(candidate for candidate in tried if candidate in usable), "checked")
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

@@ -29,15 +29,15 @@ class Speed(NamedTuple):
 def worst_error(got: Partial, want: Partial) -> float:
     """Return the largest relative error of a query: of its output, by norm, or of the sum of its softmax weights. It is
     infinite where something is not finite that should be, or where a query that sees nothing gives something."""
-    out, lse, right, whole = (np.asarray(x, np.float64) for x in (*got, *want))
-    if out.shape != right.shape or lse.shape != whole.shape:
+    out, lse, right_out, right_lse = (np.asarray(x, np.float64) for x in (*got, *want))
+    if out.shape != right_out.shape or lse.shape != right_lse.shape:
         return float("inf")
-    empty = np.isneginf(whole)
+    empty = np.isneginf(right_lse)
     if not np.isneginf(lse[empty]).all() or np.any(out[empty] != 0) or not np.isfinite(lse[~empty]).all():
         return float("inf")
-    off = np.linalg.norm(out - right, axis=-1)[~empty]
-    size = np.linalg.norm(right, axis=-1)[~empty]
-    weights = np.abs(np.expm1(lse[~empty] - whole[~empty]))
+    off = np.linalg.norm(out - right_out, axis=-1)[~empty]
+    size = np.linalg.norm(right_out, axis=-1)[~empty]
+    weights = np.abs(np.expm1(lse[~empty] - right_lse[~empty]))
     errors = np.concatenate([off / np.maximum(size, np.finfo(np.float32).tiny), weights])
     worst = float(errors.max(initial=0.0))
     return worst if np.isfinite(worst) else float("inf")
@@ -49,24 +49,24 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
-def _alike(one: Partial, other: Partial) -> bool:
+def _equal_bits(first: Partial, second: Partial) -> bool:
     """Whether two results are equal bit for bit."""
-    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(one, other, strict=True))
+    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(first, second, strict=True))
 
 
 def examine(kernel: Attention, plain: Attention, queries: Sequence[jax.Array], timed: Callable[[], Speed]) -> Verdict:
     """Compare `kernel` with `plain` on every array of queries, REPEATS times, and then by what `timed()` says. What
     the kernel raises is a finding. What the plain path raises is raised, because it says nothing of the kernel."""
-    wanted = [jax.block_until_ready(plain(q)) for q in queries]
+    references = [jax.block_until_ready(plain(q)) for q in queries]
     worst = 0.0
     try:
-        for q, want in zip(queries, wanted, strict=True):
+        for q, want in zip(queries, references, strict=True):
             first = jax.block_until_ready(kernel(q))
             worst = max(worst, worst_error(first, want))
             if worst > MOST:
                 return Verdict(outcome="wrong", error=worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
             for _ in range(REPEATS - 1):
-                if not _alike(first, jax.block_until_ready(kernel(q))):
+                if not _equal_bits(first, jax.block_until_ready(kernel(q))):
                     return Verdict(outcome="wrong", error=worst, note="results differ from call to call")
         speed = timed()
     except Exception as error:  # a compiler or a chip may raise anything

@@ -49,9 +49,9 @@ PLAIN = (*FEW_PLAIN, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rop
 PLAIN += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
 
 
-def _shape(heads: int, kv_heads: int, head_dim: int, **more) -> KVShape:
+def _shape(heads: int, kv_heads: int, head_dim: int, **options) -> KVShape:
     sizes = {"num_layers": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    return KVShape(**sizes, width=heads * head_dim, rope=RopeConfig(theta=5e5), **more)
+    return KVShape(**sizes, width=heads * head_dim, rope=RopeConfig(theta=5e5), **options)
 
 
 SHAPES = (_shape(32, 8, 128),)  # a layer of Llama-3.1-8B
@@ -62,18 +62,18 @@ SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate | Splash]:
     """List everything that has a kernel for `target`, once."""
-    found: dict[str, Candidate | Splash] = {}
+    by_name: dict[str, Candidate | Splash] = {}
     for shape in shapes:
         for text in METHODS:
             layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
-            one = candidates(layout)[0]
-            if one is not None:
-                found.setdefault(one.name, one)
+            candidate = candidates(layout)[0]
+            if candidate is not None:
+                by_name.setdefault(candidate.name, candidate)
     for shape in shapes:
         layout = CacheLayout(shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target)
         if splash := splash_form(layout, shape):
-            found.setdefault(splash.name, splash)
-    return list(found.values())
+            by_name.setdefault(splash.name, splash)
+    return list(by_name.values())
 
 
 def _level(candidate: Candidate | Splash, target: str, chip: str, verdict: Verdict | None) -> str:
@@ -99,12 +99,12 @@ def kernel_rows(
     shapes: tuple[KVShape, ...],
     folder: Path,
     tell: Callable[[str], None],
-    one: Checker = check_either,
+    checker: Checker = check_either,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every candidate: its verdict, kept or made now, and its speed. `tell` is given a line where there
     is no verdict."""
     for candidate in all_candidates(target, shapes):
-        run = functools.partial(one, candidate, target, stored_form(target))
+        run = functools.partial(checker, candidate, target, stored_form(target))
         verdict = obtain(folder, key_of(candidate, chip), run, tell)
         row = {"form": candidate.name, "level": _level(candidate, target, chip, verdict)}
         row |= {"verdict": "unknown", "error": None, "ms": None}
@@ -170,8 +170,8 @@ def plain_rows(
         # Rounded here, so that both sides get the same queries.
         q = jnp.asarray(rng.normal(scale=0.1, size=size), dtype)
         with jax.default_matmul_precision("highest"):
-            wanted = in_float64(trial, q.astype(jnp.float32))
-        error = worst_error(attention(trial)(q), wanted)
+            reference = in_float64(trial, q.astype(jnp.float32))
+        error = worst_error(attention(trial)(q), reference)
         name = text if target == "cpu" else f"{text}, XLA in {stored}"
         yield {"form": name, "verdict": "sound" if error <= most else "wrong", "error": error}
 

@@ -40,14 +40,14 @@ class Splash(NamedTuple):
 
     @property
     def name(self) -> str:
-        each = self.num_heads // self.num_kv_heads
-        return f"{SPLASH}, {self.num_kv_heads} KV heads of {self.head_dim}, {each} queries each"
+        group = self.num_heads // self.num_kv_heads
+        return f"{SPLASH}, {self.num_kv_heads} KV heads of {self.head_dim}, {group} queries each"
 
 
 def splash_form(layout: CacheLayout, shape: KVShape) -> Splash | None:
     """Return what chunks on a cache would take, of which a device holds `shape`; None where splash cannot run."""
-    known = family(layout.target) == "tpu" and shape.head_dim in HEAD_DIMS
-    return Splash(shape.num_heads, shape.num_kv_heads, shape.head_dim) if known else None
+    runs = family(layout.target) == "tpu" and shape.head_dim in HEAD_DIMS
+    return Splash(shape.num_heads, shape.num_kv_heads, shape.head_dim) if runs else None
 
 
 class _Body(NamedTuple):
@@ -104,5 +104,5 @@ def check_splash(
     q = jnp.asarray(random.normal(scale=0.02, size=shape), jnp.bfloat16)  # small: no token takes all the weight
     ours, precise = functools.partial(kernel, body), functools.partial(_plain, body, dtype="float32")
     rounded = functools.partial(_plain, body, dtype="bfloat16")
-    found = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
-    return dataclasses.replace(found, seconds=time.perf_counter() - begun)
+    verdict = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
+    return dataclasses.replace(verdict, seconds=time.perf_counter() - begun)

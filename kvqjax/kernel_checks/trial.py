@@ -107,16 +107,16 @@ def candidates(layout: CacheLayout) -> list[Candidate | None]:
     """Return what to try for every run of a layout; None where no kernel reads its body on the layout's target. Bodies
     are taken in planes."""
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
-    specs, found = layout.method.layers(layout.shape), []
+    specs, out = layout.method.layers(layout.shape), []
     for run in runs_of(planes):
         packed, group = run.wiring.fast.packed, run.shape.num_heads // run.shape.num_kv_heads
         readable = packed is not None and not run.wraps and layout.method.keep is None
         if readable and at_once(packed.spec, group):
             shape = dataclasses.replace(run.shape, sliding_window=None)
-            found.append(Candidate(form_of(packed.spec), specs[run.first], shape))
+            out.append(Candidate(form_of(packed.spec), specs[run.first], shape))
         else:
-            found.append(None)
-    return found
+            out.append(None)
+    return out
 
 
 class Trial(NamedTuple):
@@ -155,8 +155,8 @@ def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
     def array(name: str, about):
         return jnp.asarray(made_up(name, about.shape, random), about.dtype)
 
-    wanted = run.wiring.constants(1, dtype).items()
-    return {group: {name: array(name, about) for name, about in names.items()} for group, names in wanted}
+    groups = run.wiring.constants(1, dtype).items()
+    return {group: {name: array(name, about) for name, about in names.items()} for group, names in groups}
 
 
 def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
@@ -169,14 +169,14 @@ def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
 
 def _sources(run: RunLayout, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
     """Make up the vectors of `rows` rows of `tokens` tokens that the method stores."""
-    found = {}
+    sources = {}
     for name, width in run.wiring.storage.sources.items():
         x = random.normal(size=(1, rows, tokens, width))
         x[..., ::17] *= 10
         x += random.normal(size=width) * (1.5 if name == "v" else 3.0)
         x[random.random(x.shape) < 1e-4] *= 5
-        found[name] = jnp.asarray(x, dtype)
-    return found
+        sources[name] = jnp.asarray(x, dtype)
+    return sources
 
 
 def make(
@@ -194,10 +194,10 @@ def make(
     layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
     run = runs_of(layout)[0]
     clock = run.wiring.storage.clocks[0]
-    held = SINKS + tokens
-    counts = jnp.asarray([held, held * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
+    length = SINKS + tokens
+    counts = jnp.asarray([length, length * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
     constants = _constants(run, layout.dtype, random)
-    pending = (_sources(run, len(counts), held, layout.dtype, random),)
+    pending = (_sources(run, len(counts), length, layout.dtype, random),)
     cache = jax.jit(commit)(allocate_cache(layout, len(counts)), pending, counts, (constants,))
     return Trial(cache, _weights(candidate.shape, layout.dtype, random), constants)
 
@@ -209,10 +209,10 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
     cache = allocate_cache(layout, rows)
     run = runs_of(layout)[0]
     flushed = tuple(jnp.full((cache.batch,), tokens // clock.unit, jnp.int32) for clock in run.wiring.storage.clocks)
-    held = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
+    lengths = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     filled = jax.tree.map(_repeated, cache.runs[0].body, trial.cache.runs[0].body)
     runs = (cache.runs[0].replace(flushed=flushed, body=filled),)
-    return trial._replace(cache=cache.replace(runs=runs, lengths=held))
+    return trial._replace(cache=cache.replace(runs=runs, lengths=lengths))
 
 
 def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
@@ -280,7 +280,7 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]
     all the weight: with larger scores the plain path's own rounding would be a matter of percents."""
     run, random = trial.run, np.random.default_rng(1)
     shape, plain = run.shape, by_plain_path(trial)
-    most, found = np.log(run.slots) + SPREAD, []
+    most, out = np.log(run.slots) + SPREAD, []
     for length in lengths:
         packed = run.wiring.fast.packed
         if packed is None or not at_once(packed.spec, shape.num_heads // shape.num_kv_heads, length):
@@ -289,8 +289,8 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]
         q = jnp.asarray(random.normal(scale=QUERY, size=size), jnp.bfloat16)
         for _ in range(HALVINGS):
             q = q if float(plain(q).lse.max()) <= most else q * jnp.bfloat16(0.5)
-        found.append(q)
-    return found
+        out.append(q)
+    return out
 
 
 @functools.partial(jax.jit, static_argnames="inner")

@@ -271,18 +271,18 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     planes = _readings(spec.bits, codes[0], q.dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
-    each, dim = scale.shape[2], q.shape[3]
+    groups, dim = scale.shape[2], q.shape[3]
     # A row for every group, zero outside it: one product reads the codes once, and M is small.
-    members = jnp.repeat(jnp.eye(each, dtype=q.dtype), dim // each, axis=1)
+    members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)
     rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)
-    sums = q.astype(jnp.float32).reshape(*q.shape[:3], each, -1).sum(-1)[..., None]
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
     out = []
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
         part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
         # XLA would merge both planes' products and write all keys for that.
         rows, _ = kept_apart((rows, part))
-        part = part.reshape(*q.shape[:3], each, -1) + lift * sums
+        part = part.reshape(*q.shape[:3], groups, -1) + lift * sums
         out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
     return out
 
@@ -314,7 +314,7 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    lead, each = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
+    lead, groups = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
     for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
@@ -322,8 +322,8 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
         row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
         out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
         # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
-        products = summed(row.reshape(*lead[:2], lead[2] * each, -1), n, piece)
-        products = products.reshape(*lead, each, each, dim // each)
+        products = summed(row.reshape(*lead[:2], lead[2] * groups, -1), n, piece)
+        products = products.reshape(*lead, groups, groups, dim // groups)
         out = out + jnp.diagonal(products, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
 

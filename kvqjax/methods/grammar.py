@@ -27,9 +27,9 @@ MOST_LAYERS = 10_000  # of a range, which is written out layer by layer before a
 
 def _read_method(text: str) -> dict[str, Any]:
     """Read one level of a tree: `method:option=value,...`."""
-    name, _, rest = text.strip().partition(":")
+    name, _, options = text.strip().partition(":")
     tree: dict[str, Any] = {"method": name}
-    for item in filter(None, (part.strip() for part in rest.split(","))):
+    for item in filter(None, (part.strip() for part in options.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
             bits = re.fullmatch(r"(\d+)(?:-?bits?|b)?", item)
@@ -133,24 +133,24 @@ _HABITS = {
 }
 
 
-def nearest_policy(name: str, known: Collection[str]) -> str | None:
+def nearest_policy(name: str, methods: Collection[str]) -> str | None:
     """Say which policy an unknown method's name stands for.
 
     Args:
         name: what was written in the place of a method.
-        known: the names of methods.
+        methods: the names of methods.
 
     Returns:
         What to write, as the end of a message. None for a name that no other library has.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     plain = plain.replace("*", "_star").replace("aqua_kv", "aqua").replace("kv_cache_", "")
-    if plain in known:
+    if plain in methods:
         return f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}"
     if plain in _HABITS:
         policy = _HABITS[plain]
         return "write exact (the compute dtype: --dtype)" if policy == _EXACT else f"the nearest here is {policy}"
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
-    if bits is not None and (bits[1] in known or not bits[1]):
+    if bits is not None and (bits[1] in methods or not bits[1]):
         return f"write {bits[1] or 'kivi'}:bits={bits[2]}"
     return None

@@ -83,8 +83,8 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
     check_rotation(rotate, rope)
     check_rotation(rotations["value_rotation"])
     if "fitted" in rotations.values() and not fitted:
-        known = ", ".join(KINDS[:-1])
-        raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {known}")
+        kinds = ", ".join(KINDS[:-1])
+        raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {kinds}")
     return rotations
 
 

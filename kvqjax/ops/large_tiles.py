@@ -51,8 +51,8 @@ class _State(NamedTuple):
 
 def _with_columns(x: Float[Array, "*B D"], *columns: Shaped[Array, "*B _"]) -> Float[Array, "*B E"]:
     """Put COLUMNS channels behind those of `x`: the given columns, and 0 in the rest."""
-    rest = jnp.zeros((*x.shape[:-1], COLUMNS - sum(column.shape[-1] for column in columns)), x.dtype)
-    return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), rest], -1)
+    padding = jnp.zeros((*x.shape[:-1], COLUMNS - sum(column.shape[-1] for column in columns)), x.dtype)
+    return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), padding], -1)
 
 
 def _rows(q: Float[Array, "B K G T D"], peak: Float[Array, "B K G T"], parts: int) -> Float[Array, "B K G T E"]:
@@ -176,19 +176,19 @@ def tiled_attention(
     chunks = jnp.moveaxis(chunks.reshape(*chunks.shape[:3], -1, queries, chunks.shape[4]), 3, 0)
 
     # One loop over all pairs, whose length is static: a GPU runs it without asking its host.
-    def step(number, whole):
+    def step(number, loop):
         chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[number]
-        chunk_q, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *whole))
+        chunk_q, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *loop))
         tile_k, tile_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
         shown = seen(chunk, tile * keys + jnp.arange(keys))
         state = _add(_State(peak, _rows(chunk_q, peak, shown.shape[1]), sums), chunk_q, tile_k, tile_v, shown)
         put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, chunk, 0)  # noqa: E731
         # Rows follow from queries and peaks, and are made anew at the chunk's next tile.
-        return put(whole[0], state.peak), put(whole[1], state.sums)
+        return put(loop[0], state.peak), put(loop[1], state.sums)
 
     peak = jnp.full(chunks.shape[:-1], -jnp.inf, q.dtype)
     start = peak, zeros_by(q, (*peak.shape, q.shape[3] + COLUMNS))
-    found = jax.vmap(_finished)(*jax.lax.fori_loop(0, len(tiles), step, start))
+    results = jax.vmap(_finished)(*jax.lax.fori_loop(0, len(tiles), step, start))
     # [chunks, B, queries, ..] to [B, T, ..].
-    out, lse = (jnp.moveaxis(x, 0, 1).reshape(q.shape[:2] + x.shape[3:]) for x in found)
+    out, lse = (jnp.moveaxis(x, 0, 1).reshape(q.shape[:2] + x.shape[3:]) for x in results)
     return Partial(out.astype(q.dtype), lse)

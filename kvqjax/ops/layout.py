@@ -105,10 +105,10 @@ class Field:
             tiles = tiles.reshape(tiles.shape[0], -1, size // self.group, tiles.shape[2])
         return tiles.reshape(-1, *tiles.shape[2:])
 
-    def choose(self, tokens: Bool[Array, " u"], tile: Array, other: Array) -> Array:
-        """Take the numbers of `tokens` from `tile` and the rest from `other`; a group goes by its first token."""
+    def choose(self, tokens: Bool[Array, " u"], tile: Array, fallback: Array) -> Array:
+        """Take the numbers of `tokens` from `tile` and the others from `fallback`. A group goes by its first token."""
         mask = tokens[None] if self._tokens_last else tokens[:: self.group, None]
-        return jnp.where(mask, tile, other)
+        return jnp.where(mask, tile, fallback)
 
 
 def block_tokens(fields: Iterable[Field]) -> int:

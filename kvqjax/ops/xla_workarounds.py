@@ -148,10 +148,10 @@ def exp_in_loops(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
     def series(x):
         x = jnp.where(x < -87, np.float32(-88), x)
         power = jnp.round(x * np.float32(1 / math.log(2)))
-        rest = (x - power * LN2_HIGH) - power * LN2_LOW  # e^x = 2^power e^rest, -0.35 < rest < 0.35
+        remainder = (x - power * LN2_HIGH) - power * LN2_LOW  # e^x = 2^power e^remainder, |remainder| < 0.35
         total = jnp.full_like(x, 1 / math.factorial(7))
         for n in reversed(range(7)):
-            total = total * rest + np.float32(1 / math.factorial(n))
+            total = total * remainder + np.float32(1 / math.factorial(n))
         scale = jax.lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
         return jnp.where(x < -87, np.float32(0), total * scale)
 
@@ -307,7 +307,7 @@ def zeros_by(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
     return jnp.full(shape, jnp.where(_never(x), 1.0, 0.0), jnp.float32)
 
 
-def rows_if(wanted: Bool[Array, ""], rows: int) -> Int[Array, ""]:
-    """Count the rows that a loop goes over: none where it is not wanted, instead of a `cond`."""
+def rows_if(condition: Bool[Array, ""], rows: int) -> Int[Array, ""]:
+    """Count the rows that a loop goes over: none where the condition is False, instead of a `cond`."""
     # XLA for GPUs copies whatever passes through the branch of a `cond` that leaves it as it is.
-    return jnp.where(wanted, rows, 0)
+    return jnp.where(condition, rows, 0)

@@ -163,9 +163,9 @@ class CrossLayer:
     scales: str = "bfloat16"
 
     def __post_init__(self):
-        for name, known in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
-            if getattr(self, name) not in known:
-                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(known)}")
+        for name, values in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
+            if getattr(self, name) not in values:
+                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(values)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the

@@ -96,7 +96,7 @@ class Packing(abc.ABC):
         index: tuple[Number, ...],
         token: Number,
         tile: Num[Array, "rows lanes"],
-        wanted: Bool[Array, ""] | None = None,
+        write_mask: Bool[Array, ""] | None = None,
     ) -> Stored:
         """Store one tile.
 
@@ -106,10 +106,10 @@ class Packing(abc.ABC):
             token: the slot of the tile's first token.
             tile: of u tokens, shaped as the field's kind says. Of codes u is 1, or u and `token` are multiples of 32;
                 a tile of at most FEW tokens then begins at a multiple of u.
-            wanted: whether to store it; None is always.
+            write_mask: whether to store it; None is always.
 
         Returns:
-            The arrays with the tile, or as they were where it is not wanted.
+            The arrays with the tile, or as they were where the mask is False.
         """
 
     @abc.abstractmethod
@@ -122,10 +122,10 @@ class Packing(abc.ABC):
         layer: Number,
         slots: Int[Array, " B"],
         tile: Num[Array, "_ _"],
-        wanted: Bool[Array, " B"],
+        write_mask: Bool[Array, " B"],
     ) -> Stored:
-        """Store one token of every wanted row in its slot, by one scatter an array; `tile` has a token of each row.
-        The words are those that `write` makes row by row."""
+        """Store one token of every row that `write_mask` marks in its slot, by one scatter an array. `tile` has a token
+        of each row. The words are those that `write` makes row by row."""
         raise NotImplementedError(f"{type(self).__name__} has no scatter")
 
     def first_slots(self, stored: Stored, slots: int, count: int) -> Stored:
@@ -157,22 +157,22 @@ class Packing(abc.ABC):
 
         return tuple(map(cut, stored))
 
-    def resized(self, stored: Stored, slots: int, wanted: int) -> Stored:
-        """Give `wanted` instead of `slots` slots; new ones are zero, and equal sizes are the very arrays."""
+    def resized(self, stored: Stored, slots: int, new_slots: int) -> Stored:
+        """Give `new_slots` instead of `slots` slots. New ones are zero. Where the sizes are equal, nothing is copied."""
         axis = self.token_axis
 
         def resize(x):
-            missing = x.shape[axis] * wanted // slots - x.shape[axis]
+            missing = x.shape[axis] * new_slots // slots - x.shape[axis]
             if missing < 0:
                 return jax.lax.slice_in_dim(x, 0, x.shape[axis] + missing, axis=axis)
             blank = jnp.zeros((*x.shape[:axis], missing, *x.shape[axis + 1 :]), x.dtype)
             return jnp.concatenate([x, blank], axis)
 
-        return stored if slots == wanted else tuple(map(resize, stored))
+        return stored if slots == new_slots else tuple(map(resize, stored))
 
 
-@functools.partial(jax.jit, static_argnames=("old", "new", "slots", "wanted"))
-def convert(old: Packing, new: Packing, stored: Stored, slots: int, wanted: int) -> Stored:
+@functools.partial(jax.jit, static_argnames=("old", "new", "slots", "new_slots"))
+def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: int) -> Stored:
     """Read one layer's field in one packing and write it in another, PIECE tokens at a time.
 
     Args:
@@ -180,19 +180,19 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, wanted: int)
         new: the packing of the result; its tiles have the same shape.
         stored: arrays [1, B, ...].
         slots: that `stored` has. Blocks of packings differ in size; slots that only one of them has hold no token.
-        wanted: slots of the result.
+        new_slots: slots of the result.
 
     Returns:
         Arrays [1, B, ...] of the new packing.
     """
-    rows, both = stored[0].shape[1], min(slots, wanted)
-    tiles = old.read(stored, 0, 0, slots)[:, :both].reshape(rows, -1, PIECE, old.width)
+    rows, common = stored[0].shape[1], min(slots, new_slots)
+    tiles = old.read(stored, 0, 0, slots)[:, :common].reshape(rows, -1, PIECE, old.width)
 
     def put(number, out):
         row, piece = number // tiles.shape[1], number % tiles.shape[1]
         return new.write(out, (jnp.int32(0), row), piece * PIECE, tiles[row, piece])
 
-    return jax.lax.fori_loop(0, rows * tiles.shape[1], put, new.allocate((1, rows), wanted))
+    return jax.lax.fori_loop(0, rows * tiles.shape[1], put, new.allocate((1, rows), new_slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ class WordPacking(Packing):
         """Give the shape of one row's words of a plane set."""
 
     @abc.abstractmethod
-    def write_set(self, words, codes: UInt[Array, "u W"], bits: int, index, token, wanted) -> UInt[Array, "..."]:
+    def write_set(self, words, codes: UInt[Array, "u W"], bits: int, index, token, write_mask) -> UInt[Array, "..."]:
         """Put codes of `bits` bits into the words of their plane set; the rest is as in `write`."""
 
     @abc.abstractmethod
@@ -235,9 +235,9 @@ class WordPacking(Packing):
             yield words, (codes >> shift) & ((1 << bits) - 1), bits
             shift += bits
 
-    def write(self, stored, index, token, tile, wanted=None):
+    def write(self, stored, index, token, tile, write_mask=None):
         parts = self.by_set(stored, tile.astype(jnp.uint32))
-        return tuple(self.write_set(words, part, bits, index, token, wanted) for words, part, bits in parts)
+        return tuple(self.write_set(words, part, bits, index, token, write_mask) for words, part, bits in parts)
 
     def read(self, stored, layer, token, count):
         codes, shift = jnp.uint32(0), 0
@@ -247,12 +247,12 @@ class WordPacking(Packing):
         return codes
 
 
-# What several packings do alike.
+# ---- What several packings have in common ----
 
 
-def chosen(wanted: Bool[Array, ""] | None, new: Array, old: Array) -> Array:
-    """Take `new` where it is wanted (None: always), else what stands there."""
-    return new if wanted is None else jnp.where(wanted, new, old)
+def chosen(write_mask: Bool[Array, ""] | None, new: Array, old: Array) -> Array:
+    """Take `new` where the mask is True (None: always), else what stands there."""
+    return new if write_mask is None else jnp.where(write_mask, new, old)
 
 
 def cut_tokens(array: Shaped[Array, "L B ..."], layer: Number, start: Number, count: int, axis: int) -> Array:
@@ -288,11 +288,11 @@ def with_entries(
     layer: Number,
     place: Int[Array, " B"],
     new: Num[Array, "B W"],
-    wanted: Bool[Array, " B"],
+    row_mask: Bool[Array, " B"],
     lanes: bool,
 ) -> Array:
-    """Return `array` with one new entry of every wanted row."""
-    place = jnp.where(wanted, place, array.shape[-1 if lanes else -2])  # beyond the end: dropped
+    """Return `array` with one new entry of every marked row."""
+    place = jnp.where(row_mask, place, array.shape[-1 if lanes else -2])  # beyond the end: dropped
     return array.at[entry_index(array, layer, place, lanes)].set(
         new, mode="drop", unique_indices=True, wrap_negative_indices=False
     )

@@ -85,11 +85,11 @@ class Heads(Packing):
     def allocate(self, lead, slots):
         return (jnp.zeros((*lead, self.heads, self.rows(slots), self.width // self.heads), self.number),)
 
-    def write(self, stored, index, token, tile, wanted=None):
+    def write(self, stored, index, token, tile, write_mask=None):
         tile, (array,) = _split(tile, self.heads), stored
         start, shape = (*index, 0, token, 0), (1,) * len(index) + tile.shape
         new = self.encoded(tile, array).reshape(shape)
-        new = chosen(wanted, new, cut_at(array, start, shape))
+        new = chosen(write_mask, new, cut_at(array, start, shape))
         return (put_at(array, row_major(new), start),)
 
     def read(self, stored, layer, token, count):
@@ -152,15 +152,15 @@ class NibblesByHead(IntegersByHead):
         codes = jnp.concatenate(_split_pair(pairs), axis=3)
         return codes.reshape(-1, heads, 2 * rows, dim).astype(jnp.uint32)
 
-    def write(self, stored, index, token, tile, wanted=None):
+    def write(self, stored, index, token, tile, write_mask=None):
         tile, (array,) = _split(tile, self.heads), stored
         if tile.shape[1] > 2 * HALF:
-            return (self._write_blocks(array, index, token, tile, wanted),)
+            return (self._write_blocks(array, index, token, tile, write_mask),)
         for first in range(0, tile.shape[1], HALF):
-            array = self._write_half(array, index, token + first, tile[:, first : first + HALF], wanted)
+            array = self._write_half(array, index, token + first, tile[:, first : first + HALF], write_mask)
         return (array,)
 
-    def _write_half(self, array, index, token, tile: Num[Array, "K u D"], wanted):
+    def _write_half(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
         """Put consecutive tokens into consecutive rows of one plane."""
         half = floor_divide(modulo(token, 2 * HALF), HALF)
         row = floor_divide(token, 2 * HALF) * HALF + modulo(token, HALF)
@@ -169,9 +169,9 @@ class NibblesByHead(IntegersByHead):
         new = tile.astype(jnp.int32).reshape(shape)
         lower, upper = _split_pair(old.astype(jnp.int32))
         new = _as_pair(jnp.where(half == 0, new, lower), jnp.where(half == 0, upper, new)).astype(array.dtype)
-        return put_at(array, row_major(chosen(wanted, new, old)), start)
+        return put_at(array, row_major(chosen(write_mask, new, old)), start)
 
-    def _write_blocks(self, array, index, token, tile: Num[Array, "K u D"], wanted):
+    def _write_blocks(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
         """Put many tokens into the blocks of 2 * HALF that they are parts of, as one piece."""
         heads, tokens, dim = tile.shape
         block, blocks = 2 * HALF, array.shape[-2] // HALF
@@ -186,4 +186,4 @@ class NibblesByHead(IntegersByHead):
         pair = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
         lower, upper = (jnp.where(inside, new, stood) for inside, new, stood in zip(here, planes, pair, strict=True))
         new = _as_pair(lower, upper).astype(array.dtype).reshape(old.shape)
-        return put_at(array, row_major(chosen(wanted, new, old)), start)
+        return put_at(array, row_major(chosen(write_mask, new, old)), start)

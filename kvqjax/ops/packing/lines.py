@@ -45,14 +45,14 @@ class Lines(WordPacking):
     def words_shape(self, slots, bits):
         return words_shape(self.heads, self.width // self.heads, bits, slots)
 
-    def write_set(self, words, codes, bits, index, token, wanted):
+    def write_set(self, words, codes, bits, index, token, write_mask):
         tokens, (heads, _, rows, _) = len(codes), words.shape[-4:]
         parts = codes.reshape(-1, min(tokens, STRETCH), heads, rows, 32 // bits)
         new = (parts << _places(bits, parts.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
         new = new.reshape((1,) * len(index) + new.shape)
         start = (*index, 0, floor_divide(token, STRETCH), 0, modulo(token, STRETCH))
-        if wanted is not None:
-            new = jnp.where(wanted, new, cut_at(words, start, new.shape))
+        if write_mask is not None:
+            new = jnp.where(write_mask, new, cut_at(words, start, new.shape))
         return put_at(words, row_major(new), start)
 
     def read_set(self, words, bits, layer, token, count):

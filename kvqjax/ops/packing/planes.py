@@ -53,15 +53,15 @@ class Planes(WordPacking):
         """Turn stored words of every row back to rows of words."""
         return words
 
-    def write_set(self, words, codes, bits, index, token, wanted):
+    def write_set(self, words, codes, bits, index, token, write_mask):
         if len(codes) > FEW:
-            return self._write_blocks(words, codes, bits, index, token, wanted)
+            return self._write_blocks(words, codes, bits, index, token, write_mask)
         size = math.gcd(len(codes), self.plane(bits) * 32 // bits)
         for first in range(0, len(codes), size):
-            words = self._write_planes(words, codes[first : first + size], bits, index, token + first, wanted)
+            words = self._write_planes(words, codes[first : first + size], bits, index, token + first, write_mask)
         return words
 
-    def _write_planes(self, words, codes, bits, index, token, wanted):
+    def _write_planes(self, words, codes, bits, index, token, write_mask):
         """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane,
         into the words that hold them."""
         plane = self.plane(bits)
@@ -74,10 +74,10 @@ class Planes(WordPacking):
         old = cut_at(words, start, (1,) * len(index) + codes.shape)
         # Old bits are cleared first, so that a slot can be written again (docs/design.md, idea 8).
         mask = jnp.uint32((1 << count * bits) - 1) << shift
-        new = chosen(wanted, (old & ~mask) | codes.reshape(old.shape), old)
+        new = chosen(write_mask, (old & ~mask) | codes.reshape(old.shape), old)
         return put_at(words, row_major(new), start)
 
-    def _write_blocks(self, words, codes, bits, index, token, wanted):
+    def _write_blocks(self, words, codes, bits, index, token, write_mask):
         """Put many tokens' codes into the blocks that they are parts of, as one piece."""
         plane = self.plane(bits)
         blocks, per = math.prod(words.shape[len(index) :]) // (self.width * plane), plane * 32 // bits
@@ -96,7 +96,7 @@ class Planes(WordPacking):
         shape = (1,) * len(index) + codes.shape
         old = cut_at(words, start, shape)
         new = (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape)
-        return put_at(words, row_major(chosen(wanted, new, old)), start)
+        return put_at(words, row_major(chosen(write_mask, new, old)), start)
 
     def read_set(self, words, bits, layer, token, count):
         tokens, entries = self.entries(bits)
@@ -104,7 +104,7 @@ class Planes(WordPacking):
         part = cut_tokens(words, layer, start, count * entries // tokens, self.token_axis)
         return unpack(self.upright(part), bits, self.plane(bits))
 
-    def scatter(self, stored, layer, slots, tile, wanted):
+    def scatter(self, stored, layer, slots, tile, write_mask):
         lanes, arrays = self.axes[-1] == TOKENS, []
         for words, part, bits in self.by_set(stored, tile.astype(jnp.uint32)):
             per = PLANE * 32 // bits
@@ -113,7 +113,7 @@ class Planes(WordPacking):
             # Read in a kernel of its own, so that none reads the array that it writes in place.
             old = kept_apart(words[entry_index(words, layer, place, lanes)])
             new = (old & ~(jnp.uint32((1 << bits) - 1) << shift)) | part << shift
-            arrays.append(with_entries(words, layer, place, new, wanted, lanes))
+            arrays.append(with_entries(words, layer, place, new, write_mask, lanes))
         return tuple(arrays)
 
 

@@ -39,11 +39,11 @@ class Rows(Packing):
     def allocate(self, lead, slots):
         return (jnp.zeros((*lead, *self.shape(slots)), "uint16" if is_half(self.dtype) else self.dtype),)
 
-    def write(self, stored, index, token, tile, wanted=None):
+    def write(self, stored, index, token, tile, write_mask=None):
         start = (*index, *self.start(token))
         tile = to_bits(saturated(tile, self.dtype)).reshape((1,) * len(index) + tile.shape)
-        if wanted is not None:
-            tile = chosen(wanted, tile, cut_at(stored[0], start, tile.shape))
+        if write_mask is not None:
+            tile = chosen(write_mask, tile, cut_at(stored[0], start, tile.shape))
         return (put_at(stored[0], row_major(tile), start),)
 
     def read(self, stored, layer, token, count):
@@ -64,6 +64,6 @@ class Tokens(Rows):
     def start(self, token):
         return 0, token
 
-    def scatter(self, stored, layer, slots, tile, wanted):
+    def scatter(self, stored, layer, slots, tile, write_mask):
         numbers = to_bits(saturated(tile, self.dtype)).T
-        return (with_entries(stored[0], layer, slots, numbers, wanted, lanes=True),)
+        return (with_entries(stored[0], layer, slots, numbers, write_mask, lanes=True),)
