@@ -97,11 +97,11 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> bool:
-    if wanted:
+def _print_version(flag: bool) -> bool:
+    if flag:
         typer.echo(f"kvqjax {__version__}")
         raise typer.Exit
-    return wanted
+    return flag
 
 
 def _keep_in(folder: Path | None) -> Path | None:
@@ -110,10 +110,10 @@ def _keep_in(folder: Path | None) -> Path | None:
     return folder
 
 
-def _keep_none(wanted: bool) -> bool:
-    if wanted:
+def _keep_none(flag: bool) -> bool:
+    if flag:
         keep_programs(None)
-    return wanted
+    return flag
 
 
 def _shared(*names: str, **about: Any) -> Any:

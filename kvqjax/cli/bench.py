@@ -81,7 +81,7 @@ def decoding(
     batch: int,
     steps: int,
     calls: int,
-    progress=lambda done: None,
+    progress=lambda fraction: None,
     kernels: str = "auto",
 ) -> tuple[int, Callable[[], jax.Array]]:
     """Bytes of a cache that holds `context` tokens a row, and what decodes `steps` more at each of `calls` calls.
@@ -113,7 +113,7 @@ def step_milliseconds(
     batch: int,
     steps: int,
     repeats: int,
-    progress=lambda done: None,
+    progress=lambda fraction: None,
     kernels: str = "auto",
 ) -> tuple[int, float]:
     """Bytes of the cache, and the median milliseconds of a decode step once it holds `context` tokens a row."""

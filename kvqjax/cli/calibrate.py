@@ -55,8 +55,8 @@ def calibrate(
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
-        wanted = (sequences or 64) * (length or 1024)
-        texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=wanted, seed=seed)
+        budget = (sequences or 64) * (length or 1024)
+        texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=budget, seed=seed)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
             update = bar(f"calibrating {method}")
@@ -67,7 +67,7 @@ def calibrate(
                 count=sequences,
                 length=length,
                 state=state,
-                advance=lambda done, total: update(done / total),
+                advance=lambda step, total: update(step / total),
                 announce=lambda what, work: announce(
                     f"calibrating {method} for {model}: {what} of {data}; {at_least(work)}; if this is stopped, "
                     "the same command goes on"
@@ -76,9 +76,9 @@ def calibrate(
         artifact.about["data"] = texts.about
         artifact.save(out)
         forget(state)
-    made = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}
+    summary = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}
     if as_json:
-        typer.echo(json.dumps(made, indent=1))
+        typer.echo(json.dumps(summary, indent=1))
         return
     if report := artifact.about.get("report"):
         show(report, False, "what the calibration found")

@@ -152,12 +152,12 @@ class _Chat:
     def turn(self, text: str) -> bool:
         """Do a command or answer a text; whether the conversation goes on."""
         if text.startswith("/") and not text.startswith("//"):
-            name, _, rest = text[1:].partition(" ")
+            name, _, argument = text[1:].partition(" ")
             if name in ("quit", "exit", "bye"):
                 return False
             if name not in self._commands:
                 raise UserError(f"no command /{name}; /help lists them, and //{name[:20]} sends it as a text")
-            self._commands[name](rest.strip())
+            self._commands[name](argument.strip())
         elif text.strip():
             self._answer(self._session.send(text.removeprefix("/") if text.startswith("//") else text))
         return True

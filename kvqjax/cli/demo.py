@@ -90,12 +90,12 @@ def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> Non
     message = {"role": "user", "content": f"{text}\n\n{question}"}
     announce(f"a question about {TEXT.name}, {len(text.split())} words, through {', then '.join(ANSWERING)}")
     for method in methods_of(ANSWERING):
-        made = generate(loaded, [[message]], method, chat=True, max_new_tokens=new, capacity=capacity, stride=STRIDE)
+        result = generate(loaded, [[message]], method, chat=True, max_new_tokens=new, capacity=capacity, stride=STRIDE)
         rows.append(
-            {"cache": str(method), "bits": made.bits, "bytes": made.cache_bytes,
-             "tokens_per_second": made.tokens_per_second, "answer": made.text[0].strip()}
+            {"cache": str(method), "bits": result.bits, "bytes": result.cache_bytes,
+             "tokens_per_second": result.tokens_per_second, "answer": result.text[0].strip()}
         )  # fmt: skip
-        tokens, room = made.prompt_tokens[0], made.cache.layout.capacity
+        tokens, room = result.prompt_tokens[0], result.cache.layout.capacity
     title = f"{FETCHED[REAL].title} reads a text and a question, {tokens} tokens: {question}"
     note = (
         f"bits: of a number of a key or value, scales and the exact window included. bytes: of a cache made for {room} "
@@ -141,16 +141,16 @@ def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_js
     announce(f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed")
     for method in methods_of(DEMO_CACHES):
         require_room(loaded, method, 1, capacity)
-        made, speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
-        text, tokens = made.text, made.tokens
+        result, speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
+        text, tokens = result.text, result.tokens
         new = len(tokens[0])
         book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
         first = first or tokens[0]
-        same = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
+        prefix = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
         agree = sum(a == b for a, b in zip(first, tokens[0], strict=False)) / max(len(first), 1)
         rows.append(
             {"cache": str(method), "bytes": book.bytes, "bits_stored": book.bits_stored, "tokens_per_second": speed,
-             "agreement": agree, "same_until": same, "text": text[0]}
+             "agreement": agree, "same_until": prefix, "text": text[0]}
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(rows, indent=1))

@@ -64,24 +64,24 @@ COMMANDS = {
 }
 
 
-def option_hint(name: str, known: Collection[str]) -> str | None:
-    """What to write for an option that a command lacks; None where nothing comes near. known: the command's options."""
+def option_hint(name: str, options: Collection[str]) -> str | None:
+    """What to write for an option that is not among a command's `options`; None where nothing comes near."""
     written = "--" + name.lstrip("-").replace("_", "-").lower()
-    if written in known:
+    if written in options:
         return f"write {written}"
     return OPTIONS.get(written)
 
 
-def command_hint(name: str, known: Collection[str]) -> str:
+def command_hint(name: str, commands: Collection[str]) -> str:
     """The end of the message about a command that there is not."""
     lower = name.lower()
-    if lower in known:
+    if lower in commands:
         return f"; write kvqjax {lower}"
     if lower in COMMANDS:
         return f"; write {COMMANDS[lower].format(lower)}"
     if len(name.split()) > 1:
         return f"; for text to be continued write kvqjax generate {name[:40]!r}"
-    return suggest(name, known)
+    return suggest(name, commands)
 
 
 def usage_line(error: Any) -> str | None:
@@ -94,11 +94,11 @@ def usage_line(error: Any) -> str | None:
     commands = getattr(getattr(context, "command", None), "commands", None)
     if commands and "No such command" in describe():
         name = re.search(r"No such command '(.*)'\.", describe(), re.DOTALL)
-        wanted = name[1] if name else ""
-        return f"No such command {wanted[:40]!r}{command_hint(wanted, commands)}"
+        command = name[1] if name else ""
+        return f"No such command {command[:40]!r}{command_hint(command, commands)}"
     if hasattr(error, "option_name") and context is not None:
-        known = [name for option in context.command.params for name in option.opts]
-        hint = option_hint(error.option_name, known)
+        options = [name for option in context.command.params for name in option.opts]
+        hint = option_hint(error.option_name, options)
         return f"No such option: {error.option_name}; {hint}" if hint else describe()
     if "unexpected extra argument" in describe():
         return f"{describe()}; options begin with --, and a text of several words stands in quotation marks"

@@ -64,8 +64,8 @@ def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[flo
         if start is None:
             start = now, fraction
         if fraction < 1 and now - told >= wait and fraction > start[1]:
-            left = (1 - fraction) * (now - start[0]) / (fraction - start[1])
-            say(f"{label}: {fraction:.0%} after {duration(now - begun)}, about {duration(left)} left")
+            seconds = (1 - fraction) * (now - start[0]) / (fraction - start[1])
+            say(f"{label}: {fraction:.0%} after {duration(now - begun)}, about {duration(seconds)} left")
             told, wait = now, EVERY
 
     return update

@@ -35,7 +35,7 @@ def _piped() -> str:
     return decode_text(raw, "standard input")
 
 
-def _one(path: Path) -> str:
+def _file_prompt(path: Path) -> str:
     """The prompt that a file holds, without the line end that editors and `echo` put at its end."""
     if path != STANDARD_INPUT:
         if not os.path.exists(path) and (" " in str(path) or "\n" in str(path)):
@@ -58,8 +58,8 @@ def _prompt_of(record: Record) -> Any:
         value = value.get("messages", value.get("prompt"))
     messages = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
     if not (isinstance(value, str) or messages):
-        wanted = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
-        raise UserError(f"{record.where}: {str(record.value)[:40]!r} is not {wanted}")
+        expected = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
+        raise UserError(f"{record.where}: {str(record.value)[:40]!r} is not {expected}")
     return value
 
 
@@ -98,7 +98,7 @@ def read_prompts(
         raise UserError(f"{len(words)} words without an option; put a prompt into quotation marks: {' '.join(words)!r}")
     if [*files, batch].count(STANDARD_INPUT) > 1:
         raise UserError("standard input (-) can be read once")
-    texts: list[Any] = [*words, *prompts, *map(_one, files), *(_batch(batch) if batch else [])]
+    texts: list[Any] = [*words, *prompts, *map(_file_prompt, files), *(_batch(batch) if batch else [])]
     if not texts:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _piped().removesuffix("\n")
         if not text:

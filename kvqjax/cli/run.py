@@ -68,23 +68,24 @@ def _print_stream(model: Model, prompts: list[Any], method: Method, options: dic
     _announce_figures(pieces.result, sum(compiling, 0.0))
 
 
-def _figures(made: Generated) -> dict[str, Any]:
+def _figures(result: Generated) -> dict[str, Any]:
     """What a generation took."""
     return {
-        "seconds_to_first_token": round(made.seconds_to_first_token, 3),
-        "tokens_per_second": round(made.tokens_per_second, 2),
-        "cache_bytes": made.cache_bytes,
-        "bits": made.bits,
+        "seconds_to_first_token": round(result.seconds_to_first_token, 3),
+        "tokens_per_second": round(result.tokens_per_second, 2),
+        "cache_bytes": result.cache_bytes,
+        "bits": result.bits,
     }
 
 
-def _announce_figures(made: Generated, compiling: float) -> None:
+def _announce_figures(result: Generated, compiling: float) -> None:
     """Say on stderr what a generation took, `compiling` seconds of it for programs that are now kept."""
-    new, fed = sum(map(len, made.tokens)), sum(made.prompt_tokens)
+    new, fed = sum(map(len, result.tokens)), sum(result.prompt_tokens)
     announce(
-        f"{fed} tokens read, first token after {made.seconds_to_first_token:.2f} s, {new} made at "
-        f"{made.tokens_per_second:.1f} a second{f' ({compiling:.1f} s of it compiling)' if compiling >= 0.1 else ''}; "
-        f"cache {size(made.cache_bytes)}, {made.bits:.4g} bits a number"
+        f"{fed} tokens read, first token after {result.seconds_to_first_token:.2f} s, {new} made at "
+        f"{result.tokens_per_second:.1f} a second"
+        f"{f' ({compiling:.1f} s of it compiling)' if compiling >= 0.1 else ''}; "
+        f"cache {size(result.cache_bytes)}, {result.bits:.4g} bits a number"
     )
 
 

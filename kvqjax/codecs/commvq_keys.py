@@ -181,9 +181,10 @@ def _encode(spec: CommVQKeys, codebook, x):
     # Groups come first: each has a codebook of its own.
     residual = jnp.swapaxes(group_pairs(x / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
 
-    def search(rest, book):  # [C, u, 2g], [C, L, 2g]
-        a, b = jax.vmap(nearest)(rest, book)
-        return rest - jax.vmap(centre)(book, a, b), jnp.stack([a, b])
+    def search(target, book):
+        """Quantize what the rounds before left, [C, u, 2g], by one round's codebook [C, L, 2g]."""
+        a, b = jax.vmap(nearest)(target, book)
+        return target - jax.vmap(centre)(book, a, b), jnp.stack([a, b])
 
     codes = jax.lax.scan(search, residual, codebook.astype(jnp.float32))[1]  # [R, 2, C, u]
     return {"codes": codes.reshape(-1, x.shape[0]).T, "prescale": prescale[None]}

@@ -49,8 +49,8 @@ def summed_columns(
     levels = rows // (2 * CHUNK)
     flat = codes.reshape(-1, codes.shape[-1]).astype(jnp.bfloat16).T.reshape(-1, groups, codes[..., 0].size)
     chosen = jnp.pad(flat, ((0, steps * 2 * CHUNK - len(flat)), (0, 0), (0, 0))).reshape(steps, -1, *flat.shape[1:])
-    # A code is copied to the rows of all its levels by a product, and compared by arithmetic: XLA would write broadcast
-    # copies to memory, and truth values in a layout of bytes.
+    # A product copies a code to the rows of all its levels, and arithmetic compares it with them. XLA would write
+    # broadcast copies to memory, and truth values in a layout of bytes.
     copies = jnp.asarray(np.repeat(np.eye(2 * CHUNK), levels, axis=0), jnp.bfloat16)
     level = jnp.tile(jnp.arange(levels, dtype=jnp.float32), 2 * CHUNK).reshape(1, rows, 1)
 
@@ -61,5 +61,5 @@ def summed_columns(
         return total + jnp.einsum("crn,crp->cnp", hot, rows, preferred_element_type=jnp.float32), None
 
     start = jnp.zeros((groups, flat.shape[-1], width), jnp.float32)
-    top, rest = jnp.split(jax.lax.scan(add, start, (columns, chosen))[0], 2, axis=-1)
-    return jnp.swapaxes(top + rest, 0, 1).reshape(*codes.shape[:-1], groups, width // 2)
+    top, remainder = jnp.split(jax.lax.scan(add, start, (columns, chosen))[0], 2, axis=-1)
+    return jnp.swapaxes(top + remainder, 0, 1).reshape(*codes.shape[:-1], groups, width // 2)

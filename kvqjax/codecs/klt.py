@@ -111,15 +111,15 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
     # A level of infinitely many bits ends the list: no budget pays for it, so that indices stay inside.
     levels, errors = np.array([*ERRORS, np.inf]), np.array([*ERRORS.values(), 0.0])
     gains, steps = -np.diff(errors), np.diff(levels)  # what one level more takes off the error, and its bits
-    # Levels of pairs so far, and the bits that are left, counted once for both coefficients of a pair.
-    given, left = np.zeros(width // 2, int), round(bits * width / 2)
+    # The level of each pair so far, and the bits that are left, counted once for both coefficients of a pair.
+    pair_levels, budget = np.zeros(width // 2, int), round(bits * width / 2)
     while True:
-        worth = np.where(steps[given] <= left, variance * gains[given] / steps[given], 0)
+        worth = np.where(steps[pair_levels] <= budget, variance * gains[pair_levels] / steps[pair_levels], 0)
         chosen = int(np.argmax(worth))  # of equal ones the first: bits never rise with the rank
         if worth[chosen] <= 0:
-            return tuple(int(levels[number]) for number in np.repeat(given, 2))
-        left -= int(steps[given[chosen]])
-        given[chosen] += 1
+            return tuple(int(levels[number]) for number in np.repeat(pair_levels, 2))
+        budget -= int(steps[pair_levels[chosen]])
+        pair_levels[chosen] += 1
 
 
 @functools.cache

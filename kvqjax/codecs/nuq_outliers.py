@@ -27,9 +27,9 @@ def split_outliers(
     words: UInt[Array, "*B rows u"], count: int, dtype: str
 ) -> tuple[Float[Array, "*B u n"], Int[Array, "*B u n"]]:
     """Unpack (values, channels) of `count` slots of every token."""
-    words, each = jnp.swapaxes(words, -1, -2), jnp.dtype(dtype).itemsize // 2
-    values, channels = words[..., : count * each], words[..., count * each : count * (each + 1)]
-    values = values if each == 1 else values.reshape(*channels.shape, each)
+    words, value_words = jnp.swapaxes(words, -1, -2), jnp.dtype(dtype).itemsize // 2
+    values, channels = words[..., : count * value_words], words[..., count * value_words : count * (value_words + 1)]
+    values = values if value_words == 1 else values.reshape(*channels.shape, value_words)
     return jax.lax.bitcast_convert_type(values, jnp.dtype(dtype)), channels.astype(jnp.int32)
 
 
@@ -45,25 +45,26 @@ def restore_outliers(
 
 
 def _compared(dense, values, channels):
-    """Outliers set by one reduction over the slots, which have a channel each: a chain of selects, one a slot, would
+    """Set outliers by one reduction over the slots, each of which has a channel. A chain of selects, one a slot, would
     take XLA half of a step's compilation."""
     lanes = jnp.arange(dense.shape[-1]).reshape((1,) * (dense.ndim - 1) + (-1, 1))
     if values.dtype == jnp.bfloat16:
-        # A slot as one number, its channel above the bits of its value. Two operations a slot and channel are enough:
-        # the channel's number is taken off, and the least of what remains is below 2^16 where a slot has this channel.
+        # A slot is one number: its channel, and below that the bits of its value. Two operations a slot and channel are
+        # enough. The first clears the channel where it is this one. The least difference is then below 2^16 where some
+        # slot has this channel.
         bits = jax.lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.uint32)
         slots = kept_apart(channels.astype(jnp.uint32) << 16 | bits)[..., None, :]
-        left = slots ^ (lanes.astype(jnp.uint32) << 16)
-        left = jax.lax.reduce(left, np.uint32(2**32 - 1), jax.lax.min, (left.ndim - 1,))
-        number = jax.lax.bitcast_convert_type(left.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
-        return jnp.where(left < 1 << 16, number, dense)
+        difference = slots ^ (lanes.astype(jnp.uint32) << 16)
+        difference = jax.lax.reduce(difference, np.uint32(2**32 - 1), jax.lax.min, (difference.ndim - 1,))
+        number = jax.lax.bitcast_convert_type(difference.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
+        return jnp.where(difference < 1 << 16, number, dense)
     here = channels[..., None, :] == lanes
-    found = jnp.where(here, values[..., None, :].astype(jnp.float32), 0.0).sum(-1)
-    return jnp.where(here.any(-1), found, dense)
+    outliers = jnp.where(here, values[..., None, :].astype(jnp.float32), 0.0).sum(-1)
+    return jnp.where(here.any(-1), outliers, dense)
 
 
 def _scattered(dense, values, channels):
-    """Outliers set one by one."""
+    """Set outliers by a scatter, one by one."""
     rows, count = dense.reshape(-1, dense.shape[-1]), channels.shape[-1]
     token = jnp.arange(len(rows))[:, None]
     values, channels = (a.reshape(len(rows), count) for a in (values, channels))

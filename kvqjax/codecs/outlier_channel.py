@@ -39,7 +39,7 @@ class OutlierChannels:
             return {**inner.encode(constants, x[:, neighbour]), "kept": wide(x[:, where]).T}
 
         def decode(constants, tile):
-            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})
-            return rest.at[..., where].set(jnp.swapaxes(tile["kept"], -1, -2).astype(rest.dtype))
+            numbers = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})
+            return numbers.at[..., where].set(jnp.swapaxes(tile["kept"], -1, -2).astype(numbers.dtype))
 
         return Codec(width, inner.unit, {**inner.fields, "kept": field}, encode, decode, inner.needs, inner.fit)

@@ -55,7 +55,7 @@ class Scaled:
             return inner.encode(constants, over_parts(x, norm.astype(jnp.float32))) | {"factor": norm.T}
 
         def decode(constants, tile):
-            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "factor"})
-            return times_parts(rest, tile["factor"])
+            numbers = inner.decode(constants, {name: a for name, a in tile.items() if name != "factor"})
+            return times_parts(numbers, tile["factor"])
 
         return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)

@@ -156,11 +156,11 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         return (groups * scale + low).reshape(codes.shape)
 
     def by_products(tile):
-        """The same bits on a TPU, which would move every group of channels to lanes of its own and back. A sum of one
-        bfloat16 number and zeros is exact."""
-        own = jnp.asarray(np.repeat(np.eye(count), group, axis=1), jnp.bfloat16)
+        """Give the same bits by products with 0 and 1, which spread a group's scale over its channels. A TPU would move
+        every group of channels to lanes of its own and back. A sum of one bfloat16 number and zeros is exact."""
+        members = jnp.asarray(np.repeat(np.eye(count), group, axis=1), jnp.bfloat16)
         over = functools.partial(jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32)
-        return tile["codes"].astype(jnp.float32) * over(tile["scale"], own) + over(tile["low"], own)
+        return tile["codes"].astype(jnp.float32) * over(tile["scale"], members) + over(tile["low"], members)
 
     def decode(_, tile):
         forms = {"tpu": by_products} if spec.dtype == "bfloat16" else {}

@@ -95,12 +95,12 @@ def _conversation(messages: list[dict[str, Any]], where: str, model: Model | Non
 
 def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
     """The field that holds the text."""
-    known = list(names)
-    if field is not None and field not in known:
-        raise UserError(f"{where}: no field {field!r}; it has {', '.join(known) or 'none'}")
-    name_of_text = field or next((name for name in FIELDS if name in known), None)
+    columns = list(names)
+    if field is not None and field not in columns:
+        raise UserError(f"{where}: no field {field!r}; it has {', '.join(columns) or 'none'}")
+    name_of_text = field or next((name for name in FIELDS if name in columns), None)
     if name_of_text is None:
-        fields = ", ".join(known)[:200] or "none"
+        fields = ", ".join(columns)[:200] or "none"
         raise UserError(f"{where}: none of the fields {', '.join(FIELDS)}; name one with field=... (--field): {fields}")
     return name_of_text
 

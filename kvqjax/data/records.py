@@ -125,14 +125,14 @@ def _csv_records(path: Path) -> Iterator[Record]:
         csv.field_size_limit(before)
 
 
-def _parquet_records(path: Path, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+def _parquet_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{path}: Parquet is read by pyarrow: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns, number = wanted(file.schema_arrow.names, str(path)), itertools.count(1)
+            columns, number = columns_of(file.schema_arrow.names, str(path)), itertools.count(1)
             for batch in file.iter_batches(_BATCH, columns=columns):
                 yield from (Record(row, f"{path}, record {next(number)}") for row in batch.to_pylist())
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
@@ -141,11 +141,11 @@ def _parquet_records(path: Path, wanted: Callable[[list[str], str], list[str]]) 
         raise UserError(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:160]}") from error
 
 
-def read_records(path: Path, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
-    """Read the records of a file. `wanted(names, where)` chooses among the columns of a table. Raises UserError."""
+def read_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+    """Read the records of a file. `columns_of(names, where)` chooses among the columns of a table. Raises UserError."""
     kind = kind_of(path)
     if kind == "parquet":
-        return _parquet_records(path, wanted)
+        return _parquet_records(path, columns_of)
     return _csv_records(path) if kind == "csv" else _json_records(path)
 
 
@@ -183,15 +183,15 @@ def _split(splits: Any, name: str, split: str | None) -> Any:
         if split is not None:
             raise UserError(f"{name}: has no splits; leave out split={split!r} (--split)")
         return splits
-    known = ", ".join(splits)
+    names = ", ".join(splits)
     if split is None and len(splits) > 1:
-        raise UserError(f"{name}: has the splits {known}; choose with split=... (--split)")
+        raise UserError(f"{name}: has the splits {names}; choose with split=... (--split)")
     if split is not None and split not in splits:
-        raise UserError(f"{name}: has no split {split!r}; it has {known}")
+        raise UserError(f"{name}: has no split {split!r}; it has {names}")
     return splits[split or next(iter(splits))]
 
 
-def saved_records(name: str, split: str | None, wanted: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+def saved_records(name: str, split: str | None, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
     """Read a data set that `datasets` saved into the folder `name`, or that the hub has under `name`, which is
     "owner/name" or "owner/name:config". Raises UserError."""
     library, local = _datasets(name), Path(name).is_dir()
@@ -204,7 +204,7 @@ def saved_records(name: str, split: str | None, wanted: Callable[[list[str], str
         rows = _split(rows, name, split)
         names: Iterable[str] | None = getattr(rows, "column_names", None)
         if names is not None and hasattr(rows, "select_columns"):
-            rows = rows.select_columns(wanted(list(names), name))
+            rows = rows.select_columns(columns_of(list(names), name))
         for number, row in enumerate(rows, 1):
             yield Record(row, f"{name}, record {number}")
     except UserError:

@@ -25,28 +25,28 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__module__.partition('.')[0]} {type(value).__name__}".replace("builtins ", "")
 
 
-def _array(given: Any, name: str) -> np.ndarray:
+def _array(source: Any, name: str) -> np.ndarray:
     """Ids as one array of any whole type. A list of lists of different lengths is joined."""
-    if isinstance(given, list | tuple) and any(isinstance(x, bool) for x in given):
+    if isinstance(source, list | tuple) and any(isinstance(x, bool) for x in source):
         raise UserError(f"{name} is of type bool; {_WANTED}")
     try:
-        if isinstance(given, Sequence) and given and all(isinstance(row, Sequence | np.ndarray) for row in given):
-            rows = [np.asarray(row) for row in given if len(row)]
+        if isinstance(source, Sequence) and source and all(isinstance(row, Sequence | np.ndarray) for row in source):
+            rows = [np.asarray(row) for row in source if len(row)]
             if all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in rows) and rows:
                 return np.concatenate(rows)
-        return np.asarray(given)
+        return np.asarray(source)
     except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{name} is {_kind(given)} that is no array; {_WANTED}") from error
+        raise UserError(f"{name} is {_kind(source)} that is no array; {_WANTED}") from error
 
 
-def check_ids(model: Model, given: Any, name: str) -> Int[np.ndarray, " T"]:
+def check_ids(model: Model, source: Any, name: str) -> Int[np.ndarray, " T"]:
     """Token ids as one stream, rows one after the other. Raises UserError for what are none of this model's."""
-    if isinstance(given, Mapping):
-        hint = f"pass {name}['input_ids']" if "input_ids" in given else _WANTED
-        raise UserError(f"{name} is {_kind(given)}; {hint}")
-    ids = _array(given, name)
+    if isinstance(source, Mapping):
+        hint = f"pass {name}['input_ids']" if "input_ids" in source else _WANTED
+        raise UserError(f"{name} is {_kind(source)}; {hint}")
+    ids = _array(source, name)
     if ids.dtype.kind in "UOV" or ids.ndim == 0:
-        raise UserError(f"{name} is {_kind(given)}; {_WANTED}")
+        raise UserError(f"{name} is {_kind(source)}; {_WANTED}")
     if ids.size == 0:
         raise UserError(f"{name} is empty; {_WANTED}")
     if not np.issubdtype(ids.dtype, np.integer):
@@ -58,12 +58,12 @@ def check_ids(model: Model, given: Any, name: str) -> Int[np.ndarray, " T"]:
     return ids.reshape(-1).astype(np.int32)
 
 
-def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | Int[np.ndarray, " T"]:
-    """Tell what a caller gave.
+def data_or_ids(model: Model, source: TextLike, name: str = "texts") -> Data | Int[np.ndarray, " T"]:
+    """Read the texts or token ids that a caller gave.
 
     Args:
         model: whose vocabulary ids must fit, and whose chat template messages go through.
-        given: a text; a list of texts; the name of data, which is a path to what exists or a corpus such as
+        source: a text; a list of texts; the name of data, which is a path to what exists or a corpus such as
             "wikitext2"; a path; data of `kvqjax.data.read`; or token ids, flat or in rows, as lists or as an array of
             any library.
         name: what messages call it.
@@ -74,17 +74,17 @@ def data_or_ids(model: Model, given: TextLike, name: str = "texts") -> Data | In
     Raises:
         UserError: for anything else, and for ids that are not the model's.
     """
-    if isinstance(given, Data):
-        return given
-    if isinstance(given, os.PathLike):
-        return read(given, model=model)
-    if isinstance(given, str):
-        return read(given, model=model) if is_name(given) else described(name, [given])
-    if isinstance(given, bytes):
+    if isinstance(source, Data):
+        return source
+    if isinstance(source, os.PathLike):
+        return read(source, model=model)
+    if isinstance(source, str):
+        return read(source, model=model) if is_name(source) else described(name, [source])
+    if isinstance(source, bytes):
         raise UserError(f"{name} is a bytes object; decode it first")
-    if isinstance(given, Sequence) and given and all(isinstance(part, str) for part in given):
-        return described(name, given)
-    return check_ids(model, given, name)
+    if isinstance(source, Sequence) and source and all(isinstance(part, str) for part in source):
+        return described(name, source)
+    return check_ids(model, source, name)
 
 
 def halves(text: str) -> tuple[str, str]:
@@ -108,17 +108,17 @@ def encoded(model: Model, text: str) -> list[int]:
     return model.encode(text, not (begin and text.startswith(begin)))
 
 
-def token_ids(model: Model, given: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
+def token_ids(model: Model, source: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
     """One stream of ids for evaluation: documents are joined by blank lines and encoded as one text. Arguments and
     errors are those of `data_or_ids`."""
-    texts = data_or_ids(model, given, name)
+    texts = data_or_ids(model, source, name)
     return np.asarray(encoded(model, texts.text), np.int32) if isinstance(texts, Data) else texts
 
 
-def document_ids(model: Model, given: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
+def document_ids(model: Model, source: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
     """At most `most` ids for calibration: each document is encoded by itself, until there are enough. Arguments and
     errors are those of `data_or_ids`."""
-    texts = data_or_ids(model, given, name)
+    texts = data_or_ids(model, source, name)
     if not isinstance(texts, Data):
         return texts[:most]
     every = itertools.chain.from_iterable(encoded(model, text) for text in texts.documents)

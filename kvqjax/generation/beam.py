@@ -172,16 +172,16 @@ def beam_search(
 
 
 def _best(state: _State, penalty: float) -> Beams:
-    """Finished and growing hypotheses of every prompt in one order."""
+    """Rank the finished and the growing hypotheses of every prompt together."""
     state = jax.tree.map(np.asarray, state.replace(cache=None))
-    made = int(state.made)
+    length = int(state.made)
     tokens, scores = [], []
     for row in range(len(state.tokens)):
-        done = zip(state.ended_score[row], state.ended_length[row], state.ended[row], strict=True)
-        found = [(float(s), t[:n].tolist()) for s, n, t in done]
+        ended = zip(state.ended_score[row], state.ended_length[row], state.ended[row], strict=True)
+        hypotheses = [(float(s), t[:n].tolist()) for s, n, t in ended]
         growing = zip(state.total[row], state.tokens[row], strict=True)
-        found += [(float(s) / made**penalty, t[:made].tolist()) for s, t in growing if s > _NONE / 2]
-        best = sorted((f for f in found if f[0] > _NONE / 2), key=lambda f: -f[0])[: state.tokens.shape[1]]
+        hypotheses += [(float(s) / length**penalty, t[:length].tolist()) for s, t in growing if s > _NONE / 2]
+        best = sorted((f for f in hypotheses if f[0] > _NONE / 2), key=lambda f: -f[0])[: state.tokens.shape[1]]
         tokens.append([t for _, t in best])
         scores.append([s for s, _ in best])
     return Beams(tokens, scores)

@@ -91,17 +91,17 @@ class Stream(Iterator[Piece]):
         return self._result
 
 
-def _generated(made: Generation) -> Generated:
-    cache = made.cache()
+def _generated(generation: Generation) -> Generated:
+    cache = generation.cache()
     book = ledger(cache)
     return Generated(
-        text=made.texts,
-        tokens=made.tokens,
-        finish_reasons=[reason or "" for reason in made.reasons],
+        text=generation.texts,
+        tokens=generation.tokens,
+        finish_reasons=[reason or "" for reason in generation.reasons],
         cache=cache,
-        prompt_tokens=[len(prompt) for prompt in made.prompts],
-        seconds_to_first_token=made.seconds_to_first_token,
-        tokens_per_second=made.tokens_per_second,
+        prompt_tokens=[len(prompt) for prompt in generation.prompts],
+        seconds_to_first_token=generation.seconds_to_first_token,
+        tokens_per_second=generation.tokens_per_second,
         cache_bytes=book.bytes,
         bits=book.bits_stored,
     )
@@ -129,8 +129,8 @@ def _check_room(cache: Cache, before: Sequence[int], prompts: Sequence[Sequence[
     capacity = cache.layout.capacity
     for row, (count, prompt) in enumerate(zip(before, prompts, strict=True)):
         if count + len(prompt) + new > capacity:
-            wanted = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
-            raise UserError(f"{wanted} do not fit the cache's capacity of {capacity}; kvqjax.resize makes room")
+            need = f"row {row} holds {count} tokens; {len(prompt)} more and {new} new ones"
+            raise UserError(f"{need} do not fit the cache's capacity of {capacity}; kvqjax.resize makes room")
 
 
 @named_options

@@ -68,13 +68,13 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
     return None if least == math.inf else int(least)
 
 
-def read_row(row: Detokenizer, new: Sequence[int], done: bool, most: int) -> tuple[str, list[int], str | None]:
+def read_row(row: Detokenizer, new: Sequence[int], is_last: bool, most: int) -> tuple[str, list[int], str | None]:
     """Take in what a call made of one row.
 
     Args:
         row: the row's text so far.
         new: the ids that the call made.
-        done: whether the row draws no more tokens.
+        is_last: whether the row draws no more tokens.
         most: the tokens that it may have, `max_new_tokens`.
 
     Returns:
@@ -86,7 +86,7 @@ def read_row(row: Detokenizer, new: Sequence[int], done: bool, most: int) -> tup
     kept = row.ids[before:]
     if row.stopped:
         return text, kept, "stop"
-    if not done:
+    if not is_last:
         return text, kept, None
     return text + row.finish(), kept, "length" if len(row.ids) >= most else "eos"
 
@@ -122,8 +122,8 @@ class Generation:
         self._fed = np.zeros((cache.batch,), np.int64) if held is None else held.astype(np.int64)
         self._fed[: len(prompts)] += [len(prompt) for prompt in prompts]
         tokenizer = model.tokenizer if model.has_tokenizer else None
-        known = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
-        self._texts = [Detokenizer(tokenizer, ids, settings.stop) for ids in known]
+        contexts = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
+        self._texts = [Detokenizer(tokenizer, ids, settings.stop) for ids in contexts]
         self._sampling, self._eos = shared(model, (settings.sampling, settings.eos))
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
@@ -147,8 +147,8 @@ class Generation:
         """Tokens of all rows after their first ones, per second of the steps that made them; 0 where there are none.
         The first call of steps may compile them, so it does not count where there are others."""
         calls = self._calls[1:] or self._calls
-        made, seconds = (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
-        return made / seconds if made and seconds else 0.0
+        tokens, seconds = (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
+        return tokens / seconds if tokens and seconds else 0.0
 
     @property
     def lost(self) -> bool:
@@ -192,7 +192,7 @@ class Generation:
         cache = self._state.cache
         if self._surplus.any():
             lengths = self._fed.copy()
-            lengths[: len(self.tokens)] += [len(made) for made in self.tokens]
+            lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
             cache = crop(cache, shared(self._model, lengths.astype(np.int32)))
         if cache.batch > len(self.prompts):
             cache = _first_rows(cache, len(self.prompts))
@@ -200,11 +200,11 @@ class Generation:
         return cache
 
     def _started(self) -> LoopState:
-        asked = self._settings
-        room = STRIDE if asked.stride <= STRIDE else 1 << (asked.stride - 1).bit_length()
+        settings = self._settings
+        room = STRIDE if settings.stride <= STRIDE else 1 << (settings.stride - 1).bit_length()
         return start(
-            self._model, self.prompts, self._cache, asked.chunk, asked.max_new_tokens, self._sampling, asked.seed,
-            self._eos, asked.progress, room=room, held=self._held, before=self._before,
+            self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling, settings.seed,
+            self._eos, settings.progress, room=room, held=self._held, before=self._before,
         )  # fmt: skip
 
     def _stepped(self, state: LoopState) -> LoopState:
@@ -213,7 +213,7 @@ class Generation:
         steps, done = self._settings.stride, np.ones((len(self._fed),), bool)
         done[: len(self.reasons)] = [reason is not None for reason in self.reasons]
         lengths = self._fed.copy()  # in the cache and owed
-        lengths[: len(self.tokens)] += [len(made) for made in self.tokens]
+        lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
         if self._settings.stop and not done.all():
             steps = min(steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps)
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
@@ -225,11 +225,11 @@ class Generation:
     def _read(self, state: LoopState) -> Piece:
         """Look at what the latest call made: new text, and which rows end."""
         require_finite(state.cache)
-        made, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
+        counts, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
         self._owed, self._surplus = owed.copy(), self._surplus.copy()
         piece = Piece([], [])
         for number, row in enumerate(self._texts):
-            new = tokens[number, : made[number]].tolist()
+            new = tokens[number, : counts[number]].tolist()
             text, kept, reason = read_row(row, new, bool(done[number]), self._settings.max_new_tokens)
             if self.reasons[number] is None:
                 self.reasons[number] = reason

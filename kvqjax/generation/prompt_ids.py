@@ -70,14 +70,14 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
     return out
 
 
-def end_ids(model: Model, given: Any) -> Int[np.ndarray, " N"]:
-    """Choose the tokens that end a row: the given ones, by default the model's. Raises UserError for what is no id of
-    the model: no row would ever end by it."""
-    if given is None:
+def end_ids(model: Model, ids: Any) -> Int[np.ndarray, " N"]:
+    """Choose the tokens that end a row: `ids`, by default the model's. Raises UserError for what is no id of the model:
+    no row would ever end by it."""
+    if ids is None:
         return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise UserError(f"eos_ids={named(given)}; wanted a list of token ids, such as [2]")
-    return np.asarray([check_integer("eos_ids", x, 0, model.config.vocab_size - 1) for x in given], np.int32)
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise UserError(f"eos_ids={named(ids)}; wanted a list of token ids, such as [2]")
+    return np.asarray([check_integer("eos_ids", x, 0, model.config.vocab_size - 1) for x in ids], np.int32)
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
@@ -117,8 +117,8 @@ def _prompt_ids(number: int, prompt) -> list[int]:
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:
-        wanted = "a string or a list of token ids, and prompts a list of them"
-        raise UserError(f"prompt {number} is of type {type(prompt).__name__}; wanted {wanted}") from None
+        expected = "a string or a list of token ids, and prompts a list of them"
+        raise UserError(f"prompt {number} is of type {type(prompt).__name__}; wanted {expected}") from None
 
 
 def continued_ids(model: Model, text: str) -> list[int]:
@@ -126,14 +126,14 @@ def continued_ids(model: Model, text: str) -> list[int]:
     that tokenizers of the SentencePiece kind put before a text's first word."""
     anchor = "\n"
     before = model.encode(anchor, add_special_tokens=False)
-    both = model.encode(anchor + text, add_special_tokens=False)
+    joined = model.encode(anchor + text, add_special_tokens=False)
     # Where the anchor and the text's beginning became one token, the tokenizer is of another kind, which adds no space.
-    return both[len(before) :] if both[: len(before)] == before else model.encode(text, add_special_tokens=False)
+    return joined[len(before) :] if joined[: len(before)] == before else model.encode(text, add_special_tokens=False)
 
 
-def _text_ids(model: Model, text: str, held: int, special: bool | None) -> list[int]:
-    special = not held if special is None else special
-    return model.encode(text) if special else continued_ids(model, text) if held else model.encode(text, False)
+def _text_ids(model: Model, text: str, prefix: int, special: bool | None) -> list[int]:
+    special = not prefix if special is None else special
+    return model.encode(text) if special else continued_ids(model, text) if prefix else model.encode(text, False)
 
 
 def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:

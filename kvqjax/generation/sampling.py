@@ -42,8 +42,8 @@ class RowSampling(struct.PyTreeNode):
 
 def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
     """Put the parameters of several rows side by side, as arrays of the host."""
-    general = [each.replace(greedy=False, penalise=True) for each in parameters]
-    greedy = np.asarray([each.greedy for each in parameters])
+    general = [row.replace(greedy=False, penalise=True) for row in parameters]
+    greedy = np.asarray([row.greedy for row in parameters])
     return RowSampling(jax.tree.map(lambda *numbers: np.stack(numbers), *general), greedy)
 
 
@@ -73,9 +73,9 @@ def make_sampling(
         "min_p": (min_p, 0 <= min_p <= 1, "from 0 to 1"),
         "repetition_penalty": (repetition_penalty, 0 < repetition_penalty < math.inf, "above 0, and finite"),
     }
-    for name, (value, fine, wanted) in bounds.items():
+    for name, (value, fine, limits) in bounds.items():
         if not fine:
-            raise UserError(f"{name}={value}; it must be {wanted}")
+            raise UserError(f"{name}={value}; it must be {limits}")
     # Numbers that float32 has no place for are as good as its least: zero would divide by zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return Sampling(
@@ -154,10 +154,10 @@ def _sample_rows(keys: Array, logits, seen: Bool[Array, "B V"] | None, sampling:
     all rows are greedy."""
     assert seen is not None  # every row may have a penalty
 
-    def one(row, marks, parameters):
+    def penalised_row(row, marks, parameters):
         return penalised(row[None], marks[None], parameters)[0]
 
-    likeliest = jax.vmap(one)(logits, seen, sampling.each).argmax(-1).astype(jnp.int32)
+    likeliest = jax.vmap(penalised_row)(logits, seen, sampling.each).argmax(-1).astype(jnp.int32)
 
     def drawn():
         def draw(key, row, marks, parameters):

@@ -186,8 +186,8 @@ class Session:
         new = max_new_tokens or self._settings.max_new_tokens
         capacity, need = self._options["capacity"], len(ids) + new
         if capacity is not None and need > capacity:
-            wanted = f"a conversation of {len(ids)} tokens and {new} new ones"
-            raise UserError(f"{wanted} do not fit this session's capacity of {capacity}")
+            request = f"a conversation of {len(ids)} tokens and {new} new ones"
+            raise UserError(f"{request} do not fit this session's capacity of {capacity}")
         check_length(self.model.config, need)
         require_trained(self.model, [len(ids)], new, self._options["beyond_trained"])
         return Answer(self, history, parts, ids, new)
@@ -195,10 +195,10 @@ class Session:
     def fork(self) -> "Session":
         """The same conversation once more, going its own way from here."""
         self._settle()
-        other = copy.copy(self)
-        other._history, other._parts, other._ids = copy.deepcopy((self._history, self._parts, self._ids))
-        other._cache = None if self._cache is None else fork(self._cache)
-        return other
+        session = copy.copy(self)
+        session._history, session._parts, session._ids = copy.deepcopy((self._history, self._parts, self._ids))
+        session._cache = None if self._cache is None else fork(self._cache)
+        return session
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the conversation and its cache as a new folder. Raises UserError where it exists or cannot be
@@ -263,9 +263,9 @@ class Session:
                 break
             parts.append(part)
             place += len(part.text)
-        if rest := text[place:]:
-            begun = continued_ids(self.model, rest) if place else self.model.encode(rest, self._plain)
-            parts.append(_Part(rest, begun))
+        if remainder := text[place:]:
+            begun = continued_ids(self.model, remainder) if place else self.model.encode(remainder, self._plain)
+            parts.append(_Part(remainder, begun))
         return parts
 
     def _text(self, history: Sequence[Message]) -> str:
@@ -280,24 +280,24 @@ class Session:
     def _ready(self, ids: list[int], need: int) -> tuple[Cache, int]:
         """A cache of room for `need` tokens that holds the first of `ids`, and how many: all but one at most. The
         session's cache is used up."""
-        same = next((n for n, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), len(self._ids))
-        same = min(same, len(ids) - 1)
+        prefix = next((n for n, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), len(self._ids))
+        prefix = min(prefix, len(ids) - 1)
         capacity = self._options["capacity"] or self._grown(self._capacity, need)
         cache, self._cache, self._ids = self._cache, None, []
-        if cache is not None and cache.states and same < int(fetched(cache.lengths)[0][0]):
-            same = 0  # recurrent layers cannot forget: what follows another beginning is read anew
+        if cache is not None and cache.states and prefix < int(fetched(cache.lengths)[0][0]):
+            prefix = 0  # recurrent layers cannot forget: what follows another beginning is read anew
         if cache is not None:
-            cache = crop(cache, shared(self.model, np.asarray([same], np.int32)))
-            if held := int(fetched(cache.lengths)[0][0]):
-                return resize(cache, capacity), held
+            cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
+            if length := int(fetched(cache.lengths)[0][0]):
+                return resize(cache, capacity), length
             del cache  # before another one is made
         return init_cache(self.model, self.method, 1, capacity, kernels=self._options["kernels"]), 0
 
     def _grown(self, capacity: int, need: int) -> int:
         """A capacity for `need` tokens: a doubled one, so that a long conversation is compiled few times."""
-        wanted = max(capacity, LEAST_CAPACITY, 1 << (need - 1).bit_length())
+        size = max(capacity, LEAST_CAPACITY, 1 << (need - 1).bit_length())
         limit = longest_text(self.model.config)
-        return wanted if limit is None else max(min(wanted, limit), need)
+        return size if limit is None else max(min(size, limit), need)
 
 
 class Answer(Iterator[str]):
@@ -368,9 +368,9 @@ class Answer(Iterator[str]):
         session, self._over = self._session, True
         session._cache, session._ids, session._open = cache, [] if cache is None else ids, None
 
-    def _add(self, made: Generation, reason: str) -> None:
+    def _add(self, generation: Generation, reason: str) -> None:
         """Make the turn a part of the conversation."""
-        session, text, tokens = self._session, made.texts[0], made.tokens[0]
+        session, text, tokens = self._session, generation.texts[0], generation.tokens[0]
         session._history = [*self._history, {"role": "assistant", "content": text}]
         session._parts = [*self._parts, _answer_part(session.model, self._ids, text, tokens)]
         session._answers += 1
@@ -379,8 +379,8 @@ class Answer(Iterator[str]):
             tokens=len(tokens),
             prompt_tokens=len(self._ids) - self._kept,
             kept_tokens=self._kept,
-            seconds_to_first_token=made.seconds_to_first_token,
-            tokens_per_second=made.tokens_per_second,
+            seconds_to_first_token=generation.seconds_to_first_token,
+            tokens_per_second=generation.tokens_per_second,
             cache_bytes=0 if book is None else book.bytes,
             bits=0.0 if book is None else book.bits_stored,
             finish_reason=reason,
@@ -391,8 +391,8 @@ def _messages(message: Any) -> list[Message]:
     """What was said as a list of messages of its own."""
     if isinstance(message, str):
         message = {"role": "user", "content": message} if message else ()
-    given = [message] if isinstance(message, Mapping) else message
-    messages: list[Any] = list(given) if isinstance(given, Iterable) else []
+    items = [message] if isinstance(message, Mapping) else message
+    messages: list[Any] = list(items) if isinstance(items, Iterable) else []
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
         raise UserError('no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}')
     return [{**m} for m in messages]

@@ -62,24 +62,24 @@ class _State(struct.PyTreeNode):
     drafted: Leaf
 
 
-def lookup(known: Int[Array, "B N"], length: Int[Array, " B"], draft: int, ngram: int) -> Int[Array, "B draft"]:
+def lookup(tokens: Int[Array, "B N"], length: Int[Array, " B"], draft: int, ngram: int) -> Int[Array, "B draft"]:
     """What followed the latest earlier occurrence of the row's last `ngram` tokens, or of fewer, where there is none
     (prompt lookup decoding). A row that never repeats itself drafts whatever follows its start."""
-    size = known.shape[1]
+    size = tokens.shape[1]
     place = jnp.arange(size)[None]
 
     def token(offset):  # [B, 1], counted back from the end of the row
-        return jnp.take_along_axis(known, jnp.maximum(length - 1 - offset, 0)[:, None], axis=1)
+        return jnp.take_along_axis(tokens, jnp.maximum(length - 1 - offset, 0)[:, None], axis=1)
 
-    same, end = jnp.ones_like(known, bool), jnp.zeros_like(length)
+    matches, end = jnp.ones_like(tokens, bool), jnp.zeros_like(length)
     for back in range(ngram):
-        # same[b, j]: the `back + 1` tokens up to j equal the row's last ones.
-        shifted = jnp.pad(known, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
-        same = same & (shifted == token(back)) & (place < length[:, None] - 1)
-        last = jnp.where(same, place, -1).max(-1)
+        # matches[b, j]: the `back + 1` tokens up to j equal the row's last ones.
+        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
+        matches = matches & (shifted == token(back)) & (place < length[:, None] - 1)
+        last = jnp.where(matches, place, -1).max(-1)
         end = jnp.where(last >= 0, last, end)
     ahead = jnp.minimum(end[:, None] + 1 + jnp.arange(draft)[None], size - 1)
-    return jnp.take_along_axis(known, ahead, axis=1)
+    return jnp.take_along_axis(tokens, ahead, axis=1)
 
 
 def _newest(state: _State) -> Int[Array, "B 1"]:
@@ -189,29 +189,30 @@ def speculate(
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
     if drafter is not None and drafter.config.vocab_size != model.config.vocab_size:
-        got, wanted = drafter.config.vocab_size, model.config.vocab_size
-        raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {wanted}")
+        got, expected = drafter.config.vocab_size, model.config.vocab_size
+        raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {expected}")
     counts = np.asarray([len(p) for p in ids], np.int32)
     width = bucket(int(counts.max()))
     capacity = capacity_for(model, ids, max_new_tokens, None)
-    known = padded(ids, capacity)
-    logits, cache = _begin(model, method, known[:, :width], counts, capacity, kernels)
+    tokens = padded(ids, capacity)
+    logits, cache = _begin(model, method, tokens[:, :width], counts, capacity, kernels)
     small = None
     if drafter is not None:
-        own = "off" if kernels == "off" else "auto"  # what is forced is forced on the model's cache
-        small = _begin(drafter, drafter_method, known[:, :width], counts, capacity, own)[1]
-    state = _first(_state(cache, small, known, counts, max_new_tokens), logits, eos)
+        # A kernel that is forced is forced on the model's cache alone.
+        drafter_kernels = "off" if kernels == "off" else "auto"
+        small = _begin(drafter, drafter_method, tokens[:, :width], counts, capacity, drafter_kernels)[1]
+    state = _first(_state(cache, small, tokens, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
     require_finite(state.cache)
-    known, length = np.asarray(state.known), np.asarray(state.length)
-    rows = [row[start:stop].tolist() for row, start, stop in zip(known, counts, length, strict=True)]
+    tokens, length = np.asarray(state.known), np.asarray(state.length)
+    rows = [row[start:stop].tolist() for row, start, stop in zip(tokens, counts, length, strict=True)]
     return Speculated(rows, int(state.rounds), int(state.accepted), int(state.drafted))
 
 
-def _state(cache: Cache, drafter: Cache | None, known, counts, new: int) -> _State:
+def _state(cache: Cache, drafter: Cache | None, tokens, counts, new: int) -> _State:
     length, none = jnp.asarray(counts), jnp.zeros((), jnp.int32)
     done = jnp.zeros(length.shape, bool)
-    return _State(cache, drafter, jnp.asarray(known), length, length + new, done, none, jnp.copy(none), jnp.copy(none))
+    return _State(cache, drafter, jnp.asarray(tokens), length, length + new, done, none, jnp.copy(none), jnp.copy(none))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -220,6 +221,6 @@ def _first(state: _State, logits, eos) -> _State:
     """Record the token that the prefill chose."""
     token = logits.argmax(-1).astype(jnp.int32)
     ended = (token[:, None] == eos[None]).any(-1)
-    known = state.known.at[jnp.arange(len(token)), state.length].set(token)
+    tokens = state.known.at[jnp.arange(len(token)), state.length].set(token)
     length = state.length + (~ended).astype(jnp.int32)
-    return state.replace(known=known, length=length, done=ended | (length >= state.limit))
+    return state.replace(known=tokens, length=length, done=ended | (length >= state.limit))

@@ -93,7 +93,7 @@ class _Window:
         """Take ids and give out the text that no later one changes."""
         ids = [token for token in ids if not _silent(self._tokenizer, token)]
         text = self._at_once(ids)
-        text = "".join(map(self._one, ids)) if text is None else text
+        text = "".join(map(self._push_token, ids)) if text is None else text
         if not self._cleans:
             return text
         text = self._unsettled + text
@@ -114,7 +114,7 @@ class _Window:
         self._whole = len(self._ids), len(text)
         return piece
 
-    def _one(self, token: int) -> str:
+    def _push_token(self, token: int) -> str:
         self._ids.append(token)
         text = _decode(self._tokenizer, self._ids)
         if not text.startswith(self._given):
@@ -239,8 +239,8 @@ class Detokenizer:
             self._ended = True
             return ""
         self._ended = True
-        rest = self._window.ahead + self._window.broken
-        piece = self._held + rest[_shared(rest, self._lent) :]
+        tail = self._window.ahead + self._window.broken
+        piece = self._held + tail[_shared(tail, self._lent) :]
         self._pieces.append(piece)
         return piece
 
@@ -255,12 +255,12 @@ class Detokenizer:
         if not self._stop:
             return sure
         ahead = self._window.ahead
-        known = sure + ahead[_shared(ahead, self._lent) :]
-        self._mark(ids[0], len(known))
-        end = self._end(known)
+        preview = sure + ahead[_shared(ahead, self._lent) :]
+        self._mark(ids[0], len(preview))
+        end = self._end(preview)
         if end is not None:
             self.stopped = self._ended = True
-            return known[:end]
+            return preview[:end]
         keep = len(sure) - self._waiting(sure)
         self._held = sure[keep:]
         self._marks = [(place - keep, text) for place, text in self._marks]

@@ -113,11 +113,11 @@ def decode_arguments(
     """What `decode_steps` takes, as shapes on the mesh of `rules`."""
     model, cache = _model_and_cache(config, method, context, batch, rules, chip, weights)
 
-    def rest(cache):
+    def inputs(cache):
         return unbegun(cache), make_sampling(), jnp.zeros((1,), jnp.int32), jnp.int32(0)
 
-    state, *more = _placed(jax.eval_shape(rest, cache), rules.mesh, PartitionSpec())
-    return model, state.replace(cache=cache), *more
+    state, *options = _placed(jax.eval_shape(inputs, cache), rules.mesh, PartitionSpec())
+    return model, state.replace(cache=cache), *options
 
 
 def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str):

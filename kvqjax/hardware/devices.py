@@ -75,8 +75,8 @@ class Named(NamedTuple):
 def _chip(words: list[str], sold: int | None) -> str | None:
     """The name in `DEVICES` of a chip that is called by these words and sold with `sold` GB."""
     short = "".join(words)
-    same = [name for name in DEVICES if short in (name.replace("-", ""), name.partition("-")[0])]
-    fitting = [name for name in same or filter(None, [ALIASES.get(short)]) if sold in (None, DEVICES[name].sold)]
+    matches = [name for name in DEVICES if short in (name.replace("-", ""), name.partition("-")[0])]
+    fitting = [name for name in matches or filter(None, [ALIASES.get(short)]) if sold in (None, DEVICES[name].sold)]
     return fitting[0] if fitting else None
 
 
@@ -85,15 +85,15 @@ def _alone(text: str) -> Named | None:
     words = [word for word in re.split(r"[\s_\-/,()]+", text) if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)]
     gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(r"\d+gi?b?", word)]
     words = [word for word in words if not re.fullmatch(r"\d+gi?b?", word)]
-    *rest, last = words or [""]
+    *head, last = words or [""]
     if name := _chip(words, gigabytes[0] if gigabytes else None):
         guessed = name == "a100-40" and words == ["a100"] and not gigabytes
         return Named(name, 1, "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "")
-    if not rest or not last.isdigit():
+    if not head or not last.isdigit():
         return None
-    number, name = int(last), _chip(rest, None)
+    number, name = int(last), _chip(head, None)
     if name is None or not DEVICES[name].torus[0]:  # "h100-80": the number says gigabytes
-        name = _chip(rest, number)
+        name = _chip(head, number)
         return Named(name, 1, "") if name else None
     count = number // 2 if name in CORES else number
     note = f"{text} has {count} chips: the number in its name counts cores" if name in CORES else ""

@@ -50,21 +50,21 @@ class Machine(NamedTuple):
 
 def _versions() -> dict[str, str]:
     """Return the versions of the packages that matter, by name."""
-    found = {"kvqjax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {"kvqjax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     for name in (*PLUGINS, "libtpu"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _driver() -> str:
     """Return the version of the NVIDIA driver that the operating system has loaded."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            found = re.search(r"(?:Kernel Module|for \w+)\s+(\d+\.\d+[\d.]*)", file.read())
-            return found[1] if found else ""
+            match = re.search(r"(?:Kernel Module|for \w+)\s+(\d+\.\d+[\d.]*)", file.read())
+            return match[1] if match else ""
     except OSError:
         pass
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -76,15 +76,15 @@ def _driver() -> str:
 
 def _holders() -> tuple[int, ...]:
     """Return the other processes of this user that have a TPU's device file open."""
-    found = set()
+    processes = set()
     for link in glob.glob("/proc/[0-9]*/fd/*"):
         process = int(link.split("/")[2])
         try:
             if process != os.getpid() and re.match(r"/dev/(accel\d|vfio/\d)", os.readlink(link)):
-                found.add(process)
+                processes.add(process)
         except OSError:
             continue
-    return tuple(sorted(found))
+    return tuple(sorted(processes))
 
 
 def this_machine() -> Machine:
@@ -106,22 +106,22 @@ def this_machine() -> Machine:
 
 def _gpu_findings(machine: Machine) -> list[Finding]:
     """List what is wrong with the drivers and plugins of an NVIDIA GPU."""
-    found = []
+    problems = []
     plugins = [name for name in PLUGINS if name in machine.packages]
     if machine.nvidia and not plugins:
-        found.append(Finding(True, "an NVIDIA GPU and no CUDA plugin: pip install 'jax[cuda13]'"))
+        problems.append(Finding(True, "an NVIDIA GPU and no CUDA plugin: pip install 'jax[cuda13]'"))
     for name in plugins:
         if machine.packages[name] != machine.packages["jaxlib"]:
             versions = f"{name} {machine.packages[name]} and jaxlib {machine.packages['jaxlib']}"
-            found.append(Finding(True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"))
+            problems.append(Finding(True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"))
         cuda = name[len("jax-cuda") :].partition("-")[0]
         major = machine.driver.partition(".")[0]
         if major.isdigit() and int(major) < OLDEST_DRIVER[cuda]:
-            wanted = f"CUDA {cuda} wants {OLDEST_DRIVER[cuda]} or newer"
-            found.append(Finding(True, f"NVIDIA driver {machine.driver} is too old: {wanted}"))
+            need = f"CUDA {cuda} wants {OLDEST_DRIVER[cuda]} or newer"
+            problems.append(Finding(True, f"NVIDIA driver {machine.driver} is too old: {need}"))
     if machine.nvidia and plugins and machine.platform == "cpu":
-        found.append(Finding(True, "an NVIDIA GPU and its plugin, but JAX runs on the CPU: see JAX_PLATFORMS"))
-    return found
+        problems.append(Finding(True, "an NVIDIA GPU and its plugin, but JAX runs on the CPU: see JAX_PLATFORMS"))
+    return problems
 
 
 def _tpu_findings(machine: Machine) -> list[Finding]:
@@ -131,23 +131,25 @@ def _tpu_findings(machine: Machine) -> list[Finding]:
     if "libtpu" not in machine.packages and importlib.util.find_spec("libtpu") is None:
         return [Finding(True, "a TPU and no libtpu: pip install 'jax[tpu]'")]
     if machine.holders:
-        held = ", ".join(map(str, machine.holders))
-        return [Finding(True, f"the TPU is in use by process {held}: one process at a time can have it")]
+        numbers = ", ".join(map(str, machine.holders))
+        return [Finding(True, f"the TPU is in use by process {numbers}: one process at a time can have it")]
     return [Finding(True, "a TPU and libtpu, but JAX runs elsewhere: see JAX_PLATFORMS")]
 
 
 def findings(machine: Machine) -> list[Finding]:
     """List what is wrong with an installation, or worth a remark."""
-    found = [*_gpu_findings(machine), *_tpu_findings(machine)]
+    problems = [*_gpu_findings(machine), *_tpu_findings(machine)]
     if machine.packages["jax"] != machine.packages["jaxlib"]:
         versions = f"jax {machine.packages['jax']} and jaxlib {machine.packages['jaxlib']}"
-        found.append(Finding(False, f"{versions} differ; JAX allows it, its own tests do not cover it"))
+        problems.append(Finding(False, f"{versions} differ; JAX allows it, its own tests do not cover it"))
     if machine.x64:
         text = "jax_enable_x64 is on: caches keep 32-bit numbers, but what you compute around them is slow on chips"
-        found.append(Finding(False, text))
+        problems.append(Finding(False, text))
     written_for = {target for chips in TABLE.values() for target in chips}
     target = next((target for kind, target in KINDS.items() if machine.devices[0].startswith(kind)), None)
-    known = machine.platform == "cpu" or target in written_for
-    if not known:
-        found.append(Finding(False, f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves"))
-    return found
+    has_kernels = machine.platform == "cpu" or target in written_for
+    if not has_kernels:
+        problems.append(
+            Finding(False, f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves")
+        )
+    return problems

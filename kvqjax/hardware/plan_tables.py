@@ -61,7 +61,7 @@ def _memory(case: Case, rows: list[Row], note: str) -> Section:
             name: row[f"bytes_{name}_per_device"] for name in ("weights", "constants", "cache", "workspace", "total")
         }
         line: Row = {"cache": row["cache"], "weights": size(count["weights"])}
-        if any(other["bytes_constants_per_device"] for other in rows):
+        if any(item["bytes_constants_per_device"] for item in rows):
             line["calibrated constants"] = size(count["constants"])
         line |= {"KV cache": size(count["cache"]), "workspace, estimated": size(count["workspace"])}
         line["total"] = size(count["total"])
@@ -95,7 +95,7 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
         line: Row = {"cache": row["cache"]}
         line["tokens a second, at most"] = f"{row['tokens_per_second']:.4g}" if fits else REFUSED
         line["limited by"] = row["bound_by"] if fits else ""
-        if any(other["recomputing_hidden_until"] != "always" for other in rows):
+        if any(item["recomputing_hidden_until"] != "always" for item in rows):
             line["recomputing is free up to"] = f"{row['recomputing_hidden_until']} tokens".replace(
                 "always tokens", "any"
             )

@@ -119,7 +119,7 @@ def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) ->
     return array_bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
-def _whole(run: RunLayout, batch: int, item: int) -> int:
+def _whole_body_bytes(run: RunLayout, batch: int, item: int) -> int:
     """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
     times the scale of every group of the value's channels."""
     scales = [
@@ -141,7 +141,7 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
         block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
         if run.wiring.fast.direct is not None:
-            block = _whole(run, batch, item)
+            block = _whole_body_bytes(run, batch, item)
         elif run.static_loops:  # as keys or values are looked up, multiplied and rotated
             tokens = batch * run.slots_here
             block = min(read_at_a_time(tokens), tokens) * 3 * config.num_kv_heads * config.head_dim * item

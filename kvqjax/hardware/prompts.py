@@ -30,18 +30,19 @@ REACHED = {
 }
 
 
-def prompt_parts(config: ModelConfig, held: int, new: int) -> tuple[float, float]:
-    """Return the fewest operations of `new` tokens of a row that holds `held`, two per multiply-accumulate: (products
-    with every weight for each token, and with the head for the last; scores and weighted sums over what each sees)."""
+def prompt_parts(config: ModelConfig, length: int, new: int) -> tuple[float, float]:
+    """Return the fewest operations of `new` tokens of a row that holds `length` tokens, two per multiply-accumulate:
+    (products with every weight for each token, and with the head for the last; scores and weighted sums over what each
+    sees)."""
     layers = parameter_shapes(config)["layers"]
     weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers))
-    seen = sum(_seen(held + new, window) - _seen(held, window) for window in config.windows)
+    seen = sum(_seen(length + new, window) - _seen(length, window) for window in config.windows)
     return 2.0 * (weights * new + config.vocab_size * config.width), 4.0 * config.query_width * seen
 
 
-def prompt_operations(config: ModelConfig, held: int, new: int) -> float:
-    """Return the fewest operations of `new` tokens of a row that holds `held`."""
-    return sum(prompt_parts(config, held, new))
+def prompt_operations(config: ModelConfig, length: int, new: int) -> float:
+    """Return the fewest operations of `new` tokens of a row that holds `length` tokens."""
+    return sum(prompt_parts(config, length, new))
 
 
 def estimated_seconds(config: ModelConfig, context: int, batch: int, chip: str) -> float | None:

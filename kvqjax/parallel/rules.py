@@ -200,14 +200,14 @@ class Rules:
         """
         # Devices along the rest of `width` share the tokens of the same KV heads. Each attends with the queries of all
         # of them, which are gathered before (`decoder.whole_heads`): hence heads are divided by `kv_heads` alone.
-        rest = self.width[len(self.kv_heads) :]
+        axes = self.width[len(self.kv_heads) :]
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size(self.kv_heads),
             num_kv_heads=config.num_kv_heads // self.size(self.kv_heads),
             recurrent=self._local_recurrent(config),
             split=self.width if self.size(self.width) > 1 else (),
-            gathered=rest if self.size(rest) > 1 else (),
+            gathered=axes if self.size(axes) > 1 else (),
         )
 
     def _local_recurrent(self, shape: KVShape) -> RecurrentConfig | None:
@@ -275,8 +275,8 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(runs_of(layout), local, strict=True))
 
 
-def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
-    """Say whether `parts` wirings like `part`, side by side, store what `whole` stores."""
+def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
+    """Say whether `parts` wirings like `part`, side by side, store what `parent` stores."""
 
     def widened(wiring: Wiring, times: int):
         """Give the widths of sources and the fields, made so many times as wide."""
@@ -288,5 +288,5 @@ def _is_share(whole: Wiring, part: Wiring, parts: int) -> bool:
         return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
     # Constants belong to all heads together, but for fitted rotations: each of these is a head's own.
-    alone = not (whole.chain.carry or whole.wanted().keys() - {ROTATIONS})
-    return alone and widened(whole, 1) == widened(part, parts)
+    alone = not (parent.chain.carry or parent.wanted().keys() - {ROTATIONS})
+    return alone and widened(parent, 1) == widened(part, parts)

@@ -230,10 +230,10 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
 
     constants = of_constants(rules, model.constants)
     placed = model.replace(params=rules.parameters(model.params), constants=constants)
-    given = (placed, *(specs["pending"] if isinstance(x, tuple) else rows for x in arguments))
+    in_specs = (placed, *(specs["pending"] if isinstance(x, tuple) else rows for x in arguments))
     results = tuple(specs[name] for name in out)
     results = results[0] if len(results) == 1 else results
-    return on_parts(local, rules, cache, model, *arguments, specs=given, out=results)
+    return on_parts(local, rules, cache, model, *arguments, specs=in_specs, out=results)
 
 
 def _placed(parameter, sharding: NamedSharding):
