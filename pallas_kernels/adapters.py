@@ -80,12 +80,12 @@ def rope_of(shape: KVShape) -> Rope:
     return Rope(tuple(map(float, inverse_frequencies(shape))), factor)
 
 
-def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **more: Any) -> PackedSpec:
-    """Describe keys and values that have `bits` each and values' scales of `value.dtype`. `more` are fields of
+def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **fields: Any) -> PackedSpec:
+    """Describe keys and values that have `bits` each and values' scales of `value.dtype`. `fields` are those of
     `PackedSpec` that differ from codec to codec."""
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     before = rope_of(shape) if rope == "pre" else None
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **more)
+    return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **fields)
 
 
 # ---- Exact vectors ----
@@ -193,12 +193,12 @@ def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
     signs, and with the transform in the codec."""
     if not isinstance(value, Higgs) or rope != "pre" or key.rotated or value.rotated:
         return None
-    alike = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
+    parameters = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
     group = key.size(shape.kv_width)
-    whole = group % shape.head_dim == 0 and shape.kv_width % group == 0
-    if alike[0] != alike[1] or alike[0][:2] != (2, None):
+    whole_heads = group % shape.head_dim == 0 and shape.kv_width % group == 0
+    if parameters[0] != parameters[1] or parameters[0][:2] != (2, None):
         return None
-    if not (whole and group.bit_count() == shape.head_dim.bit_count() == 1):  # powers of two
+    if not (whole_heads and group.bit_count() == shape.head_dim.bit_count() == 1):  # powers of two
         return None
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
     bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}

@@ -20,7 +20,7 @@ class Kernels(NamedTuple):
     basis: str = "table"
 
     def allow(self, form: KernelForm | None) -> bool:
-        """Whether the kernel of a form may run, as far as this says."""
+        """Say whether the kernel of a form may run."""
         return self.forms is None or form in self.forms
 
     def text(self, target: str) -> str:

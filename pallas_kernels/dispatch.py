@@ -64,18 +64,18 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     return kernel
 
 
-def _shared_out(kernel: Callable[..., Partial], some: int, spec: Spec) -> Callable[..., Partial]:
-    """Return a function that calls `kernel` repeatedly, on at most `some` query heads of each KV head at a time, and
-    puts their results together."""
+def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Callable[..., Partial]:
+    """Return a function that calls `kernel` repeatedly, on at most `count` query heads of each KV head at a time, and
+    puts the results together."""
 
-    def attend(q, *rest) -> Partial:
+    def attend(q, *arguments) -> Partial:
         q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])
-        done = []
-        for first in range(0, q.shape[3], some):
-            part = q[:, :, :, first : first + some]
-            out, lse = kernel(part.reshape(*q.shape[:2], -1, q.shape[4]), *rest)
-            done.append((out.reshape(*part.shape[:4], -1), lse.reshape(part.shape[:4])))
-        out, lse = (jnp.concatenate(parts, axis=3) for parts in zip(*done, strict=True))
+        results = []
+        for first in range(0, q.shape[3], count):
+            part = q[:, :, :, first : first + count]
+            out, lse = kernel(part.reshape(*q.shape[:2], -1, q.shape[4]), *arguments)
+            results.append((out.reshape(*part.shape[:4], -1), lse.reshape(part.shape[:4])))
+        out, lse = (jnp.concatenate(parts, axis=3) for parts in zip(*results, strict=True))
         return Partial(out.reshape(*q.shape[:2], -1, out.shape[4]), lse.reshape(*q.shape[:2], -1))
 
     return attend
@@ -109,6 +109,6 @@ def packed_attention(
 
     # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
-    kernel, some = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
-    kernels = {PLATFORMS[chosen]: kernel if some == group else _shared_out(kernel, some, spec)}
+    kernel, count = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
+    kernels = {PLATFORMS[chosen]: kernel if count == group else _shared_out(kernel, count, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=lambda *_: without_kernel())

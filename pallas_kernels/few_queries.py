@@ -1,8 +1,8 @@
 """Scores and weighted sums of a few queries on packed codes as plain sums, which XLA for CPUs computes as it decodes.
 
-A product would have codes decoded into memory first, as 32/b times their bytes; to write and read those takes longer
-than to decode the codes anew for each of a few queries. The sums are written out term by term: XLA vectorises no `sum`
-along another axis than the last.
+A product would have codes decoded into memory first, as 32/b times their bytes. Writing and reading those takes longer
+than decoding the codes anew for each of a few queries. The sums are written out term by term, because XLA vectorises a
+`sum` along the last axis only.
 
 A word has P = 32/b codes, and S tokens are n stretches of 32. Keys come in lines, one array for each of the D/P words
 of a token's head; values in stripes, one array for each 32 words of a channel (`kvqjax.ops.packing.stripes`). XLA reads
@@ -37,18 +37,20 @@ def scores(
 ) -> Float[Array, "B K M n 32"]:
     """Multiply queries by keys with one scale and minimum, all finite, per channel of every n/g stretches of 32 tokens;
     -inf where a query does not see the token."""
-    scaled, found = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
+    scaled, terms = q[:, :, :, None] * scale[:, :, None], []  # [B, K, M, g, D]
     for rows, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
         factors, missing = (np.tile(y, (1, 1, 1, len(rows))) for y in (factors, missing))  # for each channel
-        own = (scaled * factors[None])[..., None, None]  # before codes: large scales times 2**31 would be infinite
+        # Multiplied before the codes are: large scales times 2**31 would be infinite.
+        coefficients = (scaled * factors[None])[..., None, None]
         low = low + scale * missing
         for row, x in enumerate(rows):
             x = (x ^ FLIP).reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
             channels = range(row * len(masks), (row + 1) * len(masks))
-            found += [_floats(x & mask) * own[..., d, :, :] for mask, d in zip(masks, channels, strict=True)]
-    rest = jnp.repeat(jnp.einsum("bkmd,bkgd->bkmg", q, low), seen.shape[2] // scale.shape[2], axis=3)
-    # Scores are a sum of arrays of their own size: anything simpler XLA computes anew, terms and all, for each user.
-    return _sum([jnp.where(seen[:, None], rest[..., None], -jnp.inf), _sum(found).reshape(*q.shape[:3], -1, PLANE)])
+            terms += [_floats(x & mask) * coefficients[..., d, :, :] for mask, d in zip(masks, channels, strict=True)]
+    base = jnp.repeat(jnp.einsum("bkmd,bkgd->bkmg", q, low), seen.shape[2] // scale.shape[2], axis=3)
+    # The last sum is one of arrays that are as large as the scores. XLA would compute anything simpler anew for each
+    # of its users, terms and all.
+    return _sum([jnp.where(seen[:, None], base[..., None], -jnp.inf), _sum(terms).reshape(*q.shape[:3], -1, PLANE)])
 
 
 def weighted(
@@ -60,21 +62,21 @@ def weighted(
 ) -> Float[Array, "B K M D 32"]:
     """Sum values with one scale and minimum, all finite, per token of every D/V channels under their weights; the sums
     of every 32nd token are left apart."""
-    scaled, found = weights[:, :, :, None] * scale[:, :, None], []  # [B, K, M, V, n, 32]
+    scaled, terms = weights[:, :, :, None] * scale[:, :, None], []  # [B, K, M, V, n, 32]
     for pieces, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
         part = 32 // len(masks)  # pieces of a block, which has `part` stretches in each of a word's places
         factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5, 6)) for y in (factors, missing))
-        own = scaled.reshape(*scaled.shape[:4], -1, len(masks), part, PLANE) * factors[None]
+        coefficients = scaled.reshape(*scaled.shape[:4], -1, len(masks), part, PLANE) * factors[None]
         for number, x in enumerate(pieces):
             block, piece = divmod(number, part)
             x = x.reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
-            each = (_floats((x & mask) ^ (FLIP & mask)) for mask in masks)  # [B, K, 1, V, D/V, 32]
-            found += [codes * own[..., block, place, piece, None, :] for place, codes in enumerate(each)]
+            planes = (_floats((x & mask) ^ (FLIP & mask)) for mask in masks)  # [B, K, 1, V, D/V, 32]
+            terms += [codes * coefficients[..., block, place, piece, None, :] for place, codes in enumerate(planes)]
         low = low + (scale.reshape(*scale.shape[:3], -1, len(masks), part, PLANE) * missing).reshape(low.shape)
-    # A product, which XLA leaves apart; a sum over an axis it would take together with the terms, and make many loops.
+    # A product, which XLA leaves apart. A sum over an axis it would fuse with the terms, and make many loops of them.
     lows = jnp.einsum("bkmnr,bkvnr->bkmv", weights, low)
-    each = _sum(found) + lows[..., None, None] / PLANE  # one of 32 shares
-    return each.reshape(*weights.shape[:3], -1, PLANE)
+    sums = _sum(terms) + lows[..., None, None] / PLANE  # one of 32 shares
+    return sums.reshape(*weights.shape[:3], -1, PLANE)
 
 
 class _Planes(NamedTuple):

@@ -64,13 +64,13 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
     if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
         return None
     if spec.datatype == "nuq":
-        known = spec.rope is not None and groups == (0, spec.width)
+        fits = spec.rope is not None and groups == (0, spec.width)
         outliers = spec.key_slots > 0 or spec.value_slots > 0
-        return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if known else None
+        return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if fits else None
     factors = spec.key_factors, spec.value_factors
     if spec.key_channels:
-        known = spec.rope is None and factors == (0, False) and groups == (0, spec.head_dim) == (0, spec.key_channels)
-        return KernelForm("oscar", *bits, spec.head_dim) if known else None
+        fits = spec.rope is None and factors == (0, False) and groups == (0, spec.head_dim) == (0, spec.key_channels)
+        return KernelForm("oscar", *bits, spec.head_dim) if fits else None
     if factors == (0, False):
         method = "kivi" if spec.rope is None else "kivi_star"
     elif spec.rope is None and factors in ((1, False), (spec.kv_heads, True)):
@@ -84,16 +84,16 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
 
 def _latent_form(spec: LatentSpec) -> KernelForm | None:
     stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
-    same = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
-    if not same or stored.scales != "bfloat16" or shape not in LATENT_SHAPES:
+    fits = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
+    if not fits or stored.scales != "bfloat16" or shape not in LATENT_SHAPES:
         return None
     return KernelForm("xquant", stored.key_bits, stored.value_bits, spec.head_dim, qk_norm=bool(spec.epsilon))
 
 
 def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
     shape, bits = (spec.kv_heads, spec.head_dim, spec.group), spec.key_bits // 2
-    known = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
-    return KernelForm("higgs", bits, bits, spec.head_dim) if known else None
+    fits = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
+    return KernelForm("higgs", bits, bits, spec.head_dim) if fits else None
 
 
 def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
@@ -103,16 +103,16 @@ def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
 
 
 def _exact_form(spec: ExactSpec) -> KernelForm | None:
-    known = spec.dtype == "bfloat16" and spec.head_dim in EXACT_HEAD_DIMS and spec.width % LANES == 0
-    return KernelForm("exact", head_dim=spec.head_dim) if known else None
+    fits = spec.dtype == "bfloat16" and spec.head_dim in EXACT_HEAD_DIMS and spec.width % LANES == 0
+    return KernelForm("exact", head_dim=spec.head_dim) if fits else None
 
 
 def _predicted_form(spec: PredictedSpec) -> KernelForm | None:
     codes = spec.codes
     shape, bits = (codes.kv_heads, codes.head_dim, codes.group), codes.key_bits // 2
-    same = codes.key_bits == codes.value_bits and codes.scales == spec.dtype == "bfloat16"
+    fits = codes.key_bits == codes.value_bits and codes.scales == spec.dtype == "bfloat16"
     method = "aqua" if spec.mapped else "aqua, first layer"
-    return KernelForm(method, bits, bits, codes.head_dim) if same and shape in PREDICTED_SHAPES else None
+    return KernelForm(method, bits, bits, codes.head_dim) if fits and shape in PREDICTED_SHAPES else None
 
 
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {

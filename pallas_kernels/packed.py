@@ -151,8 +151,8 @@ class PackedSpec:
     @property
     def plain(self) -> bool:
         """Whether these are uniform codes of keys after RoPE per channel, without factors: what `reference` reads."""
-        more = self.key_slots, self.value_slots, self.key_factors, self.value_factors, self.key_channels
-        return self.rope is None and self.datatype == "uniform" and not any(more)
+        extras = self.key_slots, self.value_slots, self.key_factors, self.value_factors, self.key_channels
+        return self.rope is None and self.datatype == "uniform" and not any(extras)
 
     @property
     def value_slice(self) -> int:
@@ -160,8 +160,8 @@ class PackedSpec:
         return math.gcd(self.head_dim, self.value_group)
 
 
-def _wanted(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
-    """Yield (name, array, wanted shape) of every array. `lead` is (layers, rows); the value scales say how many slots
+def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
+    """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The value scales say how many slots
     there are."""
     slots = body.value_scale.shape[-1]
     for name, codes, bits in (("key", body.key_codes, spec.key_bits), ("value", body.value_codes, spec.value_bits)):
@@ -205,15 +205,15 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec, rows: int | None = N
     count = 0 if body.positions is None else len(body.positions)
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
-    for name, wanted in (
+    for name, present in (
         ("signposts", spec.datatype == "nuq"),
         ("key_outliers", spec.key_slots > 0),
         ("value_outliers", spec.value_slots > 0),
         ("key_factor", spec.key_factors > 0),
         ("value_factor", spec.value_factors),
     ):
-        if wanted and getattr(body, name) is None:
+        if present and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")
-    for name, array, shape in _wanted(body, spec, (len(body.value_scale), len(q) if rows is None else rows)):
+    for name, array, shape in _expected_shapes(body, spec, (len(body.value_scale), len(q) if rows is None else rows)):
         if array.shape != shape:
             raise ValueError(f"{name}: got {array.shape}, want {shape}")

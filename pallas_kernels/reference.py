@@ -249,9 +249,9 @@ class _Block(NamedTuple):
     def stripes(self, array: UInt[Array, "L N _ W _"], after: Array) -> list[UInt[Array, "B K D 32"]]:
         """Read the words of one plane set of values, 32 of each channel at a time, the blocks in order."""
         blocks, lanes = self.size * array.shape[2] // self.body.slots, range(0, array.shape[4], PLANE)
-        each = [{2: (block, 1), 4: (lane, PLANE)} for block in range(blocks) for lane in lanes]
+        cuts = [{2: (block, 1), 4: (lane, PLANE)} for block in range(blocks) for lane in lanes]
         shape = self.spec.kv_heads, self.spec.head_dim, PLANE
-        return [self.cut(array, 2, after, only).reshape(-1, *shape) for only in each]
+        return [self.cut(array, 2, after, only).reshape(-1, *shape) for only in cuts]
 
     def of_keys(self, name: str, after: Array) -> Float[Array, "B K g D"]:
         """Read the keys' scales or minima."""
@@ -332,12 +332,12 @@ def _weighted(
         The sums. The last axis has the sums of every 32nd token apart for few queries, and one entry for others.
     """
     spec = block.spec
-    few = _are_few(weights.shape[2], spec)
+    by_sums = _are_few(weights.shape[2], spec)
     # Values for a product are decoded into memory. They are not read before the weights are there, when the decoded
     # keys are no longer needed.
-    after = q if few else weights
+    after = q if by_sums else weights
     scale, low = block.of_values("value_scale", after), block.of_values("value_low", after)
-    if few:
+    if by_sums:
         words = tuple(block.stripes(array, after) for array in block.body.value_codes)
         return few_queries.weighted(weights, words, spec.value_bits, scale, low)
     codes = _codes(block.words("value_codes", after), spec.value_bits, spec)

@@ -203,8 +203,8 @@ class Generation:
         settings = self._settings
         room = STRIDE if settings.stride <= STRIDE else 1 << (settings.stride - 1).bit_length()
         return start(
-            self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling, settings.seed,
-            self._eos, settings.progress, room=room, held=self._held, before=self._before,
+            self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling,
+            settings.seed, self._eos, settings.progress, room=room, held=self._held, before=self._before,
         )  # fmt: skip
 
     def _stepped(self, state: LoopState) -> LoopState:

@@ -37,8 +37,8 @@ def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"
 
 def _bounds(start, stop, group: int, rows: int) -> Int[Array, "B 2 R"]:
     """Return first and last + 1 visible token of every column; nothing for the columns of padding."""
-    both = jnp.repeat(jnp.stack([start, stop], 1), group, axis=2)
-    return jnp.pad(both, ((0, 0), (0, 0), (0, rows - both.shape[-1]))).astype(jnp.int32)
+    bounds = jnp.repeat(jnp.stack([start, stop], 1), group, axis=2)
+    return jnp.pad(bounds, ((0, 0), (0, 0), (0, rows - bounds.shape[-1]))).astype(jnp.int32)
 
 
 def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start, stop) -> Partial:
@@ -48,13 +48,13 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
         kernel((ends, bounds), operands, memory, (out, lse), plan)
 
     `ends` [3, B] are first tile, last tile + 1 and layer; `bounds` [B, 2, R] is from `_bounds`."""
-    operands, given = jax.tree.flatten(operands)
-    scratch, held = jax.tree.flatten(memory)
+    operands, operands_tree = jax.tree.flatten(operands)
+    scratch, memory_tree = jax.tree.flatten(memory)
 
     def body(ends, bounds, *refs):
         data, results = refs[: len(operands)], refs[len(operands) : len(operands) + 2]
-        memory = held.unflatten(refs[len(operands) + 2 :])
-        kernel((ends, bounds), given.unflatten(data), memory, results, plan)
+        memory = memory_tree.unflatten(refs[len(operands) + 2 :])
+        kernel((ends, bounds), operands_tree.unflatten(data), memory, results, plan)
 
     batch, _, heads, dim = shape
     ends = [start.min(1) // plan.tile, -(-stop.max(1) // plan.tile), jnp.full((batch,), layer)]

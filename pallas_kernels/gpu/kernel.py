@@ -68,7 +68,7 @@ def memory(plan) -> Memory:
     return Memory(_keys(plan).memory(plan), gpu_values.memory(plan), *barriers)
 
 
-def kernel(limits, data: Operands, held: Memory, results, plan):
+def kernel(limits, data: Operands, smem: Memory, results, plan):
     """Attend to the tiles of one program. Grid (row, head, split)."""
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
@@ -76,10 +76,10 @@ def kernel(limits, data: Operands, held: Memory, results, plan):
     where = (ends[2, row], row, head)
 
     def fetch_keys(tile):
-        _fetch(_keys(plan).copies, data, held.keys, held.keys_here, plan, where, tile)
+        _fetch(_keys(plan).copies, data, smem.keys, smem.keys_here, plan, where, tile)
 
     def fetch_values(tile):
-        _fetch(gpu_values.copies, data, held.values, held.values_here, plan, where, tile)
+        _fetch(gpu_values.copies, data, smem.values, smem.values_here, plan, where, tile)
 
     @pl.when(begin < end)
     def _():
@@ -87,13 +87,13 @@ def kernel(limits, data: Operands, held: Memory, results, plan):
         fetch_values(begin)
 
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
-    _keys(plan).start(data, held.keys, plan, where, queries, held.shared_here)
+    _keys(plan).start(data, smem.keys, plan, where, queries, smem.shared_here)
     plgpu.commit_smem()  # products read what `start` wrote, all threads' parts of it
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
     def step(number, state):
         quad = Quad(lax.div(number, plan.quads), lax.rem(number, plan.quads))
-        return _fold(data, held, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
+        return _fold(data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
 
     state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows)
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
@@ -106,20 +106,20 @@ def _fetch(copies, data: Operands, target, here, plan, where, tile) -> None:
         plgpu.copy_gmem_to_smem(source, into, here)
 
 
-def _fold(data: Operands, held: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
+def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
     """Fold one quad into the online softmax."""
-    keys, values = gpu_parts.hidden((held.keys, held.values), quad.tile)
+    keys, values = gpu_parts.hidden((smem.keys, smem.values), quad.tile)
     tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
     more_to_come = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
 
-    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.keys_here))
+    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     _keys(plan).prepare(keys, plan, quad, queries)
     plgpu.commit_smem()  # the queries with their scales are written: products read all threads' parts
     scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
     plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
     pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
 
-    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(held.values_here))
+    pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
 
     def write_weights(peak):
         return gpu_values.write_weights(values, plan, quad, scores, peak)

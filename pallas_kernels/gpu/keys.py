@@ -98,14 +98,14 @@ def _constants(keys: Keys, plan, quad: Quad, i: int):
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
     """Return q . k of the steps of a quad, [64, R] each."""
     del table
-    bits, found = plan.spec.key_bits, []
+    bits, out = plan.spec.key_bits, []
     constants = [_constants(keys, plan, quad, i) for i in range(GROUPS)]
     for step in range(STEPS):
         total, zero = constants[step * STEP // GROUP]
-        found.append(zero - gpu_unpack.base(step, bits) * total)
+        out.append(zero - gpu_unpack.base(step, bits) * total)
     for lanes in (pl.ds(first, LANES) for first in range(0, plan.spec.head_dim, LANES)):
         nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
         for step in range(STEPS):
             queries = keys.scaled.at[step * STEP // GROUP, :, lanes]
-            found[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
-    return found
+            out[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
+    return out

@@ -59,5 +59,5 @@ def to_signposts(permute, word, *table, bits: int):
 def look_up(nibbles, table, bits: int) -> list:
     """Return the signposts of the four steps of a quad, bfloat16. `table` is a reference to `table_words`."""
     words = tuple(table[i] for i in range(TABLE))
-    found = packed(functools.partial(to_signposts, bits=bits), jnp.bfloat16, nibbles, scalars=words)
-    return [found[ORDER[bits][step]] for step in range(len(found))]
+    signposts = packed(functools.partial(to_signposts, bits=bits), jnp.bfloat16, nibbles, scalars=words)
+    return [signposts[ORDER[bits][step]] for step in range(len(signposts))]

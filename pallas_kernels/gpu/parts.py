@@ -42,9 +42,9 @@ def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
 def share(ends, row, split, splits: int):
     """Return the first tile of program `split` of those that share a row, and one past its last."""
     first, last = ends[0, row], ends[1, row]
-    each = lax.div(last - first + splits - 1, splits)
-    begin = first + split * each
-    return begin, jnp.minimum(begin + each, last)
+    count = lax.div(last - first + splits - 1, splits)
+    begin = first + split * count
+    return begin, jnp.minimum(begin + count, last)
 
 
 def load(ref, layout, *, optimized: bool = True):

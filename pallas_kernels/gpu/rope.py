@@ -111,15 +111,15 @@ def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
     decoded = []
     for step, code in enumerate(codes):
         group = 0 if plan.signposts else quad.part * GROUPS + step * STEP // GROUP
-        both = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
-        both = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in both)
-        scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in both)
+        factors = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
+        factors = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in factors)
+        scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in factors)
         decoded.append(code * scale + low)
     return decoded
 
 
 def _turned(keys: Keys, step: int, lane: int, first, second):
-    """Rotate both halves of pairs of channels by their tokens' offsets."""
+    """Rotate pairs of channels, the `first` and the `second` of each, by their tokens' offsets."""
     rows = (pl.ds(step % 2 * GROUP + at, STEP) for at in (0, STEP))
     cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
     return first * cos - second * sin, second * cos + first * sin
@@ -127,12 +127,12 @@ def _turned(keys: Keys, step: int, lane: int, first, second):
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
     """Return q . k of the steps of a quad, [64, R] each."""
-    found = [0.0] * STEPS
+    out = [0.0] * STEPS
     for lane in range(0, PAIRS, LANES):
         first, second = (_decoded(keys, plan, quad, table, at) for at in (lane, PAIRS + lane))
         for step in range(STEPS):
             turned = _turned(keys, step, lane, first[step], second[step])
             queries = keys.rotated.at[step * STEP // GROUP]
             lanes = (pl.ds(at, LANES) for at in (lane, PAIRS + lane))
-            found[step] += product(*((x, queries.at[:, y]) for x, y in zip(turned, lanes, strict=True)))
-    return found
+            out[step] += product(*((x, queries.at[:, y]) for x, y in zip(turned, lanes, strict=True)))
+    return out

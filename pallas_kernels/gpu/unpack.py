@@ -38,10 +38,10 @@ def _halves(words: list, bits: int, quad: Quad, layout) -> list:
     """Return the 16-bit halves of the words of each plane set that hold the codes of a quad."""
     if bits == 4:
         return [half(words[0], upper, layout) for upper in range(2)]
-    found = [half(words[0], quad.part, layout)]
+    out = [half(words[0], quad.part, layout)]
     if bits == 3:  # a block of single bits holds two tiles
-        found.append(half(words[1], lax.rem(quad.tile, 2), layout))
-    return found
+        out.append(half(words[1], lax.rem(quad.tile, 2), layout))
+    return out
 
 
 def half_bits(bits: int) -> tuple[int, ...]:
@@ -62,10 +62,10 @@ def to_nibbles(permute, *words, bits: int, later: int = 0):
     if bits == 4:
         low, high = halves
         return (low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4,)
-    two, one = halves
-    one = one >> begin[0]
-    spread = one & 0x00050005 | (one & 0x00500050) << 4
-    return (two & 0x33333333 | (spread << 2 | spread << 4) & 0x44444444,)
+    pairs, singles = halves
+    singles = singles >> begin[0]
+    spread = singles & 0x00050005 | (singles & 0x00500050) << 4
+    return (pairs & 0x33333333 | (spread << 2 | spread << 4) & 0x44444444,)
 
 
 def _nibbles(halves: list, quad: Quad, **static):

@@ -70,17 +70,17 @@ def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> 
     kinds = (layout,) * len(arrays) + (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=(plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),) * len(probe))
-    def apply(_, *given):
+    def apply(_, *operands):
         i16 = ir.IntegerType.get_signless(16)
         pair = ir.VectorType.get((2,), i16 if dtype == jnp.uint16 else ir.BF16Type.get())
-        given, fixed = given[: len(arrays)], [_Word(x.registers.item()) for x in given[len(arrays) :]]
-        results = [np.empty_like(given[0].registers) for _ in probe]
-        for index in np.ndindex(given[0].registers.shape):
-            words = [_Word(mgpu.utils.bitcast(x.registers[index], _i32())) for x in given]
+        operands, fixed = operands[: len(arrays)], [_Word(x.registers.item()) for x in operands[len(arrays) :]]
+        results = [np.empty_like(operands[0].registers) for _ in probe]
+        for index in np.ndindex(operands[0].registers.shape):
+            words = [_Word(mgpu.utils.bitcast(x.registers[index], _i32())) for x in operands]
             for result, word in zip(results, change(_permute, *words, *fixed), strict=True):
                 result[index] = mgpu.utils.bitcast(word.value, pair)
         signed = False if dtype == jnp.uint16 else None
-        return tuple(mgpu.FragmentedArray(_registers=x, _layout=given[0].layout, _is_signed=signed) for x in results)
+        return tuple(mgpu.FragmentedArray(_registers=x, _layout=operands[0].layout, _is_signed=signed) for x in results)
 
     return apply(*arrays, *scalars)
 
@@ -103,8 +103,8 @@ def half(words: jax.Array, upper, layout) -> jax.Array:
         i64, pair = ir.IntegerType.get_signless(64), ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
         selector, registers = _Word(selector.registers.item()), np.empty_like(words.registers)
         for index, register in np.ndenumerate(words.registers):
-            both = mgpu.utils.bitcast(register, i64)
-            first, second = (_Word(arith.trunci(_i32(), x)) for x in (both, arith.shrui(both, mgpu.c(32, i64))))
+            bits64 = mgpu.utils.bitcast(register, i64)
+            first, second = (_Word(arith.trunci(_i32(), x)) for x in (bits64, arith.shrui(bits64, mgpu.c(32, i64))))
             registers[index] = mgpu.utils.bitcast(_permute(first, second, selector).value, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
 

@@ -42,7 +42,7 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
     """List what each column of a block meets. Also return masks [M, 128], by the tuple of groups on 128 lanes and then
     by group: columns whose lanes alternate alike share them."""
     masks: dict[tuple, dict] = {}
-    found = []
+    out = []
     none = jnp.zeros((plan.rows, LANES))
     for i, numbers in enumerate((plan.order // plan.group).reshape(-1, plan.column // LANES, LANES)):
         lanes, met = [tuple(map(int, x)) for x in numbers], groups_met(plan, i)
@@ -50,9 +50,9 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
             if names not in masks:
                 row = jnp.broadcast_to(owners(refs, plan, i)[:, n * LANES : (n + 1) * LANES], (plan.rows, LANES))
                 masks[names] = {group: row == group for group in sorted(set(names))}
-        own = [[jnp.where(masks[x][group], 1.0, none) if group in x else none for x in lanes] for group in met]
-        found.append(Met(met, lanes, jnp.concatenate([jnp.concatenate(row, axis=1) for row in own])))
-    return found, masks
+        members = [[jnp.where(masks[x][group], 1.0, none) if group in x else none for x in lanes] for group in met]
+        out.append(Met(met, lanes, jnp.concatenate([jnp.concatenate(row, axis=1) for row in members])))
+    return out, masks
 
 
 def _apart(scaled, plan, met: Met):
@@ -80,8 +80,8 @@ def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: d
     codes and of its weighted minima."""
     apart = _by_group(products)
     for group, number in enumerate(plan.groups(index)):
-        own = [jnp.where(masks[names][group], low, 0.0) for names, low in minima.items() if group in names]
-        low = functools.reduce(operator.add, own).sum(-1, keepdims=True)
+        terms = [jnp.where(masks[names][group], low, 0.0) for names, low in minima.items() if group in names]
+        low = functools.reduce(operator.add, terms).sum(-1, keepdims=True)
         factor = load_row(refs.channel_factors, number, plan.key_rows, place.column, plan.lanes)
         yield filled(factor, plan) * (apart[group] + low)
 
@@ -92,8 +92,8 @@ def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     total, lows, product = sums
     for index in blocks:
         products, minima = {}, {}
-        found = columns(refs.body.value_codes, None, plan.spec.value_bits, place, index, plan, plan.mixed)
-        for met, number, codes in zip(every, plan.columns(index), found, strict=True):
+        code_columns = columns(refs.body.value_codes, None, plan.spec.value_bits, place, index, plan, plan.mixed)
+        for met, number, codes in zip(every, plan.columns(index), code_columns, strict=True):
             weight, first = next(waiting), number * (plan.column // LANES)
             total = total + lane_wise(jnp.add, weight)
             scaled, low = (weight * own_rows(ref, plan, place, 0, first) for ref in (refs.scales, refs.lows))

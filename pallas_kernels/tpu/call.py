@@ -50,8 +50,8 @@ def fetched(row, number, ends):
 
 def _spec(array, lead: Callable) -> pl.BlockSpec:
     """Make a spec of blocks of one along the first axis: number `lead(*step, layer, ends)` of them."""
-    rest = (0,) * (array.ndim - 1)
-    return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *rest))
+    zeros = (0,) * (array.ndim - 1)
+    return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *zeros))
 
 
 def whole(array) -> Operand:
@@ -66,8 +66,8 @@ def by_row(array) -> Operand:
 
 def of_layer(array) -> Operand:
     """Declare an array [L, B, ...] of which a grid step sees that of its layer and row, [1, 1, ...]."""
-    rest = (0,) * (array.ndim - 2)
-    return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *rest)))
+    zeros = (0,) * (array.ndim - 2)
+    return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros)))
 
 
 def by_tile(array, tile: Callable = fetched) -> Operand:
@@ -133,12 +133,12 @@ def invoke(
     `rows.tile_ends`. `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes. These axes
     come first in what is returned, both float32. Names in `scratch` are names in `refs`. Arrays `in_place` are returned
     after the results; their names in `refs` stand for pairs, what is read and what is written."""
-    used, lead = {name: one for name, one in operands.items() if one is not None}, grid[:-1]
+    used, lead = {name: operand for name, operand in operands.items() if operand is not None}, grid[:-1]
     kept, first = list(in_place.values()), 2  # after the scalars
 
     def body(_, ends, *refs):
-        *given, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
-        named = dict.fromkeys(operands) | dict(zip(used, given, strict=True)) | refs[-1]
+        *inputs, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
+        named = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
         named |= dict(zip(in_place, zip(refs[: len(kept)], refs[-1 - len(kept) : -1], strict=True), strict=True))
         kernel(Refs(**named, out=out, lse=lse), ends, plan)
 
@@ -147,13 +147,13 @@ def invoke(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=[*(one.old for one in kept), *(one.spec for one in used.values())],
-            out_specs=[*(_result(shape, len(lead)) for shape in results), *(one.new for one in kept)],
+            in_specs=[*(operand.old for operand in kept), *(operand.spec for operand in used.values())],
+            out_specs=[*(_result(shape, len(lead)) for shape in results), *(operand.new for operand in kept)],
             scratch_shapes=[scratch],
         ),
         out_shape=[
             *(jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results),
-            *(jax.ShapeDtypeStruct(one.array.shape, one.array.dtype) for one in kept),
+            *(jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in kept),
         ],
         input_output_aliases={first + number: len(results) + number for number in range(len(kept))},
         # Bounds checks would be scalar work for every copy of every step: what `fetched` names lies within the arrays.
@@ -165,5 +165,5 @@ def invoke(
         name=name,
         interpret=interpret,
     )
-    arrays = (one.array for one in (*kept, *used.values()))
+    arrays = (operand.array for operand in (*kept, *used.values()))
     return tuple(call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *arrays))

@@ -133,8 +133,8 @@ def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):
     heads = [load_row(ref, number, count, column, plan.column) for number in numbers]
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     chosen = filled(heads[0], plan)
-    for head, own in enumerate(heads[1:], 1):
-        chosen = jnp.where(row >= head * plan.rows_per_head, filled(own, plan), chosen)
+    for head, rows in enumerate(heads[1:], 1):
+        chosen = jnp.where(row >= head * plan.rows_per_head, filled(rows, plan), chosen)
     return chosen
 
 

@@ -70,14 +70,16 @@ def _queries(q, positions, plan: CommVQPlan) -> Float[Array, "B tiles P M W"]:
     """Scale the queries, rotate them back by the first position of every tile, and lay out those of a group of heads:
     each in its own head's lanes, zero elsewhere."""
     batch, length, count, dim = q.shape
-    each = plan.slots // len(positions) // plan.tile
-    first = (positions[:, None] + jnp.arange(each)[None] * plan.tile).reshape(-1)
+    tiles = plan.slots // len(positions) // plan.tile
+    first = (positions[:, None] + jnp.arange(tiles)[None] * plan.tile).reshape(-1)
     cos, sin = (jnp.tile(x, (1, 2))[None, :, None, None] for x in _cos_sin(first, plan))
     q = (q.astype(jnp.float32) * (LOG2E * dim**-0.5 * plan.spec.rope.factor))[:, None]
     q = (q * cos + swapped(q) * sin).astype(jnp.bfloat16)  # [B, tiles, T, H, D]
     q = q.reshape(batch, plan.tiles, length, plan.groups, plan.shared, count // plan.spec.kv_heads, dim)
-    own = jnp.eye(plan.shared, dtype=q.dtype).reshape(1, 1, 1, plan.shared, 1, 1, plan.shared, 1)
-    rows = (q.transpose(0, 1, 3, 4, 2, 5, 6)[..., None, :] * own).reshape(*q.shape[:2], plan.groups, plan.used, -1)
+    head_mask = jnp.eye(plan.shared, dtype=q.dtype).reshape(1, 1, 1, plan.shared, 1, 1, plan.shared, 1)
+    rows = (q.transpose(0, 1, 3, 4, 2, 5, 6)[..., None, :] * head_mask).reshape(
+        *q.shape[:2], plan.groups, plan.used, -1
+    )
     return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
 
 
@@ -93,8 +95,8 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
 
     def columns(array):  # a block of words on the lanes may hold several tiles
         lanes = min(LANES, array.shape[3])
-        block, each = (1, 1, array.shape[2], lanes), lanes * plan.tiles // array.shape[3]
-        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(fetched(b, j, ends), each)))
+        block, tiles = (1, 1, array.shape[2], lanes), lanes * plan.tiles // array.shape[3]
+        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(fetched(b, j, ends), tiles)))
 
     queries = _queries(q, body.positions, plan)
     order = jnp.asarray(plan.order.reshape(1, -1), jnp.int32)

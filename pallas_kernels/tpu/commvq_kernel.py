@@ -101,13 +101,13 @@ def _multiply(refs: Refs, plan, group, number):
     """Make the keys of a group of heads for a chunk of tokens, before prescale and rotation, as two summands. So no
     product waits for the sum of those before it."""
     dim, levels = plan.spec.head_dim, plan.spec.levels
-    for own in range(plan.shared):
-        head, tokens = group * plan.shared + own, aligned(number, plan.chunk)
+    for member in range(plan.shared):
+        head, tokens = group * plan.shared + member, aligned(number, plan.chunk)
         for step, codes in enumerate(plan.steps):
             lanes = slice(codes[0] * levels, (codes[-1] + 1) * levels)
             columns = _one_hot(refs, plan, head, number, codes)
             product = dot(refs.matrix[aligned(head, dim), lanes], columns, 0)
-            here = step % plan.summands, slice(own * dim, (own + 1) * dim), tokens
+            here = step % plan.summands, slice(member * dim, (member + 1) * dim), tokens
             refs.products[here] = product if step < plan.summands else product + refs.products[here]
 
 
@@ -120,8 +120,8 @@ def _score(refs: Refs, plan, group, number, top):
         parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
         first, second = (sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts)
         keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(jnp.bfloat16)
-        own = slice(2 * head * half, 2 * (head + 1) * half)
-        scores = scores + dot(refs.queries[0, 0, group, :, own], keys, 0)
+        lanes = slice(2 * head * half, 2 * (head + 1) * half)
+        scores = scores + dot(refs.queries[0, 0, group, :, lanes], keys, 0)
     columns = plan.slice // LANES
     sizes = [refs.sizes[pl.ds(number * columns + i, 1)] for i in range(columns)]
     scores = jnp.minimum(scores * jnp.concatenate(sizes, axis=1), refs.limits[:, tokens])
@@ -135,12 +135,12 @@ def _one_hot(refs: Refs, plan, head, number, codes: range):
     words, shape = plan.spec.levels // 2, (8, LANES)
     row, columns = jax.lax.broadcasted_iota(jnp.int32, shape, 0), []
     for i in range(plan.chunk // LANES):
-        found = []
+        pieces = []
         for code in codes:
             at = (number * (plan.chunk // LANES) + i) * plan.key_rows + code * plan.spec.kv_heads + head
-            pair, one = (jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones))
-            found += [jnp.where(pair == row + first, one, 0) for first in range(0, words, 8)]
-        columns.append(pltpu.bitcast(jnp.concatenate(found), jnp.bfloat16))
+            pair, value = (jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones))
+            pieces += [jnp.where(pair == row + first, value, 0) for first in range(0, words, 8)]
+        columns.append(pltpu.bitcast(jnp.concatenate(pieces), jnp.bfloat16))
     return jnp.concatenate(columns, axis=1)
 
 

@@ -65,9 +65,9 @@ def packed_attention(
 
 def _of_recent(recent: Recent) -> Operand:
     """Declare the tokens outside the body."""
-    held = tuple(tuple(of_layer(x) for x in pair) for pair in recent.held)
+    operands = tuple(tuple(of_layer(x) for x in pair) for pair in recent.held)
     spec = Recent(
-        tuple(tuple(x.spec for x in pair) for pair in held),
+        tuple(tuple(x.spec for x in pair) for pair in operands),
         tuple(by_row(x).spec for x in recent.new),
         by_row(recent.seen).spec,
     )
@@ -102,8 +102,8 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
 
     def add(group):
         rows = aligned(group, plan.rows)
-        found = dot(refs.scores[rows].astype(jnp.bfloat16), stored("values", group), 0)
-        refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + found
+        product = dot(refs.scores[rows].astype(jnp.bfloat16), stored("values", group), 0)
+        refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + product
 
     def in_parts(step):
         loop(plan.parts, lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)))
@@ -190,5 +190,5 @@ def _attend_recent(refs, plan: ExactPlan):
 
 def _filled(x):
     """Pad tokens with zeros to the room that they have."""
-    more = room(x.shape[0]) - x.shape[0]
-    return jnp.concatenate([x, jnp.zeros((more, x.shape[1]), x.dtype)]) if more else x
+    missing = room(x.shape[0]) - x.shape[0]
+    return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)]) if missing else x

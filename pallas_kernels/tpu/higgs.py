@@ -86,8 +86,8 @@ def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
     """Return cosine and sine of every chunk's first position, [tiles, chunks * 4, 128], and cos | sin of every offset
     in a chunk, [2C, 2 * 128]."""
     positions, rates = body.positions, _rates(plan)
-    each = plan.slots // len(positions) // plan.chunk
-    first = (positions[:, None] + jnp.arange(each)[None] * plan.chunk).reshape(-1)
+    chunks = plan.slots // len(positions) // plan.chunk
+    first = (positions[:, None] + jnp.arange(chunks)[None] * plan.chunk).reshape(-1)
     first = jnp.pad(first, (0, plan.tiles * (plan.tile // plan.chunk) - first.size))  # the last tile may reach beyond
     turn = angles(first, rates)
     turns = jnp.stack([jnp.cos(turn), jnp.sin(turn)], 1) * plan.spec.rope.factor

@@ -36,7 +36,7 @@ def kernel(refs: Refs, ends, plan):
     over_tiles(refs, ends, work)
 
 
-def _both(x):
+def _doubled(x):
     """Repeat [M, n] for the rows of first and of second channels: [2M, n]."""
     return jnp.concatenate([x, x])
 
@@ -47,11 +47,11 @@ def _spread_scales(refs: Refs, plan, tile):
 
     def spread(piece):
         stored = (x[0, 0, :, aligned(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
-        both = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
+        scales = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
         if plan.slots % plan.tile:
-            both = zero_beyond(both, tile * plan.tile + piece * SPREAD, plan.slots, 1)
+            scales = zero_beyond(scales, tile * plan.tile + piece * SPREAD, plan.slots, 1)
         for first in range(0, SPREAD, LANES):
-            wide = dot(both[:, first : first + LANES], refs.onehot[...], 0)
+            wide = dot(scales[:, first : first + LANES], refs.onehot[...], 0)
             lanes = aligned(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
             refs.key_scales[:, lanes] = wide[:groups]
             refs.value_scales[:, lanes] = wide[groups:]
@@ -87,8 +87,8 @@ def _turned(refs: Refs, plan, chunk, part):
         jnp.concatenate([jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], (plan.rows, LANES)) for i in half])
         for half in ((0, 1), (2, 3))
     )
-    q, other, signs = refs.queries[0, :, :LANES], refs.queries[0, :, LANES:], _both(refs.signs[part])
-    turned = (q * cos + other * sin) * signs, (other * cos - q * sin) * signs
+    q, partner, signs = refs.queries[0, :, :LANES], refs.queries[0, :, LANES:], _doubled(refs.signs[part])
+    turned = (q * cos + partner * sin) * signs, (partner * cos - q * sin) * signs
     return jnp.concatenate(turned, axis=1).astype(jnp.bfloat16)
 
 
@@ -106,8 +106,8 @@ def _meet(refs: Refs, plan, chunk, part, words):
             keys = refs.keys[rows]
         else:
             keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.transform[...], 0).astype(cells.dtype)
-        both = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
-        refs.products[:, rows] = refs.products[:, rows] + dot(queries, both.astype(jnp.bfloat16), 1)
+        waves = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
+        refs.products[:, rows] = refs.products[:, rows] + dot(queries, waves.astype(jnp.bfloat16), 1)
 
 
 def _write_scores(refs: Refs, plan, tile, chunk):
@@ -134,8 +134,8 @@ def _paired(products, plan):
     """Add the products of first channels (even lanes) and of second ones (odd lanes); both lanes get the sum: [2M, 128]
     to [M, 128]."""
     odd = _odd(LANES)
-    own = jnp.where(odd, products[plan.rows :], products[: plan.rows])
-    return own + jnp.where(odd, pltpu.roll(own, 1, 1), pltpu.roll(own, LANES - 1, 1))
+    sums = jnp.where(odd, products[plan.rows :], products[: plan.rows])
+    return sums + jnp.where(odd, pltpu.roll(sums, 1, 1), pltpu.roll(sums, LANES - 1, 1))
 
 
 def _odd(lanes: int):
@@ -149,7 +149,7 @@ def _raise_peak(refs: Refs, plan):
     rescale = jnp.exp2(refs.peak[...] - peak)
     refs.peak[...] = peak
     refs.total[...] = refs.total[...] * rescale
-    refs.out[0] = refs.out[0] * _both(rescale)
+    refs.out[0] = refs.out[0] * _doubled(rescale)
 
 
 def _weigh(refs: Refs, plan, chunk):
@@ -160,8 +160,8 @@ def _weigh(refs: Refs, plan, chunk):
         weights = jnp.exp2(refs.scores[:, lanes] - refs.peak[...])
         total = total + weights
         scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)
-        both = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
-        refs.weights[:, first : first + LANES] = both.astype(jnp.bfloat16)
+        rows = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
+        refs.weights[:, first : first + LANES] = rows.astype(jnp.bfloat16)
     refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True) / 2  # every token was counted on two lanes
 
 

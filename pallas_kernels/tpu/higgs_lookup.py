@@ -31,15 +31,15 @@ def _planes(ref, part: int, count: int, lanes, chunk):
 def _numbers(words, table, bits: int, count: int, lanes, chunk):
     """Look up the codes of a chunk of `count` planes on 128 lanes: words of two numbers, [C, 128] uint32."""
     parts = split_bits(bits)
-    sets, found = [_planes(ref, part, count, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
+    sets, numbers = [_planes(ref, part, count, lanes, chunk) for ref, part in zip(words, parts, strict=True)], []
     for fields in zip(*sets, strict=True):
         pieces, low = [], 0
         for field, part in zip(fields, parts, strict=True):
             piece = field & jnp.uint32((1 << part) - 1)
             pieces.append(piece << jnp.uint32(low) if low else piece)
             low += part
-        found.append(gathered(functools.reduce(operator.or_, pieces).astype(jnp.int32), table))
-    return jnp.concatenate(found)
+        numbers.append(gathered(functools.reduce(operator.or_, pieces).astype(jnp.int32), table))
+    return jnp.concatenate(numbers)
 
 
 def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, end) -> None:

@@ -132,14 +132,14 @@ def _summed(refs: Refs, plan, place: Place, peak):
     return _pieces(plan, piece, no_sums(plan))
 
 
-def _add_sums(refs: Refs, plan, *rest):
+def _add_sums(refs: Refs, plan, *arguments):
     """Add sums as values without factors, or with factors, want them."""
-    return (add_balanced_sums if plan.spec.value_factors else add_sums)(refs, plan, *rest)
+    return (add_balanced_sums if plan.spec.value_factors else add_sums)(refs, plan, *arguments)
 
 
-def _last(found):
+def _last(generator):
     """Run a generator to its end and return the last thing it yields."""
-    *_, last = found
+    *_, last = generator
     return last
 
 
@@ -147,11 +147,11 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
     """Write the scores [M, S] of these blocks in lane order, a column at a time. Yield the maxima so far, [M, 128]."""
     score = rotated_scores if plan.spec.rope is None else unrotated_scores
     for index in blocks:
-        for number, found in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
+        for number, products in zip(plan.columns(index), score(refs, plan, place, index), strict=True):
             tokens = aligned(number, plan.column)
             if plan.spec.key_factors:
-                found = found * token_factors(refs.token_factors, plan, place, number, plan.spec.key_factors)
-            scores = jnp.minimum(found, refs.limits[:, tokens])
+                products = products * token_factors(refs.token_factors, plan, place, number, plan.spec.key_factors)
+            scores = jnp.minimum(products, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
             for lane in range(0, plan.column, LANES):
                 top = jnp.maximum(top, scores[:, lane : lane + LANES])

@@ -53,8 +53,8 @@ def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
 def _slabs(ref, plan: Plan, place: Place, index, i: int):
     """Load the scales, or minima, of every token of a column, [column, W] bfloat16."""
     kinds, which = _kinds(plan)
-    each = plan.column // SLAB
-    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in which[i * each : (i + 1) * each]]
+    count = plan.column // SLAB
+    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in which[i * count : (i + 1) * count]]
     stored = [ref[slab, place.lanes] for slab in slabs]
     return jnp.concatenate(stored)
 
@@ -74,11 +74,11 @@ def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
     first = plan.groups(index)[0]
 
     def rows(ref):
-        known = {
+        by_group = {
             group: load_row(ref, first + group if plan.spec.key_group else 0, plan.key_rows, place.column, plan.lanes)
             for group in sorted({*map(int, groups[:, 0])})
         }
-        return jnp.concatenate([known[int(group)] for group in groups[:, 0] for _ in range(PLANE // 8)])
+        return jnp.concatenate([by_group[int(group)] for group in groups[:, 0] for _ in range(PLANE // 8)])
 
     return numbers * rows(refs.factors) + rows(refs.zeros)
 

@@ -72,8 +72,8 @@ def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
     group = count // plan.spec.kv_heads
     q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.shared, group, 2, dim // 2)
     q = q.transpose(0, 2, 3, 1, 4, 5, 6) * (LOG2E * dim**-0.5)  # [B, P, heads, T, G, 2, D/2]
-    own = jnp.eye(plan.shared)[None, None, :, None, None, None, :, None]
-    q = (q[..., None, :] * own).reshape(batch, plan.groups, plan.used, plan.lanes)
+    head_mask = jnp.eye(plan.shared)[None, None, :, None, None, None, :, None]
+    q = (q[..., None, :] * head_mask).reshape(batch, plan.groups, plan.used, plan.lanes)
     return jnp.pad(q, ((0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
 
 
@@ -85,10 +85,10 @@ def _cos_sin(positions, plan: LatentPlan) -> tuple:
 
 def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
     """Return cosine and sine of the first position of every stretch of every tile."""
-    each = plan.parts.slots // len(positions) // plan.stretch
-    first = (positions[:, None] + jnp.arange(each)[None] * plan.stretch).reshape(-1)
-    wanted = plan.parts.tiles * (plan.parts.tile // plan.stretch)
-    first = jnp.pad(first, (0, wanted - first.size))  # the last tile may reach beyond the array
+    stretches = plan.parts.slots // len(positions) // plan.stretch
+    first = (positions[:, None] + jnp.arange(stretches)[None] * plan.stretch).reshape(-1)
+    total = plan.parts.tiles * (plan.parts.tile // plan.stretch)
+    first = jnp.pad(first, (0, total - first.size))  # the last tile may reach beyond the array
     return jnp.stack(_cos_sin(first, plan), 1).reshape(plan.parts.tiles, -1, plan.half)
 
 
@@ -101,10 +101,13 @@ def _tables(plan: LatentPlan) -> dict:
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
     offsets = jnp.asarray(parts.tile_order % plan.stretch)
     cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(offsets, plan))
-    own = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
-    own = np.pad(np.tile(np.repeat(own, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0)))
+    lane_mask = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
+    lane_mask = np.pad(
+        np.tile(np.repeat(lane_mask, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0))
+    )
     ones = {
-        name: jnp.asarray(x, jnp.bfloat16) for name, x in (("onehot", parts.onehot), ("spread", spread), ("own", own))
+        name: jnp.asarray(x, jnp.bfloat16)
+        for name, x in (("onehot", parts.onehot), ("spread", spread), ("own", lane_mask))
     }
     return {"order": jnp.asarray(parts.order[None], jnp.int32), "cos": cos, "sin": sin, **ones}
 

@@ -84,5 +84,5 @@ def plan_latents(
     columns, stretch = LANES if spec.target in WIDE else 2 * LANES, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
-    some = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice
-    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, some), stretch)
+    limit = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice
+    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, limit), stretch)

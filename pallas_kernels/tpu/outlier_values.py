@@ -53,8 +53,8 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
 
 def _scaled(weights, shares, plan: Plan, slot: int):
     """Multiply the weights of n lane groups [n, M, 128] by what a slot changes in each: [n*M, 128] bfloat16."""
-    own = (filled(jnp.broadcast_to(shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(weights.shape[0]))
-    return jnp.concatenate([weights[i] * share for i, share in enumerate(own)]).astype(jnp.bfloat16)
+    rows = (filled(jnp.broadcast_to(shares[i, slot : slot + 1], (8, LANES)), plan) for i in range(weights.shape[0]))
+    return jnp.concatenate([weights[i] * share for i, share in enumerate(rows)]).astype(jnp.bfloat16)
 
 
 def _onehot(lane):

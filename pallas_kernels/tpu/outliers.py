@@ -43,19 +43,20 @@ def scratch(plan: Plan) -> dict:
     """Declare working memory for R slots of a token (padded): P lane groups, M query rows, S tokens of the tile."""
     spec, scores = plan.spec, (plan.lane_groups, plan.rows, plan.tile)
     keys, values = padded(spec.key_slots), padded(spec.value_slots)
-    held = {}
+    buffers = {}
     if keys:
-        held["added"] = memory(*scores)  # [P, M, S]: what outliers of keys add to the scores
-        held["key_slots"] = memory(3 * keys, plan.tile)  # [3R, S]: values, lanes and lane groups, in lane order
-        held["waves"] = memory(2 * keys, plan.tile)  # [2R, S]: cos | sin of the slots' lanes and tokens
-        held["changes"] = memory(2 * keys, plan.tile)  # [2R, S]: what one lane group's outliers change, times cos | sin
+        buffers["added"] = memory(*scores)  # [P, M, S]: what outliers of keys add to the scores
+        buffers["key_slots"] = memory(3 * keys, plan.tile)  # [3R, S]: values, lanes and lane groups, in lane order
+        buffers["waves"] = memory(2 * keys, plan.tile)  # [2R, S]: cos | sin of the slots' lanes and tokens
+        # [2R, S]: what one lane group's outliers change, times cos | sin
+        buffers["changes"] = memory(2 * keys, plan.tile)
     if values:
-        held["weights"] = memory(*scores)  # [P, M, S]: softmax weights of all lane groups
-        held["value_slots"] = memory(3 * values, plan.tile)
-        held["shares"] = memory(SHARE, values, LANES)  # what the outliers of 128 tokens change in each lane group
-    if held:
-        held["staged"] = memory(3 * max(keys, values), plan.period, dtype=jnp.bfloat16)
-    return held
+        buffers["weights"] = memory(*scores)  # [P, M, S]: softmax weights of all lane groups
+        buffers["value_slots"] = memory(3 * values, plan.tile)
+        buffers["shares"] = memory(SHARE, values, LANES)  # what the outliers of 128 tokens change in each lane group
+    if buffers:
+        buffers["staged"] = memory(3 * max(keys, values), plan.period, dtype=jnp.bfloat16)
+    return buffers
 
 
 def prepare(refs, plan: Plan, tile) -> None:
@@ -67,11 +68,11 @@ def prepare(refs, plan: Plan, tile) -> None:
         _order_slots(refs, plan, tile, body.value_outliers, refs.value_slots, spec.value_slots)
 
 
-def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
+def _order_slots(refs, plan: Plan, tile, stored, slots, count: int) -> None:
     """Write the tile's outliers, `count` slots a token in [1, 1, rows, S] u16, to `slots` [3R, S] in lane order."""
 
     def bring(number):
-        _stage(refs.staged, given, plan, tile, number, slots.shape[0] // 3, count)
+        _stage(refs.staged, stored, plan, tile, number, slots.shape[0] // 3, count)
         staged = refs.staged[: slots.shape[0]]
         slots[:, aligned(number, plan.period)] = dot(staged, refs.onehot[...], 0)
 
@@ -79,11 +80,11 @@ def _order_slots(refs, plan: Plan, tile, given, slots, count: int) -> None:
     loop(plan.tile // plan.period, bring)
 
 
-def _stage(staged, given, plan: Plan, tile, number, rows: int, count: int) -> None:
+def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> None:
     """Write values, lanes and lane groups of one period's slots one below the other, as bfloat16. This is exact: values
     have 16 bits as stored, and the other two are small integers."""
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    words = given[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
+    words = stored[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
     channels = words[count : 2 * count]
     parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
@@ -136,9 +137,9 @@ def add_keys(refs, plan: Plan) -> None:
 
     def wave(number):
         lanes = aligned(number, LANES)
-        own = aligned(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
+        places = aligned(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
         index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
-        token = jnp.broadcast_to(refs.order[:, own].astype(jnp.float32), index.shape)
+        token = jnp.broadcast_to(refs.order[:, places].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
         refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
 
@@ -159,13 +160,13 @@ def _add_group(refs, plan: Plan, group) -> None:
         refs.changes[:rows, lanes] = change * refs.waves[:rows, lanes]
         refs.changes[rows:, lanes] = change * refs.waves[rows:, lanes]
     for index in range(plan.blocks):
-        both = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
+        pairs = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
         for first in range(index * plan.block, (index + 1) * plan.block, LANES):
-            refs.added[group, :, first : first + LANES] += _gathered(refs, plan, both, first)
+            refs.added[group, :, first : first + LANES] += _gathered(refs, plan, pairs, first)
 
 
-def _gathered(refs, plan: Plan, both, first: int):
-    """Return what the slots of 128 tokens add to the scores of a lane group, [M, 128]. `both` holds y and y~ as halves
+def _gathered(refs, plan: Plan, pairs, first: int):
+    """Return what the slots of 128 tokens add to the scores of a lane group, [M, 128]. `pairs` holds y and y~ as halves
     of words, [M, 128]."""
     rows, lanes, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
     for slot in range(plan.spec.key_slots):
@@ -173,9 +174,9 @@ def _gathered(refs, plan: Plan, both, first: int):
             jnp.broadcast_to(ref[row : row + 1, lanes], (8, LANES))
             for ref, row in ((refs.key_slots, rows + slot), (refs.changes, slot), (refs.changes, rows + slot))
         )
-        found = _take_rows(both, lane.astype(jnp.int32))
-        y = jax.lax.bitcast_convert_type(found << jnp.uint32(16), jnp.float32)
-        z = jax.lax.bitcast_convert_type(found & jnp.uint32(0xFFFF0000), jnp.float32)
+        words = _take_rows(pairs, lane.astype(jnp.int32))
+        y = jax.lax.bitcast_convert_type(words << jnp.uint32(16), jnp.float32)
+        z = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
         total = total + y * filled(cos, plan) + z * filled(sin, plan)
     return total
 

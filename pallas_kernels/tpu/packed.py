@@ -158,7 +158,7 @@ def _scratch(plan: Plan) -> dict:
     """Declare working memory. S tokens of the tile, P*W all channels, N key groups, C rows of value scales."""
     spec, shape = plan.spec, (plan.lane_groups, plan.rows)
     scales, factors = (plan.tile * plan.value_rows // LANES, LANES), (spec.width * plan.key_rows // LANES, LANES)
-    held = {
+    buffers = {
         "peak": memory(*shape, 1),  # running maximum
         "total": memory(*shape, 1),  # running sum of the softmax weights
         "limits": memory(plan.rows, plan.tile),  # NEVER where a row must not look, else infinite
@@ -171,12 +171,12 @@ def _scratch(plan: Plan) -> dict:
     }
     if plan.slabs:
         rows = tpu_keys.patterns(plan).shape[0]  # scales and minima of the keys of a slab (`keys`)
-        held |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
+        buffers |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
     if spec.key_factors:  # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
-        held["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
+        buffers["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
     if spec.key_channels:  # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
         keys = memory(plan.tile * spec.kv_heads // LANES, LANES)
-        return held | {"key_scales": keys, "key_lows": keys}
+        return buffers | {"key_scales": keys, "key_lows": keys}
     if spec.value_factors:  # [P*W/128 * N, 128]: what the values of a key group are multiplied by
-        held["channel_factors"] = memory(*factors)
-    return held | tpu_outliers.scratch(plan)
+        buffers["channel_factors"] = memory(*factors)
+    return buffers | tpu_outliers.scratch(plan)

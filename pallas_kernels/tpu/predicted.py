@@ -45,7 +45,7 @@ def packed_attention(
     group = q.shape[2] // spec.kv_heads
     plan = plan_predicted(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
     bounds, heads = row_bounds(start, stop, plan, group), (q.shape[0], 1, plan.lane_groups, plan.rows)
-    found, lse, keys, values = invoke(
+    out, lse, keys, values = invoke(
         kernel,
         plan,
         (q.shape[0], plan.tiles),
@@ -58,7 +58,7 @@ def packed_attention(
         name=f"packed_attention_predicted_k{spec.codes.key_bits}v{spec.codes.value_bits}_{plan.tile}",
         interpret=interpret,
     )
-    part = collect(found.reshape(*heads, plan.lanes), lse.reshape(*heads, 1), q.shape, plan)
+    part = collect(out.reshape(*heads, plan.lanes), lse.reshape(*heads, 1), q.shape, plan)
     return part, {"k": keys, "v": values}
 
 
@@ -73,16 +73,16 @@ def _table(plan: PredictedPlan) -> Float[Array, "C 256"]:
     """Return cos | sin of every offset in a chunk, on the lanes of as many heads as fill 128."""
     rates = np.tile(plan.frequencies, 2 * LANES // plan.spec.head_dim)
     turn = np.arange(plan.chunk)[:, None] * rates[None]
-    both = np.concatenate([np.cos(turn), np.sin(turn)], axis=1)
-    return jnp.asarray(both, jnp.float32 if plan.wide else jnp.bfloat16)
+    cells = np.concatenate([np.cos(turn), np.sin(turn)], axis=1)
+    return jnp.asarray(cells, jnp.float32 if plan.wide else jnp.bfloat16)
 
 
 def _operands(q, bounds, body: PredictedBody, plan: PredictedPlan) -> dict[str, Operand | None]:
     """Declare what the kernel reads beside keys and values of the layer below. P lane groups of W lanes, M query rows,
     S tokens of the tile, C of a chunk."""
     maps, codes = body.maps, body.codes
-    known = {} if maps is None else {"key_map": maps.key, "value_map": maps.value}
-    known |= {} if maps is None else {"key_bias": maps.key_bias[None], "value_bias": maps.value_bias[None]}
+    arrays = {} if maps is None else {"key_map": maps.key, "value_map": maps.value}
+    arrays |= {} if maps is None else {"key_bias": maps.key_bias[None], "value_bias": maps.value_bias[None]}
     return {
         "queries": by_row(lane_queries(q, plan)),  # [1, P, M, 2W] bf16: q | q~, each head's in its own lanes
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
@@ -94,7 +94,7 @@ def _operands(q, bounds, body: PredictedBody, plan: PredictedPlan) -> dict[str, 
         "value_words": _words(codes.value_grid),
         # words [1, 1, rows, codes], scales [1, 1, groups, S]
         "body": of_body(codes.stored, plan, by_token=("key_scale", "value_scale")),
-        **{name: whole(x) for name, x in known.items()},  # maps [inputs, channels] bf16, biases [1, channels] f32
+        **{name: whole(x) for name, x in arrays.items()},  # maps [inputs, channels] bf16, biases [1, channels] f32
     }
 
 

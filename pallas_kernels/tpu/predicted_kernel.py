@@ -93,17 +93,17 @@ def _predict(refs: Refs, plan, source: str, inputs, chunk, lanes):
 
 def _spread_scales(refs: Refs, plan, scale, chunk):
     """Write a chunk's scales on all lanes of a register: [groups, C] to [groups, C, 128]. Products with 1 are exact."""
-    codes, each = plan.spec.codes, plan.chunk // LANES
+    codes, columns = plan.spec.codes, plan.chunk // LANES
 
     def step(number):
         row, lane = (jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-        stored = from_bits(scale[0, 0, :, aligned(chunk * each + number, LANES)], codes.scales).astype(jnp.float32)
+        stored = from_bits(scale[0, 0, :, aligned(chunk * columns + number, LANES)], codes.scales).astype(jnp.float32)
         for group in range(codes.groups):
             diagonal = jnp.where(row == lane, jnp.broadcast_to(stored[group : group + 1], (LANES, LANES)), 0.0)
             spread = dot(diagonal.astype(jnp.bfloat16), jnp.ones((LANES, LANES), jnp.bfloat16), 0)
             refs.scales[group, aligned(number, LANES)] = spread * (STEP / codes.group)
 
-    loop(each, step)
+    loop(columns, step)
 
 
 def _mixed(columns: list) -> list:
@@ -116,12 +116,12 @@ def _mixed(columns: list) -> list:
 
 def _add(refs: Refs, plan, source: str, new, chunk):
     """Add residuals and predictions of a chunk and write the sums into `new`."""
-    each = plan.spec.codes.group // COLUMN
+    columns = plan.spec.codes.group // COLUMN
 
     def step(piece):
         rows, tokens = aligned(piece, PIECE), aligned(chunk * (plan.chunk // PIECE) + piece, PIECE)
         for group in range(plan.spec.codes.groups):
-            lanes = [slice(i * COLUMN, (i + 1) * COLUMN) for i in range(group * each, (group + 1) * each)]
+            lanes = [slice(i * COLUMN, (i + 1) * COLUMN) for i in range(group * columns, (group + 1) * columns)]
             scale = jnp.concatenate([refs.scales[group, rows]] * (COLUMN // LANES), axis=1)
             for part, mixed in zip(lanes, _mixed([refs.residuals[rows, part] for part in lanes]), strict=True):
                 total = mixed * scale
@@ -141,8 +141,8 @@ def _score(refs: Refs, plan, number):
     queries = jnp.concatenate(turned(refs, plan, group, chunk), axis=1) * spread
     keys = refs.keys[1][0, tokens, aligned(group, plan.lanes)].astype(refs.table.dtype)
     turns = refs.table[:, :LANES], refs.table[:, LANES:]
-    both = [keys[:, first : first + LANES] * turn for turn in turns for first in range(0, plan.lanes, LANES)]
-    scores = dot(queries.astype(jnp.bfloat16), jnp.concatenate(both, axis=1).astype(jnp.bfloat16), 1)
+    waves = [keys[:, first : first + LANES] * turn for turn in turns for first in range(0, plan.lanes, LANES)]
+    scores = dot(queries.astype(jnp.bfloat16), jnp.concatenate(waves, axis=1).astype(jnp.bfloat16), 1)
     scores = jnp.minimum(scores, refs.limits[:, tokens])
     refs.scores[rows, tokens] = scores
     refs.top[rows] = jnp.maximum(refs.top[rows], scores.max(-1, keepdims=True))
@@ -151,5 +151,5 @@ def _score(refs: Refs, plan, number):
 def _sum_values(refs: Refs, plan, group):
     """Add the tile's weighted values of a lane group to the running sums."""
     rows = aligned(group, plan.rows)
-    found = dot(refs.scores[rows].astype(jnp.bfloat16), refs.values[1][0, :, aligned(group, plan.lanes)], 0)
-    refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + found
+    product = dot(refs.scores[rows].astype(jnp.bfloat16), refs.values[1][0, :, aligned(group, plan.lanes)], 0)
+    refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + product

@@ -46,8 +46,8 @@ def table(plan: Plan) -> Float[Array, "block C"]:
     if plan.wide:
         order = order.reshape(-1, plan.column // 2, 2).swapaxes(1, 2).reshape(-1)
     angles = order[:, None] * _across(plan.frequencies, plan)
-    both = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    return jnp.asarray(both, jnp.float32 if plan.wide else jnp.bfloat16)
+    cells = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    return jnp.asarray(cells, jnp.float32 if plan.wide else jnp.bfloat16)
 
 
 def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"]:
@@ -66,19 +66,19 @@ def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
     first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
     turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
-    both = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
-    both = jnp.pad(both, ((0, plan.tiles * plan.blocks - len(both)), (0, 0)))
-    return both.reshape(plan.tiles, -1, LANES)
+    cells = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
+    cells = jnp.pad(cells, ((0, plan.tiles * plan.blocks - len(cells)), (0, 0)))
+    return cells.reshape(plan.tiles, -1, LANES)
 
 
 def turned(refs, plan, group, index):
     """Rotate the queries of a lane group back to the first position of a block: y and y~, [M, W] float32 each."""
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
-    q, other = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
-    each = plan.lanes // LANES
-    rows = ([refs.turns[0, pl.ds((2 * index + i) * each + n, 1)] for n in range(each)] for i in range(2))
+    q, partner = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
+    columns = plan.lanes // LANES
+    rows = ([refs.turns[0, pl.ds((2 * index + i) * columns + n, 1)] for n in range(columns)] for i in range(2))
     cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)
-    return q * cos + other * sin, other * cos - q * sin
+    return q * cos + partner * sin, partner * cos - q * sin
 
 
 def rotated(codes, refs, plan: Plan, place: Place, index, i: int):

@@ -17,17 +17,17 @@ def lane_queries(q, plan) -> Float[Array, "B P M W"]:
     group, shared = heads // plan.spec.kv_heads, plan.shared
     q = q.astype(jnp.bfloat16).reshape(batch, length, plan.lane_groups, shared, group, dim)
     q = q.transpose(0, 2, 3, 1, 4, 5).reshape(batch, plan.lane_groups, shared, length * group, dim)
-    own = jnp.eye(shared, dtype=q.dtype)[None, None, :, None, :, None]
+    head_mask = jnp.eye(shared, dtype=q.dtype)[None, None, :, None, :, None]
     parts = [q] if plan.spec.rope is None else [q, swapped(q)]
-    rows = [(x[..., None, :] * own).reshape(batch, plan.lane_groups, shared * length * group, -1) for x in parts]
+    rows = [(x[..., None, :] * head_mask).reshape(batch, plan.lane_groups, shared * length * group, -1) for x in parts]
     return jnp.pad(jnp.concatenate(rows, -1), ((0, 0), (0, 0), (0, plan.rows - rows[0].shape[2]), (0, 0)))
 
 
 def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     """Return first and last + 1 visible token of every query row, nothing for padding. `plan.shared` KV heads of
     `group` query heads each are together in a group of M rows."""
-    both = jnp.stack([start, stop], -1).astype(jnp.int32)
-    rows = jnp.tile(jnp.repeat(both, group, axis=1), (1, plan.shared, 1))
+    bounds = jnp.stack([start, stop], -1).astype(jnp.int32)
+    rows = jnp.tile(jnp.repeat(bounds, group, axis=1), (1, plan.shared, 1))
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
 
 

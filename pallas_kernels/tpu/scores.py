@@ -30,8 +30,8 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
         yield from _token_scores(refs, plan, place, index)
         return
     queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
-    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
-    for i, codes in enumerate(found):
+    code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for i, codes in enumerate(code_columns):
         met, owner = groups_met(plan, i), owners(refs, plan, i)
         stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
         scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
@@ -40,8 +40,8 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
 
 def _multiplied_scores(refs, plan: Plan, place: Place, index):
     """Do the same where scales multiply the codes, not the queries."""
-    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
-    for i, codes in enumerate(found):
+    code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
+    for i, codes in enumerate(code_columns):
         keys = (
             packed(*halves(codes, refs, plan, place, index, i))
             if plan.wide
@@ -53,16 +53,16 @@ def _multiplied_scores(refs, plan: Plan, place: Place, index):
 def token_factors(ref, plan: Plan, place: Place, number, count: int):
     """Load numbers of the tokens of column `number` of the tile, of which `ref` has `count` a token: one for each KV
     head, or one for all. [M, column]."""
-    own = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
-    return of_heads(ref, plan, own, count, number * (plan.column // LANES))
+    heads = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
+    return of_heads(ref, plan, heads, count, number * (plan.column // LANES))
 
 
 def _token_scores(refs, plan: Plan, place: Place, index):
     """Yield the scores of a block's columns for keys that have scales and minima per token."""
     queries = refs.queries[0, place.group]
     total = queries.astype(jnp.float32).sum(-1, keepdims=True)
-    found = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
-    for number, codes in zip(plan.columns(index), found, strict=True):
+    code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
+    for number, codes in zip(plan.columns(index), code_columns, strict=True):
         scale, low = (
             token_factors(ref, plan, place, number, plan.spec.kv_heads) for ref in (refs.key_scales, refs.key_lows)
         )
@@ -72,8 +72,8 @@ def _token_scores(refs, plan: Plan, place: Place, index):
 def unrotated_scores(refs, plan: Plan, place: Place, index):
     """Yield the scores of a block's columns, for keys stored before RoPE."""
     queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
-    found = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
-    for i, (number, codes) in enumerate(zip(plan.columns(index), found, strict=True)):
+    code_columns = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
+    for i, (number, codes) in enumerate(zip(plan.columns(index), code_columns, strict=True)):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
         tokens = aligned(number, plan.column)
         yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores

@@ -25,8 +25,8 @@ def own_rows(ref, plan, place: Place, part: int, column):
     queries: [M, column]. `column` is the number of the first 128 tokens."""
     spec = plan.spec
     first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
-    own = ((head * spec.head_dim + part * spec.value_slice) // spec.value_group for head in range(plan.shared))
-    return of_heads(ref, plan, (first + number for number in own), plan.value_rows, column)
+    groups = ((head * spec.head_dim + part * spec.value_slice) // spec.value_group for head in range(plan.shared))
+    return of_heads(ref, plan, (first + number for number in groups), plan.value_rows, column)
 
 
 def weights_of(refs: Refs, plan, peak, blocks):
@@ -44,8 +44,8 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     total, lows, product = sums
     parts, bits = range(plan.value_slices), plan.spec.value_bits
     for index in blocks:
-        found = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
-        for number, codes in zip(plan.columns(index), found, strict=True):
+        code_columns = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
+        for number, codes in zip(plan.columns(index), code_columns, strict=True):
             weight, first = next(waiting), number * (plan.column // LANES)
             if plan.spec.value_slots:
                 refs.weights[place.group, :, aligned(number, plan.column)] = weight

@@ -44,15 +44,14 @@ def write_limits(refs, plan, tile):
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima, and those or factors of its keys, into lane order: [C, S] to
-    [S/128 * C, 128].
-    The offset of the codes is taken off the minima."""
+    """Bring this tile's value scales and minima into lane order, [C, S] to [S/128 * C, 128], and those or the factors
+    of its keys. The offset of the codes is taken off the minima."""
     spec, count = plan.spec, plan.value_rows
-    more = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
-    # With more than values' scales the results of all lanes would fill the registers: parts one after the other.
-    width = math.gcd(plan.tile, TOKENS // 2 if more and plan.wide else TOKENS)
+    key_count = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
+    # With keys' numbers beside the values' the results of all lanes would fill the registers. So lanes come in parts.
+    width = math.gcd(plan.tile, TOKENS // 2 if key_count and plan.wide else TOKENS)
     most = {"v5e": 1, "v5p": 1, "v6e": 2}.get(plan.spec.target, 4) * LANES
-    parts = max(plan.period // most, 1) if more else 1
+    parts = max(plan.period // most, 1) if key_count else 1
 
     def pieces(number, tokens, *stored):
         """Load what is stored by token, in stretches of `period` tokens."""
@@ -61,12 +60,12 @@ def order_scales(refs, plan, tile):
             rows = zero_beyond(rows, tile * plan.tile + number * width, plan.slots, 1)
         return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
 
-    def write(number, many: int, rows, part):
+    def write(number, stretches: int, rows, part):
         product = dot(rows, refs.onehot[:, aligned(part, plan.period // parts)], 0)
-        for i in range(many):
+        for i in range(stretches):
             column = number * (width // LANES) + (i * (plan.period // LANES) + part * (plan.period // parts // LANES))
             values = product[2 * i * count : 2 * (i + 1) * count]
-            keys = product[2 * count * many + i * more : 2 * count * many + (i + 1) * more]
+            keys = product[2 * count * stretches + i * key_count : 2 * count * stretches + (i + 1) * key_count]
             _write_pair(refs.scales, refs.lows, values, column, _offset(spec.value_bits, plan))
             if spec.key_channels:
                 scaled = keys * plan.spread
@@ -78,7 +77,7 @@ def order_scales(refs, plan, tile):
         tokens = aligned(number, width)
         values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
         keys = (refs.body.key_scale, refs.body.key_low) if spec.key_channels else (refs.body.key_factor,)
-        every = values + pieces(number, tokens, *keys) if more else values
+        every = values + pieces(number, tokens, *keys) if key_count else values
         part = functools.partial(write, number, len(values), jnp.concatenate(every))
         part(0) if parts == 1 else loop(parts, part)
 
@@ -97,10 +96,10 @@ def _write_columns(ref, x, first):
         ref[aligned(first + i, rows)] = x[:, i * LANES : (i + 1) * LANES]
 
 
-def _write_pair(scales, lows, both, first, lift: int):
+def _write_pair(scales, lows, pair, first, lift: int):
     """Write scales and minima [2C, lanes] as `_write_columns` does; the offset of their codes is taken off the
     minima."""
-    scale, low = jnp.split(both, 2)
+    scale, low = jnp.split(pair, 2)
     _write_columns(scales, scale, first)
     _write_columns(lows, low - lift * scale, first)
 
