@@ -47,7 +47,7 @@ def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.
     return ids[: rows * length].reshape(rows, length)
 
 
-def _known(shape: KVShape) -> list[str]:
+def _calibrated_methods(shape: KVShape) -> list[str]:
     """List methods with constants of their own; rotations and means belong to options."""
     names, options = [], ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
     for name in METHODS:
@@ -61,8 +61,8 @@ def _check_needed(method: Method, shape: KVShape) -> None:
     if not needed(method, shape):
         if any(run.wiring.wanted() for run in runs_for(method, shape)):
             raise UserError(f"{method} has constants, and no `fit` of its codecs or layers says what finds them")
-        known = ", ".join(_known(shape))
-        raise UserError(f"{method} needs no calibration; calibrated: {known}, rotate=fitted, and keys with centre=mean")
+        names = ", ".join(_calibrated_methods(shape))
+        raise UserError(f"{method} needs no calibration; calibrated: {names}, rotate=fitted, and keys with centre=mean")
 
 
 def learns(method: Method, shape: KVShape) -> bool:
@@ -85,7 +85,7 @@ def run(
     count: int | None = None,
     length: int | None = None,
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
     announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
     """Calibrate `method` for `model`. Where layers, or keys and values, follow methods that are calibrated in different
@@ -99,7 +99,7 @@ def run(
         count: sequences; None: those of the method's published recipe.
         length: tokens of a sequence; None: the recipe's, cut to the model's context.
         state: a file that keeps the progress, so that a killed run continues and gives the same constants.
-        advance: `advance(done, total)` is told each step.
+        advance: `advance(steps, total)` is told each step.
         announce: `announce(text, work)` is told what will be read and how many floating point operations it takes at
             least.
 
@@ -139,7 +139,7 @@ def from_tensors(
     dtype: str | None = None,
     recipe=None,
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Calibrate `method` for any model from what its attention layers computed for N sequences of T tokens. The
     artifact's `constants` go to `kvq.attend_layer` and `kvq.append`.

@@ -191,9 +191,9 @@ class Captured:
             raise UserError("keys: wanted an array [sequences, tokens, heads, head_dim] for every layer")
         shape = self.shape
         kv, head = (*self.size, shape.num_kv_heads, shape.head_dim), (*self.size, shape.num_heads, shape.head_dim)
-        wanted = {"keys": kv, "values": kv, "key_gradients": kv, "value_gradients": kv, "queries": head}
-        for name, wanted_shape in wanted.items():
-            self._check(name, wanted_shape)
+        shapes = {"keys": kv, "values": kv, "key_gradients": kv, "value_gradients": kv, "queries": head}
+        for name, expected in shapes.items():
+            self._check(name, expected)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         arrays = getattr(self, name)

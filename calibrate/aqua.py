@@ -259,10 +259,10 @@ def fit(
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Predictors of the layout's method from layers of any model. `state` names a file that keeps the progress after
-    every layer: a run that was killed continues there. `advance(done, total)` is told each layer."""
+    every layer: a run that was killed continues there. `advance(steps, total)` is told each layer."""
     task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
     now = stepped(_fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance)

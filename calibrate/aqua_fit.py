@@ -148,10 +148,11 @@ def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
 def ridge(
     moments: Moments, damping: float = 1e-3, intercept: bool = True, centred: bool = False
 ) -> tuple[Matrix, Matrix]:
-    """(W [I,O], b [O]) of least |Xa [W; b] - Y|^2 with `damping` times the mean of C's whole diagonal, the ones column
-    included, added to every diagonal entry, the intercept's too (the released rule). `centred` takes X and Y without
-    their means instead: the released damping grows with the square of an offset (Qwen's keys have offsets of 50 times
-    their spread) until nothing is learnt."""
+    """(W [I,O], b [O]) of least |Xa [W; b] - Y|^2.
+
+    The released rule adds `damping` times the mean of C's diagonal to every diagonal entry; the column of ones and the
+    intercept count in both. `centred` takes X and Y without their means instead. The released damping grows with the
+    square of an offset, and Qwen's keys have offsets of 50 times their spread: nothing would be learnt."""
     if centred:
         xx, xy = _centred(moments)
         weight = _solve(_damped(xx, damping), xy)
@@ -159,8 +160,8 @@ def ridge(
     if not intercept:
         weight = _solve(_damped(moments.xx[:-1, :-1], damping), moments.xy[:-1])
         return weight, np.zeros(weight.shape[1])
-    both = _solve(_damped(moments.xx, damping), moments.xy)
-    return both[:-1], both[-1]
+    solution = _solve(_damped(moments.xx, damping), moments.xy)
+    return solution[:-1], solution[-1]
 
 
 def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True) -> tuple[Matrix, Matrix, Matrix]:
@@ -184,8 +185,8 @@ def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
 
 def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
     """Errors of Y ~ X weight + bias on the rows the moments were taken from."""
-    both = np.concatenate([weight, bias[None]])
-    error = moments.yy.sum() - 2 * (both * moments.xy).sum() + (both * (moments.xx @ both)).sum()
+    solution = np.concatenate([weight, bias[None]])
+    error = moments.yy.sum() - 2 * (solution * moments.xy).sum() + (solution * (moments.xx @ solution)).sum()
     spread = moments.yy.sum() - (moments.xy[-1] ** 2).sum() / moments.rows
     return Score(float(error / max(moments.yy.sum(), 1e-300)), float(1 - error / max(spread, 1e-300)))
 
@@ -340,8 +341,10 @@ def _inputs(names: str, keys: np.ndarray, values: np.ndarray, i: int) -> jax.Arr
     return predictor_inputs(names, jnp.asarray(keys[i]), jnp.asarray(values[i]))
 
 
-def _given(exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int) -> tuple[Array, dict[str, Array], Array]:
-    """What the cache is given of sequence i: one source, the carry and this layer's reconstructed keys."""
+def _cache_inputs(
+    exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int
+) -> tuple[Array, dict[str, Array], Array]:
+    """What the cache gets of sequence i: one source, the carry and this layer's reconstructed keys."""
     carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
     return jnp.asarray(exact[i]), carry, jnp.asarray(keys[i], dtype)
 
@@ -387,17 +390,17 @@ def fit_layer(
             constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
         elif isinstance(layer.codec(source), Centred):
             constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
-        given = functools.partial(_given, exact[source], below, recon.get("k", below["k"]), dtype)
+        inputs_of = functools.partial(_cache_inputs, exact[source], below, recon.get("k", below["k"]), dtype)
         if isinstance(layer.codec(source), Klt):
             ready, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
-            rest = [_missed(layer, source, ready, *given(i)) for i in range(train)]
+            residuals = [_missed(layer, source, ready, *inputs_of(i)) for i in range(train)]
             kept = layer.needs(source, exact[source].shape[-1])["into"][1]
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
-            constants[source] |= klt.constants_of(jnp.stack(rest), costs[source], kept)
+            constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
         ready = cast(constants[source], dtype)
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):
-            out[i] = _reconstruct(layer, source, ready, *given(i))
+            out[i] = _reconstruct(layer, source, ready, *inputs_of(i))
         recon[source] = out
         error = ((out - exact[source]) ** 2).sum() / max((exact[source] ** 2).sum(), 1e-30)
         report[source]["reconstruction_mse"] = float(error)

@@ -62,10 +62,10 @@ def fit(
     method: Method,
     *,
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Key means of `method` from sequences of any model. `state` names a file that keeps the progress after every
-    sequence: a run that was killed continues there. `advance(done, total)` is told each sequence."""
+    sequence: a run that was killed continues there. `advance(steps, total)` is told each sequence."""
     shape, sinks = data.shape, method.sinks
     if data.length <= sinks:
         raise UserError(

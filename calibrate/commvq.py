@@ -137,12 +137,12 @@ def fit(
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda number, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Artifact:
     """Codebooks and encoders of `method` from layers of any model. `state` names a file that keeps the progress after
-    every layer: a run that was killed continues there. `advance(done, total)` is told each round of EM and each part of
-    a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
+    every layer: a run that was killed continues there. `advance(number, total)` is told each round of EM and each part
+    of a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
     layers, (count, length) = method.layers(data.shape), data.h.shape[:2]
     steps = [layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
     if not sum(steps):

@@ -174,8 +174,8 @@ def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
         key, x = entry
         fit = fit_round(key, x, weight, levels, settings)
         batches = x.reshape(-1, settings.batch, x.shape[-1])
-        rest = jax.lax.map(lambda b: b - centre(fit.book, *nearest(b, fit.book)), batches)
-        return fit, rest.reshape(x.shape)
+        errors = jax.lax.map(lambda b: b - centre(fit.book, *nearest(b, fit.book)), batches)
+        return fit, errors.reshape(x.shape)
 
     return jax.lax.map(fit_group, (jax.random.split(key, residual.shape[0]), residual))
 

@@ -139,7 +139,7 @@ def fit(
     method: Method,
     *,
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Transforms of `method` from sequences of any model.
 
@@ -147,7 +147,7 @@ def fit(
         data: what the layers compute.
         method: which layers' keys and values are transformed, and by how many coefficients.
         state: a file that keeps the progress after every layer: a run that was killed continues there.
-        advance: `advance(done, total)` is told each layer.
+        advance: `advance(steps, total)` is told each layer.
 
     Returns:
         The method with `mean`, `into` and `back` of every layer and source, float32.

@@ -137,7 +137,7 @@ def _nearest(centres, signposts):
     return jnp.searchsorted((signposts[1:] + signposts[:-1]) / 2, centres)
 
 
-def _one(hist: Histogram, count: int) -> Float[Array, " M"]:
+def _signposts_of(hist: Histogram, count: int) -> Float[Array, " M"]:
     """Find the `count` signposts of one histogram."""
     coarse = [a.reshape(COARSE, -1).sum(1) for a in (hist.weight, hist.moment)]
     # Gains hold squares of moments, so the largest weight is brought to 1: squares of numbers of any size would leave
@@ -169,7 +169,7 @@ def weighted_kmeans(hist: Histogram, count: int) -> Float[Array, "L M"]:
     Returns:
         Sorted signposts of each histogram.
     """
-    return jax.lax.map(lambda h: _one(h, count), hist)
+    return jax.lax.map(lambda h: _signposts_of(h, count), hist)
 
 
 @jax.jit

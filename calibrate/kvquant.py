@@ -335,10 +335,10 @@ def fit(
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Constants of `method` from sequences of any model. `state` names a file that keeps the progress after every
-    sequence: a run that was killed continues there. `advance(done, total)` is told each step."""
+    sequence: a run that was killed continues there. `advance(steps, total)` is told each step."""
     task, count = _prepare(data, method, recipe), data.count
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 

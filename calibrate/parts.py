@@ -70,10 +70,10 @@ def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
 
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
     """Leave out fits whose constants another one finds as well."""
-    return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in other.also for other in fits))
+    return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in candidate.also for candidate in fits))
 
 
-def _asked(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
+def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
     if isinstance(spec, Pair):
         codecs = run.wiring.storage.codecs.items()
         return {source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None}
@@ -86,15 +86,15 @@ def _asked(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
 
 def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
     """List what every layer asks for; a fit that covers another one takes its layers too."""
-    specs, asked = method.layers(shape), []
+    specs, fits = method.layers(shape), []
     for run in runs_for(method, shape):
-        asked += [_asked(method, run, specs[run.first])] * run.count
-    everywhere = [fit for layer in asked for fit in layer.values()]
+        fits += [_fits_of(method, run, specs[run.first])] * run.count
+    everywhere = [fit for layer in fits for fit in layer.values()]
 
     def cover(fit: Fit) -> Fit:
-        return next((other for other in everywhere if fit.module in other.also), fit)
+        return next((candidate for candidate in everywhere if fit.module in candidate.also), fit)
 
-    return [{part: cover(fit) for part, fit in layer.items()} for layer in asked]
+    return [{part: cover(fit) for part, fit in layer.items()} for layer in fits]
 
 
 def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
@@ -104,14 +104,14 @@ def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
 
 def divided(method: Method, shape: KVShape) -> list[Part]:
     """Divide a method among what calibrates it."""
-    asked, specs = _by_layer(method, shape), method.layers(shape)
-    shares = dict.fromkeys((fit, part) for layer in asked for part, fit in layer.items())
+    by_layer, specs = _by_layer(method, shape), method.layers(shape)
+    shares = dict.fromkeys((fit, part) for layer in by_layer for part, fit in layer.items())
     if [part for _, part in shares] == [""]:
         ((fit, _),) = shares
         return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
 
     def share(fit: Fit, part: str) -> Part:
-        numbers = [number for number, layer in enumerate(asked) if layer.get(part) == fit]
+        numbers = [number for number, layer in enumerate(by_layer) if layer.get(part) == fit]
         layers = [_alone(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
         alone = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
         return Part(fit, alone, dict.fromkeys(numbers, part))
@@ -137,7 +137,7 @@ def calibrated(
         return fit_part(parts[0], state, advance)
     artifacts = []
     for number, part in enumerate(parts):
-        tell = lambda done, total, n=number: advance(n * 1000 + 1000 * done // total, 1000 * len(parts))  # noqa: E731
+        tell = lambda steps, total, n=number: advance(n * 1000 + 1000 * steps // total, 1000 * len(parts))  # noqa: E731
         artifacts.append(fit_part(part, None if state is None else part_state(state, number), tell))
     constants = tuple(_merged(run, parts, artifacts, shape) for run in runs_for(method, shape))
     reports = [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, artifacts, strict=True)]
@@ -151,7 +151,7 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
         if run.first not in part.groups:
             continue
         group, runs = part.groups[run.first], runs_for(part.method, shape)
-        place = next(n for n, other in enumerate(runs) if run.first < other.first + other.count)
+        place = next(n for n, part_run in enumerate(runs) if run.first < part_run.first + part_run.count)
         start = run.first - runs[place].first
         groups = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
         constants |= {name: arrays for name, arrays in groups.items() if group in ("", name)}

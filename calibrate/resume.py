@@ -70,18 +70,18 @@ def stepped(
     step: Callable[[dict[str, Any]], dict[str, Any]],
     path: Path | None,
     owner: str,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> dict[str, Any]:
-    """The state after `total` steps from `start`. Its entry "done" counts the steps and is kept here; the file at
+    """The state after `total` steps from `start`. Its entry "done" counts the steps and is kept here. The file at
     `path` (None: no file) holds it after every step, so that a run of `owner` which was killed goes on there.
-    `advance(done, total)` is told each step. Raises UserError where another process is at the same file."""
+    `advance(steps, total)` is told each step. Raises UserError where another process is at the same file."""
     with held(path):
         now = start if path is None else load_state(path, owner, start)
-        while (done := int(now["done"])) < total:
-            now = step(now) | {"done": np.int64(done + 1)}
+        while (steps := int(now["done"])) < total:
+            now = step(now) | {"done": np.int64(steps + 1)}
             if path is not None:
                 save_state(path, owner, now)
-            advance(done + 1, total)
+            advance(steps + 1, total)
         return now
 
 

@@ -154,10 +154,10 @@ def calibrate(
     *,
     recipe: Recipe = Recipe(),
     state: Path | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Fitted rotations of `method` for `model`, and key means if it takes them off. `state` names a file that keeps the
-    progress after every sequence: a run that was killed continues there. `advance(done, total)` is told each one."""
+    progress after every sequence: a run that was killed continues there. `advance(steps, total)` is told each one."""
     config, (count, length), sinks = model.config, np.shape(tokens), method.sinks
     if length <= sinks + 1:
         raise UserError(f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]")
@@ -181,10 +181,10 @@ def calibrate(
 
 def _constants(run: RunLayout, now: dict, recipe: Recipe, rows: int) -> dict:
     """What a run of layers asks for."""
-    layers, wanted, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
-    if CONSTANTS in wanted:
-        constants[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in wanted[CONSTANTS]}
-    if "k" in wanted:
+    layers, groups, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
+    if CONSTANTS in groups:
+        constants[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in groups[CONSTANTS]}
+    if "k" in groups:
         mean = jnp.asarray(now["sum"][layers] / rows, jnp.float32)
         turn = lambda m, fixed: in_frame(run, fixed, m[None])[0]  # noqa: E731 - a layer's own matrices
         constants["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: constants.get(CONSTANTS, {})})}

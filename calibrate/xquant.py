@@ -69,8 +69,8 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
-        wanted = run.wiring.constants(run.count, dtype) if layers[0] else {}
-        stacks.append(jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), wanted, *layers))
+        shapes = run.wiring.constants(run.count, dtype) if layers[0] else {}
+        stacks.append(jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), shapes, *layers))
     return tuple(stacks)
 
 

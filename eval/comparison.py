@@ -61,7 +61,7 @@ def _calibrate_once(
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be written: {error.strerror}") from error
     state = path.with_name(path.name + ".state.npz")
-    advance = lambda done, total: update(done / total)  # noqa: E731
+    advance = lambda steps, total: update(steps / total)  # noqa: E731
     run(model, method, texts, count=sequences, state=state, advance=advance).save(path)
     state.unlink(missing_ok=True)
 
@@ -140,8 +140,8 @@ def comparison(
     check_integer("tokens", tokens, 0)
     check_integer("seed", seed, 0, MOST_SEED)
     if isinstance(data, os.PathLike) or (isinstance(data, str) and (is_name(data) or not re.search(r"\s", data))):
-        wanted = 2 * max(LEARNT, tokens)
-        data = read(data, field=field, split=split, folder=folder, model=model, tokens=wanted, seed=seed)
+        budget = 2 * max(LEARNT, tokens)
+        data = read(data, field=field, split=split, folder=folder, model=model, tokens=budget, seed=seed)
     texts = data_or_ids(model, data, "data")
     about = texts.about if isinstance(texts, Data) else {"name": "token ids", "tokens": len(texts)}
     learnt, scored = in_halves(texts)

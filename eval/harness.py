@@ -186,8 +186,8 @@ class CacheLM(TemplateLM):
                 part = order[start : start + self.batch]
                 prompts = [ids[number] for number in part]
                 # Only the text is kept: a result holds its cache.
-                made = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options).text
-                texts |= dict(zip(part, made, strict=True))
+                answers = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options).text
+                texts |= dict(zip(part, answers, strict=True))
         return [texts[number] for number in range(len(requests))]
 
 
@@ -340,14 +340,14 @@ def run_harness(
         raise UserError("limit and samples exclude each other")
     limit = _check_limit(limit)
     manager = _manager(include, {"tokenizer": lm.model.folder, **(metadata or {})}, samples)
-    known = manager.match_tasks(list(tasks))
+    task_names = manager.match_tasks(list(tasks))
     missing = [name for name in tasks if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"the harness does not know the tasks {', '.join(missing)}")
     seeds = {f"{name}_random_seed": seed for name in ("numpy", "torch", "fewshot")} | {"random_seed": seed}
     options = {"num_fewshot": shots, "limit": limit, "samples": samples, "bootstrap_iters": 0}
     options |= {"apply_chat_template": chat, **seeds}
-    return _rows(lm, simple_evaluate(model=lm, tasks=known, task_manager=manager, log_samples=False, **options))
+    return _rows(lm, simple_evaluate(model=lm, tasks=task_names, task_manager=manager, log_samples=False, **options))
 
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:

@@ -63,8 +63,8 @@ def new_figure(width: float, height: float):
 
 def curve_style(number: int) -> dict[str, Any]:
     """Marker, colour and dashes of a picture's curve `number`; those of 32 curves differ."""
-    rest = number % len(COLOURS)
-    return {"color": COLOURS[rest], "marker": MARKERS[rest], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
+    place = number % len(COLOURS)
+    return {"color": COLOURS[place], "marker": MARKERS[place], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def text_colour(colour: str) -> tuple[float, ...]:
@@ -142,7 +142,7 @@ def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
             box = box.padded(MARKER)
             covers = ((busy > (box.x0, box.y0)) & (busy < (box.x1, box.y1))).all(1).any()
-            if inside and not covers and not any(box.overlaps(other) for other in boxes):
+            if inside and not covers and not any(box.overlaps(neighbour) for neighbour in boxes):
                 return text
             text.remove()
     return None

@@ -102,7 +102,7 @@ def retrieval(
     bins: int = 4,
     hay: Hay | None = None,
     kernels: str = "auto",
-    progress=lambda done: None,
+    progress=lambda fraction: None,
 ) -> dict[str, Any]:
     """The share of answers whose every token is right, by greedy decoding behind prompts that hide them.
 
@@ -138,8 +138,8 @@ def retrieval(
         goals = answers[start : start + batch]
         most = max(len(goal) for goal in goals)
         options = {"max_new_tokens": most, "capacity": capacity, "chunk": chunk, "kernels": kernels}
-        made = generate(model, part, method, eos_ids=(), beyond_trained=True, **options).tokens
-        right += [tokens[: len(goal)] == goal for tokens, goal in zip(made, goals, strict=True)]
+        outputs = generate(model, part, method, eos_ids=(), beyond_trained=True, **options).tokens
+        right += [tokens[: len(goal)] == goal for tokens, goal in zip(outputs, goals, strict=True)]
         progress(min(1.0, (start + batch) / samples))
     return {
         "cache": str(method),

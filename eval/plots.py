@@ -36,8 +36,8 @@ def series(cache: str) -> str:
     """What the rows of one line have in common: the policy without its bits."""
     policy, *exceptions = cache.split(";")
     name, _, options = policy.partition(":")
-    rest = [option for option in options.split(",") if option and not option.partition("=")[0].endswith("bits")]
-    return ";".join([":".join([name, *([",".join(rest)] if rest else [])]), *exceptions])
+    settings = [option for option in options.split(",") if option and not option.partition("=")[0].endswith("bits")]
+    return ";".join([":".join([name, *([",".join(settings)] if settings else [])]), *exceptions])
 
 
 def _lines(rows: Rows, several: bool) -> dict[str, Rows]:
@@ -137,8 +137,8 @@ def _drift(figure, rows: Rows) -> None:
         spans = [((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if kld > ROUNDING]
         curves.append(_curve(axes, number, row["cache"], spans))
     _log_axis(axes, KLD)
-    if same := [row["cache"] for row in rows if row not in lossy]:
-        zero_line(axes, ", ".join(same) + ": 0")
+    if lossless := [row["cache"] for row in rows if row not in lossy]:
+        zero_line(axes, ", ".join(lossless) + ": 0")
     axes.set_xlabel("decode step (tokens), means over equal spans")
     axes.set_xlim(0, max(row["steps"] for row in rows))
     label_curves(figure, [(axes, curves)])
@@ -193,7 +193,7 @@ def _tasks(figure, rows: Rows) -> None:
 
 def _task_name(row: dict[str, Any], rows: Rows) -> str:
     """A task, with its metric and filter where the report has several."""
-    several = [key for key in ("metric", "filter") if len({other.get(key) for other in rows}) > 1]
+    several = [key for key in ("metric", "filter") if len({entry.get(key) for entry in rows}) > 1]
     return ", ".join([row["task"], *(str(row[key]) for key in several if row.get(key))])
 
 

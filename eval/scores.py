@@ -89,10 +89,10 @@ def through(
     def step(caches, piece):
         inputs, targets, start = piece
         new = jnp.clip(counts - start, 0, chunk)
-        made = [forward(model, inputs, new, cache) for model, cache in zip(models, caches, strict=True)]
+        results = [forward(model, inputs, new, cache) for model, cache in zip(models, caches, strict=True)]
         positions = start + jnp.arange(chunk)[None]
         valid = (positions < counts[:, None] - 1) & (positions >= first)
-        return tuple(cache for _, cache in made), score([logits for logits, _ in made], targets, valid)
+        return tuple(cache for _, cache in results), score([logits for logits, _ in results], targets, valid)
 
     starts = jnp.arange(steps, dtype=jnp.int32) * chunk
     return jax.lax.scan(step, caches, (inputs, targets, starts))[1]
@@ -106,7 +106,7 @@ def replay(model: Model, tokens: Int[Array, "B T"], method: Method, chunk: int) 
     if length % chunk:
         raise UserError(f"chunk={chunk} does not divide {length} tokens")
     counts, cache = jnp.full((rows,), length, jnp.int32), init_cache(model, method, rows, length)
-    logits = through((model,), (cache,), tokens, counts, chunk, lambda made, targets, valid: made[0])
+    logits = through((model,), (cache,), tokens, counts, chunk, lambda outputs, targets, valid: outputs[0])
     return jnp.moveaxis(logits, 0, 1).reshape(rows, length, -1)
 
 

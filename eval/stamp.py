@@ -49,5 +49,5 @@ def stamp_line(about: dict[str, Any]) -> str:
     """One sentence of a report's stamp: versions, fingerprint, seed, data, date."""
     versions = " ".join(f"{name} {number}" for name, number in about["versions"].items())
     data = about.get("data", {})
-    known = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
-    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{known}, {about['date']}"
+    source = f", data {data['name']} {data.get('sha256', '')[:12]}" if "name" in data else ""
+    return f"{versions}, model {about['fingerprint']}, seed {about['seed']}{source}, {about['date']}"

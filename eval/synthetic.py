@@ -179,8 +179,8 @@ def key_value_recall(
     pairs = _pairs(rng, number)
     while count(store := ",".join(k + v for k, v in pairs) + ",") + count("?ab00") > length and len(pairs) > 1:
         pairs.pop()
-    asked = round((rng.random() if depth is None else depth) * (len(pairs) - 1))
-    return Problem(f"{store}?{pairs[asked][0]}", pairs[asked][1])
+    target = round((rng.random() if depth is None else depth) * (len(pairs) - 1))
+    return Problem(f"{store}?{pairs[target][0]}", pairs[target][1])
 
 
 def repeated_spans(rng: np.random.Generator, length: int, count: Callable[[str], int]) -> Problem:

@@ -132,10 +132,10 @@ def score_windows(
     if exact_prefix:
         start = jnp.full((rows,), exact_prefix, jnp.int32)
         caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
-    rest = batch[:, exact_prefix:]
-    counts = jnp.full((rows,), rest.shape[1], jnp.int32)
+    tokens = batch[:, exact_prefix:]
+    counts = jnp.full((rows,), tokens.shape[1], jnp.int32)
     score = lambda logits, targets, valid: score_chunk(logits[0], logits[1], targets, valid)  # noqa: E731
-    return through(models, caches, rest, counts, chunk, score, max(0, scored_from - exact_prefix))
+    return through(models, caches, tokens, counts, chunk, score, max(0, scored_from - exact_prefix))
 
 
 def cache_layouts(
@@ -172,7 +172,7 @@ def perplexity(
     batch: int = 4,
     context: int = CONTEXT,
     kernels: str = "auto",
-    progress=lambda done: None,
+    progress=lambda fraction: None,
 ) -> dict[str, Any]:
     """Perplexity through the cache and through the exact one, and the divergence between them.
 
@@ -256,7 +256,7 @@ def drift(
     tokens: int = 2048,
     bins: int = 8,
     kernels: str = "auto",
-    progress=lambda done: None,
+    progress=lambda fraction: None,
 ) -> dict[str, Any]:
     """The KL divergence from the exact cache against the step number: whether the error grows as decoding goes on. The
     text is fed, not what the model would say (teacher forcing).

@@ -65,8 +65,8 @@ class Candidates:
             if key == value != default:
                 exceptions[layers] = bare(self.parts[key])
             elif key != value:
-                both = {f"{layers}.k": key, f"{layers}.v": value}
-                exceptions |= {part: bare(self.parts[c]) for part, c in both.items() if c != default}
+                choices = {f"{layers}.k": key, f"{layers}.v": value}
+                exceptions |= {part: bare(self.parts[c]) for part, c in choices.items() if c != default}
         return policy(self.parts[default], exceptions)
 
 
@@ -77,8 +77,8 @@ def stretches(chosen: np.ndarray) -> Iterable[tuple[str, tuple[int, int]]]:
     """The layers that follow one another with equal choices in a policy [L, 2], as exceptions name them ("0-2"), and
     these choices."""
     for pair, group in itertools.groupby(range(len(chosen)), key=lambda layer: tuple(chosen[layer])):
-        first, *rest = group
-        yield f"{first}-{rest[-1]}" if rest else str(first), pair
+        first, *tail = group
+        yield f"{first}-{tail[-1]}" if tail else str(first), pair
 
 
 def bare(method: Method) -> Method:
@@ -152,10 +152,10 @@ def named(text: str, config: ModelConfig) -> list[Method]:
     items = _split(text)
     if not items:
         raise UserError(f"methods {text!r} names none; wanted {', '.join(GROUPS)}, or methods")
-    wanted: list[str] = []
+    texts: list[str] = []
     for item in items:
-        wanted += {"data-free": _free, "all": _all}[item](config.kv_shape) if item in GROUPS else [item]
-    methods = [method for policy_text in dict.fromkeys(wanted) for method in _at_widths(policy_text, config)]
+        texts += {"data-free": _free, "all": _all}[item](config.kv_shape) if item in GROUPS else [item]
+    methods = [method for policy_text in dict.fromkeys(texts) for method in _at_widths(policy_text, config)]
     for method in methods:
         runs_for(method, config)
     return list(dict.fromkeys(methods))
@@ -171,12 +171,12 @@ def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
     lossy = (method for method in methods if method.name.partition(":")[0] != "exact")
     parts, joint, others = [], [], []
     for method in (parse("exact"), *lossy):
-        alike = parse(to_dict(method) | {"sinks": sinks})
-        wiring = runs_for(alike, config)[0].wiring
-        if alike.overrides or alike.keep or wiring.chain.carry:
-            others.append(alike)
+        variant = parse(to_dict(method) | {"sinks": sinks})
+        wiring = runs_for(variant, config)[0].wiring
+        if variant.overrides or variant.keep or wiring.chain.carry:
+            others.append(variant)
         else:
-            parts.append(alike)
+            parts.append(variant)
             joint.append(not apart(wiring))
     if len(parts) < 2:
         raise UserError("none of these methods can be chosen layer by layer; name one that can, such as kivi or higgs")
@@ -254,7 +254,7 @@ def _constants(model: Model, method: Method, texts: TextLike, folder: Path | Non
         return model.with_artifact(load_artifact(path)).constants
     state = None if path is None else path.with_name(path.name + ".state.npz")
     update = bar(f"calibrating {method}")
-    advance = lambda done, total: update(done / total)  # noqa: E731
+    advance = lambda steps, total: update(steps / total)  # noqa: E731
     artifact = calibrate.run(model, method, texts, state=state, advance=advance)
     if path is not None and state is not None:
         artifact.save(path)

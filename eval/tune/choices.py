@@ -92,11 +92,11 @@ class Mixed(NamedTuple):
     def encode(self, constants, tile, carry):
         recon = {}
         for n, kind in enumerate(self.kinds):
-            due = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
-            for sources in [due] if kind.joint and due else [(s,) for s in due]:
+            names = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
+            for sources in [names] if kind.joint and names else [(s,) for s in names]:
                 here = {s: tile[_name(n, s)] for s in sources}
-                made, carry = self._recoded(constants, kind, sources, here, carry)
-                recon |= {_name(n, s): x for s, x in made.items()}
+                outputs, carry = self._recoded(constants, kind, sources, here, carry)
+                recon |= {_name(n, s): x for s, x in outputs.items()}
         return {source: {"x": x} for source, x in recon.items()}, recon, carry
 
     def _recoded(self, constants, kind: Kind, sources: tuple[str, ...], tile: dict, carry: dict):
@@ -105,8 +105,8 @@ class Mixed(NamedTuple):
 
         def by(number):
             def recode(x, carry):
-                _, made, above = kind.members[number].maps.encode(_of_candidate(constants, number), x, carry)
-                return {s: made[s].astype(x[s].dtype) for s in sources}, above
+                _, outputs, above = kind.members[number].maps.encode(_of_candidate(constants, number), x, carry)
+                return {s: outputs[s].astype(x[s].dtype) for s in sources}, above
 
             return recode
 
@@ -150,7 +150,7 @@ class Choice:
             for clock in storage.clocks:
                 clocks.setdefault(clock[1:], []).extend(_name(number, source) for source in clock.sources)
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
-        wanted = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
+        shapes = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
         kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
         carried = {source: width for wiring in members.values() for source, width in wiring.chain.carry.items()}
         mixed = Mixed(kinds, len(self.specs))
@@ -162,7 +162,7 @@ class Choice:
             ),
             Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
             chain=Chain(carried, flows=False),  # what is read is stored as it is
-            calibration=Calibration(wanted | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
+            calibration=Calibration(shapes | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
         )
 
 

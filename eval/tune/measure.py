@@ -40,15 +40,15 @@ def divergence(
     split = lambda x: jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
     counts = jnp.full((rows,), chunk, jnp.int32)
     positions = jnp.arange(length)
-    wanted = ((positions >= scored_from) & (positions < length - 1)).astype(jnp.float32)
+    mask = ((positions >= scored_from) & (positions < length - 1)).astype(jnp.float32)
 
     def step(cache, piece):
         inputs, exact_logits, weight = piece
         logits, cache = forward(model, inputs, counts, cache)
         return cache, (token_scores(logits, exact_logits, inputs).kld * weight).sum(1)
 
-    pieces = split(tokens), split(reference), split(jnp.broadcast_to(wanted, tokens.shape))
-    return jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1].sum(0) / wanted.sum()
+    pieces = split(tokens), split(reference), split(jnp.broadcast_to(mask, tokens.shape))
+    return jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1].sum(0) / mask.sum()
 
 
 class Meter:
@@ -90,11 +90,11 @@ class Meter:
             _append(self.path, {"of": name, "batch": number, "kld": values})
 
     def __call__(
-        self, subjects: Sequence[Subject], progress: Callable[[float], None] = lambda done: None
+        self, subjects: Sequence[Subject], progress: Callable[[float], None] = lambda fraction: None
     ) -> Float[np.ndarray, "P N"]:
         """Divergences of every subject in every window. `progress(fraction)` is told as they come."""
         missing = lambda number: [s for s in subjects if number not in self.known.get(s[0], {})]  # noqa: E731
-        left = total = sum(len(missing(number)) for number in range(len(self.batches)))
+        remaining = total = sum(len(missing(number)) for number in range(len(self.batches)))
         for number, rows in enumerate(self.batches):
             todo = {subject[0]: subject for subject in missing(number)}
             if not todo:
@@ -103,8 +103,8 @@ class Meter:
             reference = replay(self.model, tokens, exact(), self.chunk)
             for subject in todo.values():
                 self._measure(subject, number, tokens, reference)
-                left -= 1
-                progress(1 - left / total)
+                remaining -= 1
+                progress(1 - remaining / total)
         every = range(len(self.batches))
         return np.asarray([[x for n in every for x in self.known[name][n]] for name, _, _ in subjects])
 
@@ -123,7 +123,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _open(path: Path, owner: str, known: dict[str, dict[int, list[float]]]) -> None:
+def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) -> None:
     """Read what an earlier run of `owner` measured, or begin a file. A last line that was cut off is dropped."""
     if not path.exists():
         _append(path, {"owner": owner})
@@ -134,7 +134,7 @@ def _open(path: Path, owner: str, known: dict[str, dict[int, list[float]]]) -> N
         if head["owner"] != owner:
             raise UserError(f"{path} has measurements of another model, text or settings; choose another folder")
         for row in rows:
-            known.setdefault(row["of"], {})[row["batch"]] = row["kld"]
+            figures.setdefault(row["of"], {})[row["batch"]] = row["kld"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise

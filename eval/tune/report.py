@@ -57,7 +57,7 @@ def report_rows(
     ready = trial.model.replace(constants=() if artifact is None else artifact.constants)
     subjects = [(f"={method}", lambda: ready, method), *map(trial.subject, [*singles, *front]), *trial.others()]
     methods = [("tuned", method), *(("single", m) for m in parts), *(("front", trial.method(p)) for p in front)]
-    methods += [("single", other) for other in trial.candidates.others]
+    methods += [("single", candidate) for candidate in trial.candidates.others]
     kld = meter(subjects, bar("held-out text"))
     return [_row(trial, kind, m, x, context) for (kind, m), x in zip(methods, kld, strict=True)]
 

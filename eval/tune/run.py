@@ -163,16 +163,16 @@ def tune_windows(
     trial = Trial(model, candidates, constants or Learnt({}, ()))
     _check_length(trial, searched.shape[1], settings.chunk)
     table = Table(layer_bytes(model, candidates, settings.context), np.zeros((1, 2, 1)), candidates.joint)
-    asked = read_budget(budget)
-    limit = limit_of(asked, table, model.config, settings.context)  # before anything is measured
+    target = read_budget(budget)
+    limit = limit_of(target, table, model.config, settings.context)  # before anything is measured
     search, report = _meters(trial, (searched, kept_back), settings, out)
     table = table._replace(loss=trial.losses(search, bar))
-    options = [best_policy(trial, asked, table, limit, search, bar)]
+    options = [best_policy(trial, target, table, limit, search, bar)]
     for number in range(len(candidates.others)):
-        options += for_all_layers(trial, number, asked, limit, search, settings.context, bar)
-    method, artifact = best_of(options, asked, search, model, settings.context)
+        options += for_all_layers(trial, number, target, limit, search, settings.context, bar)
+    method, artifact = best_of(options, target, search, model, settings.context)
     rows = report_rows(trial, table, (method, artifact), report, settings.context, bar)
-    about: dict[str, Any] = {"budget": asked._asdict(), "settings": dataclasses.asdict(settings)}
+    about: dict[str, Any] = {"budget": target._asdict(), "settings": dataclasses.asdict(settings)}
     about["sinks"] = candidates.sinks
     about |= {"windows": [len(searched), len(kept_back)], "measurements": sum(len(m.known) for m in (search, report))}
     return Tuned(method, artifact, rows, about)
@@ -193,17 +193,17 @@ def _check_length(trial: Trial, length: int, chunk: int) -> None:
 
 def _cut(model: Model, parts: list[TextLike], choices: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Windows of the two halves of the text, drawn by the seed. Raises UserError where there are too few."""
-    wanted, rng, out = needed_windows(choices), np.random.default_rng(settings.seed), []
+    count, rng, out = needed_windows(choices), np.random.default_rng(settings.seed), []
     for part in parts:
         ids = token_ids(model, part)
-        if len(ids) < wanted * settings.window:
-            least = 2 * wanted * settings.window
+        if len(ids) < count * settings.window:
+            least = 2 * count * settings.window
             raise UserError(
-                f"half of the text has {len(ids)} tokens; {choices} choices need {wanted} windows of {settings.window} "
+                f"half of the text has {len(ids)} tokens; {choices} choices need {count} windows of {settings.window} "
                 f"in each half, so a text of at least {least} tokens"
             )
         every = windows(ids, settings.window, 0)
-        out.append(every[np.sort(rng.permutation(len(every))[:wanted])])
+        out.append(every[np.sort(rng.permutation(len(every))[:count])])
     return out[0], out[1]
 
 

@@ -88,11 +88,11 @@ class Table(NamedTuple):
         """Every change (layer, part, candidate) of one part, or of a layer where keys and values are one choice."""
         count, changes = self.bytes.shape[1], []
         for layer, candidate in itertools.product(range(len(policy)), range(count)):
-            both = [(layer, part, candidate) for part in (0, 1)]
+            pair = [(layer, part, candidate) for part in (0, 1)]
             if self.joint[candidate] or self.joint[policy[layer]].any():
-                changes.append(both)
+                changes.append(pair)
             else:
-                changes += [[change] for change in both]
+                changes += [[change] for change in pair]
         return [parts for parts in changes if any(policy[layer, part] != c for layer, part, c in parts)]
 
 
@@ -138,21 +138,21 @@ def _options(table: Table, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 def _programme(options: list, limit: float, steps: int) -> Policy | None:
     """The pairs of least summed loss with at most `steps` steps of the budget, costs rounded up to whole steps."""
-    best, taken = np.zeros(steps + 1), []
+    best, choices = np.zeros(steps + 1), []
     for _, size, loss in options:
         cost = np.ceil(size / limit * steps - 1e-9).astype(int)
         rows = np.full((len(cost), steps + 1), np.inf)
         for row, c, x in zip(rows, cost, loss, strict=True):
             if c <= steps:
                 row[c:] = best[: steps + 1 - c] + x
-        taken.append((rows.argmin(0), cost))
+        choices.append((rows.argmin(0), cost))
         best = rows.min(0)
     if not np.isfinite(best[steps]):
         return None
-    left, policy = steps, []
-    for (pairs, _, _), (choice, cost) in zip(reversed(options), reversed(taken), strict=True):
-        policy.append(pairs[choice[left]])
-        left -= cost[choice[left]]
+    credit, policy = steps, []
+    for (pairs, _, _), (choice, cost) in zip(reversed(options), reversed(choices), strict=True):
+        policy.append(pairs[choice[credit]])
+        credit -= cost[choice[credit]]
     return np.asarray(policy[::-1])
 
 
@@ -189,8 +189,8 @@ def neighbours(table: Table, policy: Policy, limit: float) -> list[Policy]:
     best = [singles[i] for i in order[:PAIRED]]
     payers = [singles[i] for i in order if sizes[i] < table.size(policy)][:PAIRED]
     pairs = [a + b for a, b in itertools.product(best, payers) if not {x[:2] for x in a} & {x[:2] for x in b}]
-    made = {made.tobytes(): made for made in (_changed(policy, changes) for changes in [*singles, *pairs])}
-    fitting = [p for p in made.values() if table.size(p) <= limit]
+    variants = {p.tobytes(): p for p in (_changed(policy, changes) for changes in [*singles, *pairs])}
+    fitting = [p for p in variants.values() if table.size(p) <= limit]
     return sorted(fitting, key=lambda p: (table.sum(p), p.tobytes()))
 
 
@@ -243,13 +243,13 @@ def _thrifty(bound: float, table: Table, policy: Policy, measure: Measure) -> Po
         size = table.size(policy)
         # Sums of losses only guide: a policy counts out where its sum is far beyond the bound.
         cheaper = [
-            other
-            for other in (_changed(policy, changes) for changes in table.changes(policy))
-            if table.size(other) < size and table.sum(other) <= 2 * bound
+            candidate
+            for candidate in (_changed(policy, changes) for changes in table.changes(policy))
+            if table.size(candidate) < size and table.sum(candidate) <= 2 * bound
         ]
         cheaper = sorted(cheaper, key=lambda p: (table.size(p), table.sum(p)))[:ROUND]
         kld = measure(cheaper).mean(1) if cheaper else np.zeros(0)
-        fitting = [other for other, value in zip(cheaper, kld, strict=True) if value <= bound]
+        fitting = [candidate for candidate, value in zip(cheaper, kld, strict=True) if value <= bound]
         if not fitting:
             return policy
         policy = fitting[0]

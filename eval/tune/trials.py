@@ -126,20 +126,20 @@ def is_chain(method: Method, shape: KVShape) -> bool:
     return any(run.wiring.chain.carry for run in runs_for(method, shape))
 
 
-def exceptions(candidates: Candidates, own: Method, shape: KVShape) -> tuple[Method, ...]:
-    """The candidates that may stand in single layers of the chain `own`, the exact cache first: those of its window and
-    unit that need no calibration there, each once as the chain admits it."""
-    taken: dict = {}
+def exceptions(candidates: Candidates, chain: Method, shape: KVShape) -> tuple[Method, ...]:
+    """The candidates that may stand in single layers of `chain`, the exact cache first: those of its window and unit
+    that need no calibration there, each once as the chain admits it."""
+    by_spec: dict = {}
     for part in candidates.parts:
-        changed = policy(own, {0: bare(part)})
+        changed = policy(chain, {0: bare(part)})
         try:
             chains(CacheLayout(shape=shape, method=changed, capacity=1, dtype="float32"))
         except (UserError, ValueError):
             continue
         spec = changed.layers(shape)[0]
         if not spec.build(shape).wanted():
-            taken.setdefault(spec, part)
-    return tuple(taken.values())
+            by_spec.setdefault(spec, part)
+    return tuple(by_spec.values())
 
 
 class Chain(_Numbered):
@@ -147,15 +147,15 @@ class Chain(_Numbered):
     policy has numbers of `parts`; `numbers` [L, parts] says which of the chosen methods each is in a layer, since a
     chain's own layers may differ."""
 
-    def __init__(self, model: Model, candidates: Candidates, own: Method, ready: Model):
+    def __init__(self, model: Model, candidates: Candidates, chain: Method, ready: Model):
         shape = model.config.kv_shape
-        exact, *others = exceptions(candidates, own, shape)
-        self.own, self.parts = own, (exact, own, *others)
-        foreign = [policy(own, {0: bare(part)}).layers(shape)[0] for part in (exact, *others)]
-        layers = own.layers(shape)
+        exact, *members = exceptions(candidates, chain, shape)
+        self.own, self.parts = chain, (exact, chain, *members)
+        foreign = [policy(chain, {0: bare(part)}).layers(shape)[0] for part in (exact, *members)]
+        layers = chain.layers(shape)
         specs = list(dict.fromkeys(layers))  # the chain's own, then the exceptions'
-        start, *rest = range(len(specs), len(specs) + len(foreign))
-        self.numbers = np.asarray([[start, specs.index(spec), *rest] for spec in layers])
+        start, *tail = range(len(specs), len(specs) + len(foreign))
+        self.numbers = np.asarray([[start, specs.index(spec), *tail] for spec in layers])
         super().__init__(model, [*specs, *foreign], candidates.sinks, {})
         self.fixed = self._own_constants(ready)
 

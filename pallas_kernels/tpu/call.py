@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
 __all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
-__all__ += ["memory", "of_body", "of_layer", "scalars", "whole"]
+__all__ += ["constant", "memory", "of_body", "of_layer", "scalars"]
 
 KEYS_BY_TOKEN = ("key_scale", "key_low")
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
@@ -54,8 +54,8 @@ def _spec(array, lead: Callable) -> pl.BlockSpec:
     return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *zeros))
 
 
-def whole(array) -> Operand:
-    """Declare an array that every grid step sees whole."""
+def constant(array) -> Operand:
+    """Declare an array of which every grid step sees all."""
     return Operand(array, pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim))
 
 
@@ -90,7 +90,7 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
 
     def rows(array):
         if array.ndim == 2:
-            return whole(array).spec
+            return constant(array).spec
         block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
         return pl.BlockSpec(block, lambda *at: (*place(at), 0))
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
-from kvqjax.pallas_kernels.tpu.call import Operand, by_row, fetched, invoke, memory, whole
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, constant, fetched, invoke, memory
 from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu.commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
@@ -109,12 +109,12 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
         # [1, 1, P, M, W] bf16, block-diagonal over the heads of a group, rotated back by the tile's first position
         "queries": Operand(queries, query),
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
-        "order": whole(order),  # [1, S] i32: token of every lane
+        "order": constant(order),  # [1, S] i32: token of every lane
         # [3, 8, 128] i32: plane (of a column's four), row of words and column of every lane of a tile
-        "places": whole(jnp.asarray(plan.places, jnp.int32)),
-        "cos": whole(cos.T),  # [D/2, S] f32 of every token's offset in the tile
-        "sin": whole(sin.T),
-        "matrix": whole(body.matrix),  # [K*D, 2R*V] bf16
+        "places": constant(jnp.asarray(plan.places, jnp.int32)),
+        "cos": constant(cos.T),  # [D/2, S] f32 of every token's offset in the tile
+        "sin": constant(sin.T),
+        "matrix": constant(body.matrix),  # [K*D, 2R*V] bf16
         "key_codes": Operand(body.key_codes, tuple(map(columns, body.key_codes))),  # words [1, 1, 2R*K, 128]
         "prescale": Operand(body.prescale, token),  # [1, 1, 1, S] u16
         "value_bits": Operand(body.value_bits, bits),  # words [1, 1, 32, N]

@@ -20,7 +20,7 @@ from scipy.linalg import hadamard
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
-from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, invoke, memory, of_body, whole
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, constant, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu.higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
@@ -150,12 +150,12 @@ def _operands(q, bounds, body: HiggsBody, plan: HiggsPlan) -> dict[str, Operand 
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
         # [1, 4 * chunks, 128] f32: cosine of a chunk's first position for first and second channels, then sine
         "turns": by_tile(turns),
-        "table": whole(table),  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
-        "signs": whole(signs),  # [N, M, 128] f32
-        "transform": whole(transform),  # [128, 128] bf16: the transform within heads
-        "onehot": whole(onehot),  # [128, 256] bf16: gives a token's numbers to its two lanes
-        "key_words": whole(key_words),  # [8, 128 or 256] u32: the grid, a pair of numbers to a word
-        "value_words": whole(value_words),
+        "table": constant(table),  # [2C, 2*128] f32, or bf16 as words [C, 2*128]: cos | sin of a chunk's offsets
+        "signs": constant(signs),  # [N, M, 128] f32
+        "transform": constant(transform),  # [128, 128] bf16: the transform within heads
+        "onehot": constant(onehot),  # [128, 256] bf16: gives a token's numbers to its two lanes
+        "key_words": constant(key_words),  # [8, 128 or 256] u32: the grid, a pair of numbers to a word
+        "value_words": constant(value_words),
         # words [1, 1, rows, N*128], scales [1, 1, groups, S]
         "body": of_body(body.stored, plan, by_token=("key_scale", "value_scale")),
     }

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, invoke, memory, of_body, whole
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, constant, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
@@ -130,14 +130,14 @@ def _operands(q, bounds, body: LatentBody, plan: LatentPlan) -> dict[str, Operan
         "queries": by_row(queries),  # [1, P, M, W] f32, block-diagonal over the heads of a group, scaled
         "turns": by_tile(turns),  # [1, 2*n, W/2] f32: cos and sin of the n stretches' positions
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
-        "order": whole(tables["order"]),  # [1, block] i32: token of every lane
-        "onehot": whole(tables["onehot"]),  # [period, period] bf16: brings value scales into lane order
-        "spread": whole(tables["spread"]),  # [8 * chunks, N] bf16: brings key scales to the rows of unpacked codes
-        "cos": whole(tables["cos"]),  # [S, W/2] f32 of every token's offset in its stretch
-        "sin": whole(tables["sin"]),
-        "own": whole(tables["own"]),  # [M, W] bf16: 1 in the lanes of a row's head
-        "up": whole(maps["up"]),  # [R, P*W] bf16
-        "maps": whole(maps["maps"]),  # [2, P*W] f32: bias and gain
+        "order": constant(tables["order"]),  # [1, block] i32: token of every lane
+        "onehot": constant(tables["onehot"]),  # [period, period] bf16: brings value scales into lane order
+        "spread": constant(tables["spread"]),  # [8 * chunks, N] bf16: brings key scales to the rows of unpacked codes
+        "cos": constant(tables["cos"]),  # [S, W/2] f32 of every token's offset in its stretch
+        "sin": constant(tables["sin"]),
+        "own": constant(tables["own"]),  # [M, W] bf16: 1 in the lanes of a row's head
+        "up": constant(maps["up"]),  # [R, P*W] bf16
+        "maps": constant(maps["maps"]),  # [2, P*W] f32: bias and gain
         # words [1, 1, rows, R], scales [1, 1, N, R] and [1, 1, C, S]
         "body": of_body(body.stored._replace(positions=None), plan.parts),
     }

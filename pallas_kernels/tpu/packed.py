@@ -31,12 +31,12 @@ from kvqjax.pallas_kernels.tpu.call import (
     Operand,
     by_row,
     by_tile,
+    constant,
     fetched,
     invoke,
     memory,
     of_body,
     scalars,
-    whole,
 )
 from kvqjax.pallas_kernels.tpu.kernel import kernel
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
@@ -114,12 +114,12 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
         # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; before RoPE with q~ beside it, 2W
         "queries": by_row(lane_queries(q, plan)),
         "bounds": by_row(row_bounds(start, stop, plan, group)),  # [1, M, 2] i32: first and last + 1 visible token
-        "order": whole(jnp.asarray(plan.order[None], jnp.int32)),  # [1, block]: token of every lane
-        "onehot": whole(jnp.asarray(plan.onehot, jnp.bfloat16)),  # [period, period]: brings scales into lane order
+        "order": constant(jnp.asarray(plan.order[None], jnp.int32)),  # [1, block]: token of every lane
+        "onehot": constant(jnp.asarray(plan.onehot, jnp.bfloat16)),  # [period, period]: brings scales into lane order
         # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first
-        "table": None if table is None else whole(table),
+        "table": None if table is None else constant(table),
         # [rows, N] bf16: key groups of the tokens of a slab (`keys`)
-        "patterns": whole(tpu_keys.patterns(plan)) if plan.slabs else None,
+        "patterns": constant(tpu_keys.patterns(plan)) if plan.slabs else None,
         # [1, blocks * 2W/128, 128] f32: cos | sin of the blocks' first positions
         "turns": None if turns is None else by_tile(turns, tile),
         "key_signposts": key,
@@ -127,7 +127,7 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
         # [2, 2] f32: outermost signposts of keys and of values
         "ends": scalars(_outermost(body)) if outliers else None,
         # [1, W] f32: turns per position of every lane
-        "rates": whole(jnp.asarray(tpu_outliers.rates(plan))) if outliers else None,
+        "rates": constant(jnp.asarray(tpu_outliers.rates(plan))) if outliers else None,
         # words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
         "body": of_body(stored, plan, tile, BY_TOKEN + KEYS_BY_TOKEN * bool(spec.key_channels)),
     }
@@ -145,7 +145,7 @@ def _signposts(body: PackedBody, plan: Plan) -> tuple[Operand | None, ...]:
     if body.signposts is None:
         return None, None
     pairs = zip(body.signposts, (plan.spec.key_bits, plan.spec.value_bits), strict=True)
-    return tuple(whole(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs)
+    return tuple(constant(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs)
 
 
 def _outermost(body: PackedBody) -> Float[Array, "2 2"]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
-from kvqjax.pallas_kernels.tpu.call import InPlace, Operand, by_row, by_tile, fetched, invoke, memory, of_body, whole
+from kvqjax.pallas_kernels.tpu.call import InPlace, Operand, by_row, by_tile, constant, fetched, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.higgs import turned_grid
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.predicted_kernel import kernel
@@ -87,14 +87,14 @@ def _operands(q, bounds, body: PredictedBody, plan: PredictedPlan) -> dict[str, 
         "queries": by_row(lane_queries(q, plan)),  # [1, P, M, 2W] bf16: q | q~, each head's in its own lanes
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
         "turns": by_tile(turns(codes.positions, plan)),  # [1, rows, 128] f32: cos | sin of a chunk's first position
-        "order": whole(jnp.arange(plan.chunk, dtype=jnp.int32)[None]),  # [1, C] i32: the token of every lane
-        "table": whole(_table(plan)),  # [C, 256] bf16, or f32
-        "transform": whole(jnp.asarray(plan.transform, jnp.bfloat16)),  # [256, 256]: of a column of codes
+        "order": constant(jnp.arange(plan.chunk, dtype=jnp.int32)[None]),  # [1, C] i32: the token of every lane
+        "table": constant(_table(plan)),  # [C, 256] bf16, or f32
+        "transform": constant(jnp.asarray(plan.transform, jnp.bfloat16)),  # [256, 256]: of a column of codes
         "key_words": _words(codes.key_grid),  # [8, 128 or 256] u32: the grid, a pair of integers to a word
         "value_words": _words(codes.value_grid),
         # words [1, 1, rows, codes], scales [1, 1, groups, S]
         "body": of_body(codes.stored, plan, by_token=("key_scale", "value_scale")),
-        **{name: whole(x) for name, x in arrays.items()},  # maps [inputs, channels] bf16, biases [1, channels] f32
+        **{name: constant(x) for name, x in arrays.items()},  # maps [inputs, channels] bf16, biases [1, channels] f32
     }
 
 
@@ -103,7 +103,7 @@ def _words(grid: Float[Array, "n 2"]) -> Operand:
     numbers = jnp.round(turned_grid(grid) / STEP).astype(jnp.int32)
     words = (numbers[:, 0] & 0xFFFF) | (numbers[:, 1] << 16)
     row = jnp.pad(jax.lax.bitcast_convert_type(words, jnp.uint32), (0, -len(grid) % LANES))
-    return whole(jnp.broadcast_to(row[None], (8, row.size)))
+    return constant(jnp.broadcast_to(row[None], (8, row.size)))
 
 
 def _scratch(plan: PredictedPlan) -> dict:

@@ -158,7 +158,7 @@ class Packing(abc.ABC):
         return tuple(map(cut, stored))
 
     def resized(self, stored: Stored, slots: int, new_slots: int) -> Stored:
-        """Give `new_slots` instead of `slots` slots. New ones are zero. Where the sizes are equal, nothing is copied."""
+        """Give `new_slots` instead of `slots` slots. New ones are zero. Equal sizes are the very arrays."""
         axis = self.token_axis
 
         def resize(x):
