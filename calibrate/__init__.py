@@ -116,12 +116,14 @@ def run(
     _check_needed(method, model.config)
 
     def fit_part(part: Part, state: Path | None, advance) -> Artifact:
-        module, alone = fitter(part.fit), part.method
+        module, part_method = fitter(part.fit), part.method
         if part.fit.source == "weights":
-            return Artifact(alone, module.constants(model.params, model.config, alone), model.fingerprint)
+            return Artifact(part_method, module.constants(model.params, model.config, part_method), model.fingerprint)
         tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-        announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, alone, *tokens.shape))
-        return _finite(module.calibrate(model, alone, tokens, state=state, advance=advance))
+        announce(
+            f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, part_method, *tokens.shape)
+        )
+        return _finite(module.calibrate(model, part_method, tokens, state=state, advance=advance))
 
     return calibrated(method, model.config, fit_part, state, advance)
 
@@ -213,9 +215,9 @@ def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Pa
     pairs = []
     for method in methods:
         artifact = artifacts.get(part(method))
-        ready = xquant.prepared(model, method) if artifact is None else model.with_artifact(artifact)
-        check_constants(ready, method)
-        pairs.append((ready, method))
+        result = xquant.prepared(model, method) if artifact is None else model.with_artifact(artifact)
+        check_constants(result, method)
+        pairs.append((result, method))
     if model.rules is None:
         return pairs
     place = model.rules.everywhere

@@ -265,10 +265,12 @@ def fit(
     every layer: a run that was killed continues there. `advance(steps, total)` is told each layer."""
     task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
-    now = stepped(_fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance)
+    progress = stepped(
+        _fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance
+    )
     about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
-    about |= {"report": _report(now["measures"])}
-    return Artifact(method, _stacked(shape, method, now["constants"], task.dtype), data.fingerprint, about)
+    about |= {"report": _report(progress["measures"])}
+    return Artifact(method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:
@@ -288,8 +290,8 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Art
                     raise UserError(f"{method}: only linear predictors were released; {key} has no counterpart")
                 array = np.asarray(arrays[key], np.float32).T if key in arrays else None
                 if array is None or array.shape != shape:
-                    got = "nothing" if array is None else f"{array.shape[::-1]}"
-                    raise UserError(f"{key}: wanted an array {shape[::-1]}, got {got}")
+                    shape_text = "nothing" if array is None else f"{array.shape[::-1]}"
+                    raise UserError(f"{key}: wanted an array {shape[::-1]}, got {shape_text}")
                 constants[index][source][name] = array
     stacked = _stacked(model.config, method, constants, model.params["embed"].dtype)
     return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})

@@ -74,12 +74,12 @@ def fit(
     rope, owner = _rope(method, shape), identity(data.fingerprint, repr(method), *data.parts)
     start = {"done": np.int64(0), "sum": np.zeros((shape.num_layers, shape.kv_width))}
 
-    def step(now):
-        keys = data.read(int(now["done"]), rope, False).k[:, 0, sinks:]
-        return {"sum": now["sum"] + np.asarray(keys, np.float64).sum(1)}
+    def step(progress):
+        keys = data.read(int(progress["done"]), rope, False).k[:, 0, sinks:]
+        return {"sum": progress["sum"] + np.asarray(keys, np.float64).sum(1)}
 
-    now = stepped(start, data.count, step, state, owner, advance)
-    mean = jnp.asarray(now["sum"] / (data.count * (data.length - sinks)), jnp.float32)
+    progress = stepped(start, data.count, step, state, owner, advance)
+    mean = jnp.asarray(progress["sum"] / (data.count * (data.length - sinks)), jnp.float32)
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
         {"k": {"mean": in_frame(run, {}, mean[run.first : run.first + run.count])}} if run.wiring.wanted() else {}
         for run in runs_for(method, shape)

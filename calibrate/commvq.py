@@ -64,12 +64,17 @@ def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
 
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
     """Constants of one layer's value codec, and (loss, plain error) averaged over each part of the training."""
-    ready, run = jax.random.split(key)
-    state, losses = values.start(ready, data.v, spec, settings), []
+    start_key, run_key = jax.random.split(key)
+    state, losses = values.start(start_key, data.v, spec, settings), []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
         state, means = values.train(
-            run, state, data, settings, jnp.int32(count), values.Seen(shape.window, shape.softcap, shape.common_chunked)
+            run_key,
+            state,
+            data,
+            settings,
+            jnp.int32(count),
+            values.Seen(shape.window, shape.softcap, shape.common_chunked),
         )
         losses.append(tuple(np.asarray(means, float).tolist()))
         tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
@@ -153,17 +158,17 @@ def fit(
         )
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 
-    def step(now):
-        index = int(now["done"])
-        told = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
+    def step(progress):
+        index = int(progress["done"])
+        numbers = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
 
         def tell(text):
             note(f"layer {index}: {text}")
-            advance(next(told), sum(steps))
+            advance(next(numbers), sum(steps))
 
-        return _advance_layer(data, method, now, recipe, tell)
+        return _advance_layer(data, method, progress, recipe, tell)
 
-    now = stepped(_empty(data, layers), len(layers), step, state, owner)
+    progress = stepped(_empty(data, layers), len(layers), step, state, owner)
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
-    about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in now["reports"]]
-    return Artifact(method, by_run(method, data.shape, now["constants"]), data.fingerprint, about)
+    about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in progress["reports"]]
+    return Artifact(method, by_run(method, data.shape, progress["constants"]), data.fingerprint, about)

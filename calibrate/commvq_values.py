@@ -167,15 +167,15 @@ def _attended(
     return jnp.einsum("ntf,fe->nte", out.reshape(*q.shape[:2], -1), batch.o)
 
 
-def output_error(data: Activations, away: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
-    """Mean squared error of the attention outputs where values are `away` from exact ones, one sequence at a time.
-    Attention is linear in the values: the difference of the outputs is the output of the difference."""
+def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
+    """Mean squared error of the attention outputs where values have these `errors`, one sequence at a time. Attention
+    is linear in the values: the difference of the outputs is the output of the difference."""
 
     def error(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
         return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2)
 
-    return jax.lax.map(error, (away, *data[1:3])).mean()
+    return jax.lax.map(error, (errors, *data[1:3])).mean()
 
 
 def output_energy(data: Activations, seen: Seen = Seen()) -> Float[Array, ""]:

@@ -96,8 +96,8 @@ def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.
     heads = outputs.astype(np.float64).reshape(shape.num_kv_heads, -1, dim, outputs.shape[-1])
     costs = np.zeros((width, width))
     for number, group in enumerate(heads):
-        here = slice(number * dim, (number + 1) * dim)
-        costs[here, here] = np.einsum("gde,gfe->df", group, group)
+        channels = slice(number * dim, (number + 1) * dim)
+        costs[channels, channels] = np.einsum("gde,gfe->df", group, group)
     return costs
 
 
@@ -166,29 +166,29 @@ def fit(
         for source, needs in run.wiring.wanted().items():
             start |= {f"{number}.{source}.{name}": np.zeros(size, np.float32) for name, size in needs.items()}
 
-    def step(now):
-        number = int(now["done"])
-        keys, seen, above = data.read(number, now["h"])
+    def step(progress):
+        number = int(progress["done"])
+        keys, seen, above = data.read(number, progress["h"])
         new = {"h": np.asarray(above, np.float32)}
         for source in run_of[number].wiring.wanted():
             x = keys if source == "k" else seen.v
             body = jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width)
-            kept = now[f"{number}.{source}.into"].shape[1]
+            kept = progress[f"{number}.{source}.into"].shape[1]
             arrays = constants_of(body, costs_of(source, energy_of(seen.q), seen.o, shape), kept)
             new |= {f"{number}.{source}.{name}": array for name, array in arrays.items()}
-        return now | new
+        return progress | new
 
-    now = stepped(start, shape.num_layers, step, state, owner, advance)
-    constants = tuple(_stacked(run, now) for run in runs)
+    progress = stepped(start, shape.num_layers, step, state, owner, advance)
+    constants = tuple(_stacked(run, progress) for run in runs)
     about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1]}
     return Artifact(method, constants, data.fingerprint, about)
 
 
-def _stacked(run: RunLayout, now: dict) -> dict:
+def _stacked(run: RunLayout, progress: dict) -> dict:
     """What a run of layers asks for."""
     layers = range(run.first, run.first + run.count)
     return {
-        source: {name: jnp.asarray(np.stack([now[f"{n}.{source}.{name}"] for n in layers])) for name in needs}
+        source: {name: jnp.asarray(np.stack([progress[f"{n}.{source}.{name}"] for n in layers])) for name in needs}
         for source, needs in run.wiring.wanted().items()
     }
 

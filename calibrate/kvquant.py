@@ -342,11 +342,11 @@ def fit(
     task, count = _prepare(data, method, recipe), data.count
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 
-    def step(now):
-        visit = _first_pass if now["done"] < count else _second_pass
-        return visit(task, now, int(now["done"]) % count)
+    def step(progress):
+        visit = _first_pass if progress["done"] < count else _second_pass
+        return visit(task, progress, int(progress["done"]) % count)
 
-    now = stepped(_fresh_state(task), 2 * count, step, state, owner, advance)
-    constants, reports = _constants(task, now)
+    progress = stepped(_fresh_state(task), 2 * count, step, state, owner, advance)
+    constants, reports = _constants(task, progress)
     about = {"sequences": count, "tokens": data.length, **dataclasses.asdict(recipe), "runs": reports}
     return Artifact(method, constants, data.fingerprint, about)

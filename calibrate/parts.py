@@ -112,14 +112,14 @@ def divided(method: Method, shape: KVShape) -> list[Part]:
 
     def share(fit: Fit, part: str) -> Part:
         numbers = [number for number, layer in enumerate(by_layer) if layer.get(part) == fit]
-        layers = [_alone(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
-        alone = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
-        return Part(fit, alone, dict.fromkeys(numbers, part))
+        layers = [_part_of(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
+        partial = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
+        return Part(fit, partial, dict.fromkeys(numbers, part))
 
     return [share(fit, part) for fit, part in shares]
 
 
-def _alone(spec: LayerSpec, part: str) -> LayerSpec:
+def _part_of(spec: LayerSpec, part: str) -> LayerSpec:
     return getattr(spec, {"k": "key", "v": "value"}[part]) if part else spec
 
 

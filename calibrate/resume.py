@@ -60,7 +60,7 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
         raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")
     old, structure = jax.tree.flatten(like)
     # Device arrays come back as such, host numbers (a 64-bit count) as they were.
-    new = [jnp.asarray(x) if isinstance(was, jax.Array) else x for x, was in zip(leaves, old, strict=True)]
+    new = [jnp.asarray(x) if isinstance(before, jax.Array) else x for x, before in zip(leaves, old, strict=True)]
     return jax.tree.unflatten(structure, new)
 
 
@@ -76,13 +76,13 @@ def stepped(
     `path` (None: no file) holds it after every step, so that a run of `owner` which was killed goes on there.
     `advance(steps, total)` is told each step. Raises UserError where another process is at the same file."""
     with held(path):
-        now = start if path is None else load_state(path, owner, start)
-        while (steps := int(now["done"])) < total:
-            now = step(now) | {"done": np.int64(steps + 1)}
+        progress = start if path is None else load_state(path, owner, start)
+        while (steps := int(progress["done"])) < total:
+            progress = step(progress) | {"done": np.int64(steps + 1)}
             if path is not None:
-                save_state(path, owner, now)
+                save_state(path, owner, progress)
             advance(steps + 1, total)
-        return now
+        return progress
 
 
 def part_state(state: Path, number: int) -> Path:

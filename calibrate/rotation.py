@@ -168,24 +168,24 @@ def calibrate(
     square = np.zeros((config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim))
     sums = {"keys": square, "values": square, "sum": np.zeros((config.num_layers, config.kv_width))}
 
-    def step(now):
-        row = jnp.asarray(tokens[int(now["done"])], jnp.int32)[None]
+    def step(progress):
+        row = jnp.asarray(tokens[int(progress["done"])], jnp.int32)[None]
         new = _moments(model.params, row, config=config, values=recipe.values, sinks=sinks, unbiased=unbiased)
-        return {name: now[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
+        return {name: progress[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
 
-    now = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)
-    constants = tuple(_constants(run, now, recipe, count * (length - sinks)) for run in runs_for(method, config))
+    progress = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)
+    constants = tuple(_constants(run, progress, recipe, count * (length - sinks)) for run in runs_for(method, config))
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     return Artifact(method, constants, model.fingerprint, about)
 
 
-def _constants(run: RunLayout, now: dict, recipe: Recipe, rows: int) -> dict:
+def _constants(run: RunLayout, progress: dict, recipe: Recipe, rows: int) -> dict:
     """What a run of layers asks for."""
     layers, groups, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
     if CONSTANTS in groups:
-        constants[CONSTANTS] = {name: _matrices(now[name][layers], recipe.shared) for name in groups[CONSTANTS]}
+        constants[CONSTANTS] = {name: _matrices(progress[name][layers], recipe.shared) for name in groups[CONSTANTS]}
     if "k" in groups:
-        mean = jnp.asarray(now["sum"][layers] / rows, jnp.float32)
+        mean = jnp.asarray(progress["sum"][layers] / rows, jnp.float32)
         turn = lambda m, fixed: in_frame(run, fixed, m[None])[0]  # noqa: E731 - a layer's own matrices
         constants["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: constants.get(CONSTANTS, {})})}
     return constants

@@ -131,7 +131,7 @@ def _box(text):
     return Text.get_window_extent(text, renderer).padded(GAP / 2)
 
 
-def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str, Any]):
+def _beside(axes, curve: Curve, points: np.ndarray, boxes: list, options: dict[str, Any]):
     """Write the name beside its curve's last point or its first; None where it would cover something."""
     for end in (-1, 0):
         for dx, dy, across, along in PLACES:
@@ -141,7 +141,7 @@ def _beside(axes, curve: Curve, busy: np.ndarray, boxes: list, options: dict[str
             inside = axes.bbox.padded(-2).containsx(box.x0) and axes.bbox.padded(-2).containsx(box.x1)
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
             box = box.padded(MARKER)
-            covers = ((busy > (box.x0, box.y0)) & (busy < (box.x1, box.y1))).all(1).any()
+            covers = ((points > (box.x0, box.y0)) & (points < (box.x1, box.y1))).all(1).any()
             if inside and not covers and not any(box.overlaps(neighbour) for neighbour in boxes):
                 return text
             text.remove()
@@ -166,22 +166,22 @@ def _joined(axes, curve: Curve, options: dict[str, Any]):
 
 def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[str, Any]) -> list:
     """Write the names that have room beside their curves; return those texts. The others' names join `column`."""
-    busy = np.concatenate([_pixels(axes, curve.x, curve.y) for curve in curves])
+    points = np.concatenate([_pixels(axes, curve.x, curve.y) for curve in curves])
     names = [text for text in axes.texts if text not in column.values()]
-    boxes, beside = [_box(text) for text in names], []
+    boxes, texts = [_box(text) for text in names], []
     for curve in curves:
         if curve.name in column:
             continue
         end = axes.transData.transform((curve.x[-1], curve.y[-1]))[0]
         early = end < axes.bbox.x0 + NEAR * axes.bbox.width
         colour = {"color": text_colour(curve.colour)}
-        text = _beside(axes, curve, busy, boxes, options | colour) if early else None
+        text = _beside(axes, curve, points, boxes, options | colour) if early else None
         if text is None:
             column[curve.name] = _joined(axes, curve, options)
         else:
             boxes.append(_box(text))
-            beside.append(text)
-    return beside
+            texts.append(text)
+    return texts
 
 
 def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:

@@ -219,8 +219,8 @@ MEASURED = {
 
 def title_of(kind: str, model: str, text: str | None = None) -> str:
     """A picture's title: the model, the text that it read, what is measured."""
-    who = Path(model).resolve().name if Path(model).is_dir() else model
-    return f"{who} on {Path(text).name}: {MEASURED[kind]}" if text else f"{who}: {MEASURED[kind]}"
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    return f"{name} on {Path(text).name}: {MEASURED[kind]}" if text else f"{name}: {MEASURED[kind]}"
 
 
 def check_picture(path: Path) -> None:

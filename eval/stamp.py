@@ -27,8 +27,8 @@ def silent(label: str) -> Callable[[float], None]:
 
 def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:
     """The ledger of a cache of one row of `capacity` tokens on one device, which is not allocated for it."""
-    alone = model.replace(rules=None)  # one row cannot be split over a mesh
-    return ledger(jax.eval_shape(lambda: init_cache(alone, method, 1, capacity)))
+    single = model.replace(rules=None)  # one row cannot be split over a mesh
+    return ledger(jax.eval_shape(lambda: init_cache(single, method, 1, capacity)))
 
 
 def bytes_of(model: Model, method: MethodLike, capacity: int) -> dict[str, Any]:

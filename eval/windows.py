@@ -142,9 +142,9 @@ def cache_layouts(
     model: Model, reference: Model, method: Method, rows: int, length: int, kernels: str
 ) -> tuple[CacheLayout, CacheLayout]:
     """Of the cache of `method`, and of the exact one beside it, on which nothing is forced."""
-    beside = "off" if kernels == "off" else "auto"
+    exact_kernels = "off" if kernels == "off" else "auto"
     coded = planned_layout(model, method, rows, length, kernels=kernels)
-    return coded, planned_layout(reference, exact(), rows, length, kernels=beside)
+    return coded, planned_layout(reference, exact(), rows, length, kernels=exact_kernels)
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
@@ -211,8 +211,8 @@ def perplexity(
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
         layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
-        got = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
-        parts.append([float(part.sum()) for part in got])
+        sums = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
+        parts.append([float(part.sum()) for part in sums])
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
     return {
@@ -287,8 +287,8 @@ def drift(
     plain = model.replace(constants=())
     layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
     for number, piece in enumerate(pieces):
-        got = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
-        parts.append(np.stack([np.asarray(got.kld), np.asarray(got.nll), np.asarray(got.tokens)]))
+        sums = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
+        parts.append(np.stack([np.asarray(sums.kld), np.asarray(sums.nll), np.asarray(sums.tokens)]))
         progress((number + 1) / len(pieces))
     total = np.sum(parts, axis=0)
     total = total[:, total[2] > 0]  # a window's last token predicts nothing

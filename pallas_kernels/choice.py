@@ -26,8 +26,8 @@ class Kernels(NamedTuple):
     def text(self, target: str) -> str:
         """Say in one phrase what was asked, what runs on `target`, and why."""
         if self.forms is None:
-            why = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
-            return f"kernels {self.asked} for {target} ({why})"
+            reason = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
+            return f"kernels {self.asked} for {target} ({reason})"
         ours = [str(form) for form in self.forms if form != SPLASH]
         runs = [f"Pallas for {', '.join(ours)}"] * bool(ours) + ["splash for chunks"] * (SPLASH in self.forms)
         return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")

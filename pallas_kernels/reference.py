@@ -83,8 +83,8 @@ def packed_attention(
 def _unseen(grouped: Float[Array, "B K M D"], spec: PackedSpec) -> tuple[Array, Array, Array]:
     """Make the online softmax of queries that have seen nothing: peak -inf, sums 0."""
     # `few_queries.weighted` leaves the sums of every 32nd token apart, on a last axis that `_finish` sums up.
-    shape, apart = grouped.shape[:-1], PLANE if _are_few(grouped.shape[2], spec) else 1
-    return jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, apart))
+    shape, sum_count = grouped.shape[:-1], PLANE if _are_few(grouped.shape[2], spec) else 1
+    return jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*grouped.shape, sum_count))
 
 
 def _seen(block: "_Block", start: Int[Array, "B T"], stop: Int[Array, "B T"], first_new) -> Bool[Array, "B T n 32"]:
@@ -228,8 +228,8 @@ class _Block(NamedTuple):
         entry = self.body.slots // array.shape[axis]  # tokens of one entry along the axis
         starts, sizes = [self.layer, self.row, *[0] * (array.ndim - 2)], [1, 1, *array.shape[2:]]
         sizes[axis] = self.size // entry
-        for which, (first, count) in (only or {}).items():
-            starts[which], sizes[which] = first, count
+        for axis_number, (first, count) in (only or {}).items():
+            starts[axis_number], sizes[axis_number] = first, count
         # Added last: `only` counts the entries of this axis from the block's first one.
         starts[axis] += floor_divide(known_after(after, self.token), entry)
         piece = jax.lax.dynamic_slice(array, starts, sizes)

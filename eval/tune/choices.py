@@ -42,8 +42,8 @@ class Kind(NamedTuple):
 def _likeness(number: int, spec: Any, wiring: Wiring):
     """What candidates of one kind have in common; one with calibrated constants is a kind of its own."""
     names = [field.name for field in dataclasses.fields(spec)]
-    alone = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
-    if isinstance(spec, Pair) or not (alone or wiring.chain.carry):  # the windows of a pair are its parts' own
+    separable = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
+    if isinstance(spec, Pair) or not (separable or wiring.chain.carry):  # the windows of a pair are its parts' own
         return number
     return type(spec), *((name, getattr(spec, name)) for name in names if name not in CODED)
 
@@ -94,8 +94,8 @@ class Mixed(NamedTuple):
         for n, kind in enumerate(self.kinds):
             names = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
             for sources in [names] if kind.joint and names else [(s,) for s in names]:
-                here = {s: tile[_name(n, s)] for s in sources}
-                outputs, carry = self._recoded(constants, kind, sources, here, carry)
+                inputs = {s: tile[_name(n, s)] for s in sources}
+                outputs, carry = self._recoded(constants, kind, sources, inputs, carry)
                 recon |= {_name(n, s): x for s, x in outputs.items()}
         return {source: {"x": x} for source, x in recon.items()}, recon, carry
 

@@ -272,7 +272,7 @@ def estimated(config: ModelConfig, methods: str, device: str, mesh: str, setting
     calibration and the report's own caches are left out."""
     candidates, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
     layers, count = config.num_layers, len(candidates.parts)
-    alone = layers * sum(1 if joint else 2 for joint in candidates.joint[1:])
+    singles = layers * sum(1 if joint else 2 for joint in candidates.joint[1:])
     chains = [method for method in candidates.others if is_chain(method, config.kv_shape)]
     changed = sum(1 + layers * len(exceptions(candidates, chain, config.kv_shape)) for chain in chains)
     rounds = (1 + len(chains)) * (layers + PATIENCE)
@@ -281,7 +281,7 @@ def estimated(config: ModelConfig, methods: str, device: str, mesh: str, setting
     rows = even_rows(least, settings.batch, sizes.data)
     batches = math.ceil(least / rows)
     exact = batches * (2 + len(chains) + rounds)  # once for each call: the parts alone, every round, the report
-    passes = (alone + changed + ROUND * rounds + reported) * batches + exact
+    passes = (singles + changed + ROUND * rounds + reported) * batches + exact
     steps = passes * math.ceil(settings.window / settings.chunk)
     chip = DEVICES[find_device(device).name]
     planned = plan_memory(config, choice_of(candidates), settings.window, rows, sizes)
@@ -292,7 +292,7 @@ def estimated(config: ModelConfig, methods: str, device: str, mesh: str, setting
         "device": device,
         "mesh": mesh,
         "candidates": count,
-        "parts_alone": alone,
+        "parts_alone": singles,
         "exceptions": changed,
         "exchanges": ROUND * rounds,
         "forward_passes": passes,

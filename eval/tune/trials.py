@@ -112,8 +112,8 @@ class Trial(_Numbered):
                 chosen[layer, part] = candidate
                 places.append((layer, part, candidate))
                 policies.append(chosen)
-        alone = meter([self.subject(chosen) for chosen in policies], bar("each part alone")).mean(1)
-        for place, value in zip(places, alone, strict=True):
+        means = meter([self.subject(chosen) for chosen in policies], bar("each part alone")).mean(1)
+        for place, value in zip(places, means, strict=True):
             loss[place] = value / 2 if isinstance(place[1], slice) else value
         return loss
 
@@ -204,8 +204,8 @@ class Chain(_Numbered):
         changed = [np.full((layers, 2), OWN) for _ in range(1 + len(places))]
         for chosen, (layer, part) in zip(changed[1:], places, strict=True):
             chosen[layer] = part
-        base, *alone = meter([self.subject(chosen) for chosen in changed], bar(f"exceptions in {self.own}")).mean(1)
+        base, *means = meter([self.subject(chosen) for chosen in changed], bar(f"exceptions in {self.own}")).mean(1)
         loss = np.full((layers, 2, count), base / layers / 2)
-        for (layer, part), value in zip(places, alone, strict=True):
+        for (layer, part), value in zip(places, means, strict=True):
             loss[layer, :, part] += (value - base) / 2
         return loss

@@ -141,9 +141,9 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
         tile = {source: at_layer(new[source], layer)[:, 0] for source in clock.sources}
         payload, _, _ = run.wiring.maps.encode(at_layer(fixed, layer), tile, {})
         # A unit is one token here, so that its number is that of the body token. A body that wraps is a ring of slots.
-        here, slots = run.deal.place(modulo(schedule.start, run.slots))
-        here, slots = given_to_gpus((row_mask if here is None else row_mask & here, slots))
-        put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, here)  # noqa: E731
+        local, slots = run.deal.place(modulo(schedule.start, run.slots))
+        local, slots = given_to_gpus((row_mask if local is None else row_mask & local, slots))
+        put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, local)  # noqa: E731
         return store_fields(run, body, clock, payload, put)
 
     out = []

@@ -148,9 +148,9 @@ def require_shapes(path: Path, shapes: Mapping[str, Any]) -> None:
     """Raise UserError unless a stored folder holds arrays of these shapes and dtypes; others may be there too."""
     arrays = read_shapes(path)
     for name, leaf in shapes.items():
-        got = arrays.get(name)
-        if got is None or got.shape != leaf.shape or got.dtype != leaf.dtype:
-            stored = "nothing" if got is None else f"{got.dtype}{got.shape}"
+        array = arrays.get(name)
+        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
+            stored = "nothing" if array is None else f"{array.dtype}{array.shape}"
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {stored}")
 
 

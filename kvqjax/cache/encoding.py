@@ -105,8 +105,8 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     # A matrix product rounds differently for another number of rows. A frame has such products, and codecs that are not
     # `apart` may have. What flows between layers is reconstructed in tiles of one unit.
     unchained = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
-    beside = not any(run.wraps or run.deal.parts > 1 for run in runs)
-    allowed = unchained and beside and all(codec.apart for codec in codecs)
+    contiguous = not any(run.wraps or run.deal.parts > 1 for run in runs)
+    allowed = unchained and contiguous and all(codec.apart for codec in codecs)
     most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
     if not allowed:
         return 1
@@ -198,14 +198,14 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     Returns:
         (body, reconstruction of the tile, the layer's carry)."""
     payload, recon, carry = run.wiring.maps.encode(constants, tile, carry)
-    # `here` is whether this device stores the slot. None stands for always.
-    here, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
+    # `local` says whether this device stores the slot. None stands for always.
+    local, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
     if run.page:
         assert pages is not None
         # A row that has no page there stores nothing. Page 0 then stands for the missing one, to be a valid index.
         page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
-        at, here = (at[0], jnp.maximum(page, 0)), page >= 0
-    put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, here)  # noqa: E731
+        at, local = (at[0], jnp.maximum(page, 0)), page >= 0
+    put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, local)  # noqa: E731
     return store_fields(run, body, clock, payload, put), recon, carry
 
 

@@ -138,16 +138,16 @@ def choose(
     best, token = jax.lax.top_k(score, room)
     # The best tokens come by their scores, and are sorted by their places. What stands for no token is sorted last.
     token = jnp.sort(jnp.where(jnp.isneginf(best), length, token), axis=1)
-    real = token < length
-    token = jnp.where(real, token, 0)
+    valid = token < length
+    token = jnp.where(valid, token, 0)
     pad = ((0, 0), (0, slots - room))  # a short prompt leaves slots empty
-    kept = kept | {"positions": jnp.pad(jnp.where(real, token, -1), pad, constant_values=-1)}
+    kept = kept | {"positions": jnp.pad(jnp.where(valid, token, -1), pad, constant_values=-1)}
     if rule == "h2o":
-        grouped = _by_group(jnp.pad(jnp.where(real, _take(mass, token), 0.0), pad), slots // unit)
+        grouped = _by_group(jnp.pad(jnp.where(valid, _take(mass, token), 0.0), pad), slots // unit)
         # Slots that hold no token of the prompt get a number too. It is not read: `_mass_of` asks for held tokens.
         recent = _take(mass, jnp.clip(window + sinks, 0, length - 1))
         kept = kept | {"mass": grouped.sum(-1), "recent": recent}
-    return Chosen(token, real.sum(1) // unit), kept
+    return Chosen(token, valid.sum(1) // unit), kept
 
 
 def _mass_of(
@@ -168,8 +168,8 @@ def _mass_of(
     old, slot = tokens < body_lengths[:, None], tokens % ring
     # `call.exact` has sinks first, then the window's slots, then new tokens.
     place = jnp.where(old, sinks + slot, sinks + ring + tokens - body_lengths[:, None])
-    now = _take(call.exact, jnp.clip(place, 0, call.exact.shape[1] - 1))
-    return now + jnp.where(old, _take(kept["recent"], slot), 0.0)
+    gain = _take(call.exact, jnp.clip(place, 0, call.exact.shape[1] - 1))
+    return gain + jnp.where(old, _take(kept["recent"], slot), 0.0)
 
 
 def enter(

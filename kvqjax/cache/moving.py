@@ -48,9 +48,9 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
     count, batch, blocks = run.count, encoded.shape[0], run.slots // run.block
     at_once = max(n for n in range(1, blocks + 1) if blocks % n == 0 and (n == 1 or n * run.block <= MOST_AT_ONCE))
     size = run.block * (1 if run.wraps else at_once)
-    chunks, needed = run.slots // size, run.slots // size
+    chunks, used_chunks = run.slots // size, run.slots // size
     if not run.wraps:  # else any block may be the newest
-        needed = jnp.minimum(chunks, (encoded.max() + size - 1) // size)
+        used_chunks = jnp.minimum(chunks, (encoded.max() + size - 1) // size)
 
     def put(number, out):
         # Chunks outermost, then layers, then rows: `line` numbers the rows of all layers.
@@ -62,7 +62,7 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
             token = (last - jnp.mod(last - chunk, chunks)) * size
         return packing.in_bits.write(out, (layer, row), chunk * size, tile(layer, row, token, size))
 
-    return jax.lax.fori_loop(0, needed * count * batch, put, packing.allocate((count, batch), run.slots))
+    return jax.lax.fori_loop(0, used_chunks * count * batch, put, packing.allocate((count, batch), run.slots))
 
 
 def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile) -> dict:

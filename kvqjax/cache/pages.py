@@ -175,19 +175,19 @@ def check_pages(layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[
     """Raise UserError where a row lacks pages for so many tokens."""
     counts = np.cumprod(table >= 0, axis=1).sum(1)
     for row, (count, length) in enumerate(zip(counts.tolist(), tokens.tolist(), strict=True)):
-        if count < (needed := pages_needed(layout, length)):
+        if count < (need := pages_needed(layout, length)):
             raise UserError(
-                f"row {row} would hold {length} tokens, which take {needed} pages, and it has {count}; "
+                f"row {row} would hold {length} tokens, which take {need} pages, and it has {count}; "
                 "kvqjax.with_pages gives it more"
             )
 
 
-def require_own_bodies(cache: Cache, what: str) -> None:
+def require_own_bodies(cache: Cache, operation: str) -> None:
     """Raise UserError for a cache whose bodies lie in pages, which have no axis of rows."""
     if cache.pages is not None:
         raise UserError(
-            f"{what}: the rows of this cache take pages of a pool, and {what} wants rows with bodies of their own: "
-            "kvqjax.without_pages(cache) has such"
+            f"{operation}: the rows of this cache take pages of a pool, and {operation} wants rows with bodies of "
+            "their own: kvqjax.without_pages(cache) has such"
         )
 
 
@@ -203,8 +203,8 @@ def _joined(packing: Packing, page: int, stored: Stored, layer, rows: Int[Array,
 
     # Blocks follow one another along the axis of tokens in every packing, so that pages need only stand in their order.
     def join(x: Array) -> Array:
-        apart = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
-        return apart.reshape(*apart.shape[:axis], -1, *apart.shape[axis + 2 :])
+        by_page = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
+        return by_page.reshape(*by_page.shape[:axis], -1, *by_page.shape[axis + 2 :])
 
     return tuple(map(join, spans)) if count > 1 else spans
 

@@ -62,27 +62,29 @@ def _grain(layout: CacheLayout) -> int:
     return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
 
 
-def _check_means(layout: CacheLayout, what: str) -> None:
+def _check_means(layout: CacheLayout, operation: str) -> None:
     """Raise UserError for caches whose tokens have no fixed place.
 
     Args:
         layout: The cache's layout.
-        what: The operation, for messages: "cut" or "join"."""
+        operation: Its name, for messages: "cut" or "join"."""
     if layout.pool is not None:
-        raise UserError(f"{what}: the rows of this cache take pages of a pool; rows that share pages share tokens")
+        raise UserError(f"{operation}: the rows of this cache take pages of a pool; rows that share pages share tokens")
     if layout.method.keep is not None:
-        raise UserError(f"{what}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
+        raise UserError(f"{operation}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
     if layout.shape.recurrent is not None:
         raise UserError(
-            f"{what}: recurrent layers remember all tokens at once, so that tokens have no part of a cache to "
+            f"{operation}: recurrent layers remember all tokens at once, so that tokens have no part of a cache to "
             "themselves; keep a prefix as a row (fork, repeat) or a snapshot"
         )
     if any(run.wraps for run in runs_of(layout)):
         raise UserError(
-            f"{what}: layers with a sliding window overwrite old tokens, so that there is no prefix to share"
+            f"{operation}: layers with a sliding window overwrite old tokens, so that there is no prefix to share"
         )
     if layout.dealt > 1:
-        raise UserError(f"{what}: a body that is dealt over {layout.dealt} devices cannot be cut; one device's can")
+        raise UserError(
+            f"{operation}: a body that is dealt over {layout.dealt} devices cannot be cut; one device's can"
+        )
 
 
 def _place(layout: CacheLayout, tokens: Any) -> int:
@@ -111,16 +113,16 @@ def _are_known(*caches: Cache) -> bool:
     return is_known(*jax.tree.leaves([(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]))
 
 
-def _refuse(bad: Bool[Array, " B"], *caches: Cache) -> int | None:
-    """Give the number of the first bad row, where numbers are known and there is one."""
-    if not _are_known(*caches) or not np.asarray(bad).any():
+def _refuse(rows: Bool[Array, " B"], *caches: Cache) -> int | None:
+    """Give the number of the first marked row. None where no row is marked, and where numbers are not known."""
+    if not _are_known(*caches) or not np.asarray(rows).any():
         return None
-    return int(np.asarray(bad).argmax())
+    return int(np.asarray(rows).argmax())
 
 
-def _emptied(cache: Cache, bad: Bool[Array, " B"]) -> Cache:
-    """Empty rows that could not be had, and raise their overflow flags."""
-    return evict(cache, bad).replace(overflow=cache.overflow | bad)
+def _emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
+    """Empty the marked rows, and raise their overflow flags."""
+    return evict(cache, rows).replace(overflow=cache.overflow | rows)
 
 
 def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
@@ -154,13 +156,13 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
         if readable:
             shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
         # The head has all sinks of a row, also where it has no other token.
-        bad = (encoded < shift) | (cache.lengths < sinks)
-    if (row := _refuse(bad, cache)) is not None:
+        row_mask = (encoded < shift) | (cache.lengths < sinks)
+    if (row := _refuse(row_mask, cache)) is not None:
         length = int(np.asarray(cache.lengths)[row])
         raise UserError(f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
     start = shift + sinks
     head = crop(cache, jnp.full_like(cache.lengths, start))
-    return _emptied(head, bad), Piece(_emptied(_cut(cache, start), bad), start, cache.layout.capacity)
+    return _emptied(head, row_mask), Piece(_emptied(_cut(cache, start), row_mask), start, cache.layout.capacity)
 
 
 @functools.partial(jax.jit, static_argnames="start")
@@ -232,9 +234,9 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     layout = dataclasses.replace(head.layout, capacity=capacity)
     # Words of another method, dtype or form would be read as something else without a word.
     for field in dataclasses.fields(layout):
-        expected, got = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
-        if field.name != "capacity" and expected != got:
-            raise UserError(f"the piece has another {field.name}: {got}, wanted {expected}")
+        expected, actual = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
+        if field.name != "capacity" and expected != actual:
+            raise UserError(f"the piece has another {field.name}: {actual}, wanted {expected}")
     _check_means(head.layout, "join")
     if head.batch != tail.cache.batch:
         raise UserError(

@@ -120,8 +120,8 @@ def _decoded(ask: Ask) -> bool:
     between them must be what keys and values are made of, and all of it."""
     run, chain = ask.run, ask.run.wiring.chain
     exact = chain.read_in is None or ask.dtype in chain.read_in
-    alone = not chain.carry or (chain.flows and exact and chain.carry.keys() == run.wiring.storage.sources.keys())
-    return run.static_loops and is_linear(ask) and ask.length <= FEW_QUERIES and alone
+    readable = not chain.carry or (chain.flows and exact and chain.carry.keys() == run.wiring.storage.sources.keys())
+    return run.static_loops and is_linear(ask) and ask.length <= FEW_QUERIES and readable
 
 
 def _in_tiles(ask: Ask) -> bool:

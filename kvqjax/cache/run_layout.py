@@ -53,9 +53,9 @@ class Deal(NamedTuple):
         """Count how many of the first `tokens` body tokens lie here."""
         if self.parts == 1:
             return tokens
-        blocks, here = floor_divide(tokens, self.block), self._here()
-        remainder = jnp.where(modulo(blocks, self.parts) == here, modulo(tokens, self.block), 0)
-        return floor_divide(blocks - here + self.parts - 1, self.parts) * self.block + remainder
+        blocks, device = floor_divide(tokens, self.block), self._here()
+        remainder = jnp.where(modulo(blocks, self.parts) == device, modulo(tokens, self.block), 0)
+        return floor_divide(blocks - device + self.parts - 1, self.parts) * self.block + remainder
 
     def most(self, tokens: int) -> int:
         """Count the most of a row's first `tokens` body tokens that lie on one device."""

@@ -95,10 +95,10 @@ def _plan_runs(layout: CacheLayout) -> list[RunLayout]:
     """Plan the runs in layer order."""
     numbers = range(layout.shape.num_layers)
     shapes = [layout.shape.layer(index) for index in numbers]
-    apart = numbers if layout.layers == "unroll" else [0] * len(numbers)
+    stack_of = numbers if layout.layers == "unroll" else [0] * len(numbers)
     runs, first = [], 0
     for (spec, shape, _), group in itertools.groupby(
-        zip(layout.method.layers(layout.shape), shapes, apart, strict=True)
+        zip(layout.method.layers(layout.shape), shapes, stack_of, strict=True)
     ):
         count = len(list(group))
         runs.append(_plan_run(layout, first, count, spec, shape))
@@ -137,8 +137,8 @@ def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
     page = layout.pool.tokens
     if layout.dealt > 1:
         raise UserError(f"a body that is dealt over {layout.dealt} devices cannot lie in pages")
-    if wrong := [run.block for run in runs if page < 1 or page % math.lcm(PLANE, run.block)]:
-        raise UserError(f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *wrong)}")
+    if blocks := [run.block for run in runs if page < 1 or page % math.lcm(PLANE, run.block)]:
+        raise UserError(f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *blocks)}")
 
     def paged(run: RunLayout) -> RunLayout:
         if run.wraps or run.budget or not run.slots:

@@ -112,21 +112,21 @@ def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
     """Say in one line what is wrong with an array and what to call instead."""
     name, shape, axis = promise.name, promise.shape, promise.row_axis
-    got = getattr(leaf, "shape", None)
-    if got is None:
+    actual = getattr(leaf, "shape", None)
+    if actual is None:
         return f"{name} of the cache is a {type(leaf).__name__}, not an array"
-    head = f"{name} of the cache has shape {list(got)}, wanted {list(shape)}: "
-    if len(got) != len(shape):
+    head = f"{name} of the cache has shape {list(actual)}, wanted {list(shape)}: "
+    if len(actual) != len(shape):
         return f"{head}an axis was added or removed; kvqjax.row_axes(cache) gives the row axis of every array"
-    if axis and got[0] != shape[0]:
+    if axis and actual[0] != shape[0]:
         return (
             f"{head}its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat, "
             "gather or insert, or the axes that kvqjax.row_axes(cache) gives"
         )
-    if got[axis] != shape[axis]:
+    if actual[axis] != shape[axis]:
         return (
             f"{head}its rows are not the {shape[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
         )
-    if got != shape:
+    if actual != shape:
         return f"{head}the layout of a capacity of {capacity} promises that; kvqjax.resize makes another capacity"
     return f"{name} of the cache is of type {leaf.dtype}, wanted {jnp.dtype(promise.dtype)}: its bits have that meaning"

@@ -139,15 +139,15 @@ def repeat(cache: Cache, n: int) -> Cache:
 
 def _check_same(cache: Cache, other: Cache) -> None:
     for field in dataclasses.fields(cache.layout):
-        expected, got = getattr(cache.layout, field.name), getattr(other.layout, field.name)
+        expected, actual = getattr(cache.layout, field.name), getattr(other.layout, field.name)
         if field.name == "capacity":
-            if got > expected:
+            if actual > expected:
                 raise UserError(
-                    f"the other cache has a larger capacity, {got}; its rows fit a cache of {expected} tokens a row "
+                    f"the other cache has a larger capacity, {actual}; its rows fit a cache of {expected} tokens a row "
                     f"after kvqjax.resize(other, {expected})"
                 )
-        elif expected != got and not (field.name == "rules" and expected is not None and expected.splits_as(got)):
-            raise UserError(f"the other cache has another {field.name}: {got}, wanted {expected}")
+        elif expected != actual and not (field.name == "rules" and expected is not None and expected.splits_as(actual)):
+            raise UserError(f"the other cache has another {field.name}: {actual}, wanted {expected}")
 
 
 def _numbers(name: str, rows: Any, batch: int, whose: str) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
@@ -352,12 +352,12 @@ def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cach
     """Give a cropped cache the states after what its rows hold: those of `cache` where nothing was cut, those of the
     snapshot where a row is as long as it was then. Refuse other rows, or empty them inside jit."""
     uncut = result.lengths == cache.lengths
-    states, back = cache.states, jnp.zeros_like(uncut)
+    states, restorable = cache.states, jnp.zeros_like(uncut)
     if snapshot is not None:
         _check_snapshot(cache, snapshot)
-        back = ~uncut & (result.lengths == snapshot.lengths)
-        states = _chosen(back, snapshot.states, states)
-    lost = ~(uncut | back | (result.lengths == 0))
+        restorable = ~uncut & (result.lengths == snapshot.lengths)
+        states = _chosen(restorable, snapshot.states, states)
+    lost = ~(uncut | restorable | (result.lengths == 0))
     if is_known(lost):
         with reading(True):
             mask = np.asarray(lost)

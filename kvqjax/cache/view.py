@@ -27,7 +27,6 @@ __all__ = [
     "LayerView",
     "NewTokens",
     "PackedView",
-    "alike",
     "beside",
     "body_view",
     "expanded",
@@ -35,6 +34,7 @@ __all__ = [
     "payload_of",
     "reached",
     "seen",
+    "sees_all",
     "side_by_side",
     "with_own_body",
 ]
@@ -219,7 +219,7 @@ def _pinned(slots: int) -> Callable[[Number, int], Number]:
     return lambda j, size: jnp.minimum(j * size, slots - size)
 
 
-def alike(view: LayerView, tokens: NewTokens) -> bool:
+def sees_all(view: LayerView, tokens: NewTokens) -> bool:
     """Say whether all new tokens of a row see the same of the body, which is all of it."""
     return view.run.sliding is None and tokens.oldest is None
 
@@ -227,7 +227,7 @@ def alike(view: LayerView, tokens: NewTokens) -> bool:
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
     """Say whether data may not bound how many blocks are read."""
     length = tokens.positions.shape[1]
-    tiled = view.run.tiles == "tiles" and length >= MANY_QUERIES and alike(view, tokens)
+    tiled = view.run.tiles == "tiles" and length >= MANY_QUERIES and sees_all(view, tokens)
     return tiled or (view.run.static_loops and length <= FEW_QUERIES)
 
 

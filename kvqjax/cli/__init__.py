@@ -13,7 +13,7 @@ from kvqjax.cli.habits import usage_line
 __all__ = ["main"]
 
 
-def _told(error: BaseException) -> tuple[str, int] | None:
+def _message_of(error: BaseException) -> tuple[str, int] | None:
     """What to print of an error and the exit code; None for a defect of ours, which keeps its traceback."""
     from kvqjax._errors import UserError
 
@@ -30,12 +30,12 @@ def _told(error: BaseException) -> tuple[str, int] | None:
 
 def _warn_once() -> Callable[..., None]:
     """A `warnings.showwarning` that prints one line for each text: a run may come by a place several times."""
-    said = set()
+    messages = set()
 
     def show(message, *_, **__) -> None:
         text = " ".join(str(message).split())
-        if text not in said:
-            said.add(text)
+        if text not in messages:
+            messages.add(text)
             print(f"warning: {text}", file=sys.stderr)
 
     return show
@@ -56,9 +56,9 @@ def main() -> None:
         if code == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
     except (Exception, KeyboardInterrupt) as error:
-        told = _told(error)
-        if told is None:
+        report = _message_of(error)
+        if report is None:
             raise
-        message, code = told
+        message, code = report
         print(" ".join(message.split()), file=sys.stderr)
     sys.exit(code)

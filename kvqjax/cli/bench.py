@@ -185,6 +185,6 @@ def bench(
             waited = first_token_milliseconds(ready, method, prompt, batch, repeats, forced)
             row |= {"prompt": prompt, "ms_to_first_token": waited, "ms_to_first_token_at_least": least}
         rows.append(row)
-    here = machine()
-    title = f"decode on {here['device']}, {model}, {loaded.params['embed'].dtype}"
-    show(rows, as_json, title, about=here if as_json else None)
+    this_machine = machine()
+    title = f"decode on {this_machine['device']}, {model}, {loaded.params['embed'].dtype}"
+    show(rows, as_json, title, about=this_machine if as_json else None)

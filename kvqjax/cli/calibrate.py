@@ -68,8 +68,8 @@ def calibrate(
                 length=length,
                 state=state,
                 advance=lambda step, total: update(step / total),
-                announce=lambda what, work: announce(
-                    f"calibrating {method} for {model}: {what} of {data}; {at_least(work)}; if this is stopped, "
+                announce=lambda task, work: announce(
+                    f"calibrating {method} for {model}: {task} of {data}; {at_least(work)}; if this is stopped, "
                     "the same command goes on"
                 ),
             )

@@ -164,10 +164,10 @@ class _Chat:
 
     def _answer(self, answer: Answer) -> None:
         """Print an answer as it is made. Ctrl-C ends it, and what was printed is part of the conversation."""
-        said, ended = [], True
+        pieces, ended = [], True
         try:
             for piece in answer:
-                said.append(piece)
+                pieces.append(piece)
                 if not self._as_json:
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
@@ -175,7 +175,7 @@ class _Chat:
         finally:
             answer.close()
         last = self._session.last
-        about = {"text": "".join(said), **(last._asdict() if last is not None else {})}
+        about = {"text": "".join(pieces), **(last._asdict() if last is not None else {})}
         print(json.dumps(about) if self._as_json else "", flush=True)
         if not ended:
             announce("[stopped]")

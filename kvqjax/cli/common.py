@@ -194,7 +194,7 @@ def require_room(model: Model, method: Method, batch: int, capacity: int) -> Non
     """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the process instead."""
     cache = jax.eval_shape(lambda: init_cache(model, method, batch, capacity))
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
-    needed = array_bytes(cache)
-    if limit is not None and needed > limit * devices:
+    cache_bytes = array_bytes(cache)
+    if limit is not None and cache_bytes > limit * devices:
         rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
-        raise UserError(f"{method}: a cache of {rows} takes {size(needed)}; there are {size(limit * devices)}")
+        raise UserError(f"{method}: a cache of {rows} takes {size(cache_bytes)}; there are {size(limit * devices)}")

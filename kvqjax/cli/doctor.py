@@ -20,17 +20,17 @@ __all__ = ["doctor"]
 
 def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Finding]]:
     """A row for everything that can be checked here, and what was found on the way."""
-    target, told = target_of(jnp.zeros(())), []
+    target, messages = target_of(jnp.zeros(())), []
     if target == "cpu" and machine.platform != "cpu":
         return [], [Finding(False, f"no kernels for {machine.devices[0]}; the plain path serves")]
     plain = list(report.plain_rows(report.PLAIN if full else report.FEW_PLAIN, target))
     if target == "cpu":
         return plain, []
     shapes = report.FULL if full else report.SHAPES
-    tell = lambda line: told.append(Finding(False, line))  # noqa: E731
+    tell = lambda line: messages.append(Finding(False, line))  # noqa: E731
     checked = list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell))
     columns = dict.fromkeys(name for row in checked for name in row)
-    return [*checked, *(columns | row for row in plain)], told
+    return [*checked, *(columns | row for row in plain)], messages
 
 
 def _is_sound(noticed: list[Finding], rows: list[dict[str, Any]]) -> bool:
@@ -66,8 +66,8 @@ def doctor(
         announce(f"{store.reset(verdict_folder())} files of verdicts deleted")
     machine = this_machine()
     announce(f"checking {machine.devices[0]}")
-    rows, told = _rows(machine, full)
-    noticed = [*findings(machine), *told]
+    rows, messages = _rows(machine, full)
+    noticed = [*findings(machine), *messages]
     sound = _is_sound(noticed, rows)
     if as_json:
         about = machine._asdict() | {"verdicts": str(verdict_folder())}

@@ -32,9 +32,9 @@ ROWS = 8  # of a harness's batch, where nothing is said
 _command = functools.partial(add_command, app)
 
 
-def _encoded(model: Model, data: str, tokens: int, **how: Any) -> tuple[np.ndarray, dict[str, Any]]:
-    """Token ids of data, and what the report says of it. `how`: the other arguments of `kvqjax.data.read`."""
-    texts = read(data, model=model, tokens=tokens, **how)
+def _encoded(model: Model, data: str, tokens: int, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """Token ids of data, and what the report says of it. `options`: the other arguments of `kvqjax.data.read`."""
+    texts = read(data, model=model, tokens=tokens, **options)
     ids = token_ids(model, texts)
     return ids, {"data": texts.about | {"tokens": len(ids)}}
 

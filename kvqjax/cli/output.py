@@ -53,20 +53,21 @@ def at_least(work: float) -> str:
 
 def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[float], None]:
     """update(fraction) for where no bar can be drawn: a line after FIRST seconds, then one every EVERY. The time left
-    follows from what came after the first update: before it programs were compiled, or an earlier run had done it."""
-    begun = told = time.monotonic()
+    is estimated from the updates after the first. Before that programs were compiled, or an earlier run did the work.
+    """
+    begun = last = time.monotonic()
     start: tuple[float, float] | None = None
     wait = FIRST
 
     def update(fraction: float) -> None:
-        nonlocal start, told, wait
+        nonlocal start, last, wait
         now = time.monotonic()
         if start is None:
             start = now, fraction
-        if fraction < 1 and now - told >= wait and fraction > start[1]:
+        if fraction < 1 and now - last >= wait and fraction > start[1]:
             seconds = (1 - fraction) * (now - start[0]) / (fraction - start[1])
             say(f"{label}: {fraction:.0%} after {duration(now - begun)}, about {duration(seconds)} left")
-            told, wait = now, EVERY
+            last, wait = now, EVERY
 
     return update
 

@@ -85,11 +85,11 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Method]) -> str:
     """What is about to be done, and how long it takes at least where that is known."""
-    what = f"{name} of {model} through {', then '.join(map(str, methods))}"
+    title = f"{name} of {model} through {', then '.join(map(str, methods))}"
     if not tokens:
-        return what
-    alone = tokens * prompt_operations(loaded.config, 0, 1)  # attention to other tokens comes on top
-    return f"{what}: {tokens} tokens each; {at_least(len(methods) * alone)}"
+        return title
+    operations = tokens * prompt_operations(loaded.config, 0, 1)  # attention to other tokens comes on top
+    return f"{title}: {tokens} tokens each; {at_least(len(methods) * operations)}"
 
 
 def _beyond(loaded: Model, length: int) -> str:

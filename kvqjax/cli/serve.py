@@ -104,7 +104,7 @@ def serve(
         require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
-    now, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
+    stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(
@@ -121,12 +121,12 @@ def serve(
         with _listening(host, port) as door:
             address = f"http://{host}:{door.getsockname()[1]}/v1"
             if as_json:
-                about = {"address": address, "model": name, "cache": str(method), "rows": now.rows}
-                about |= {"capacity": now.capacity, "bytes": now.cache_bytes, "bits": now.bits}
+                about = {"address": address, "model": name, "cache": str(method), "rows": stats.rows}
+                about |= {"capacity": stats.capacity, "bytes": stats.cache_bytes, "bits": stats.bits}
                 print(json.dumps(about), flush=True)
             announce(
-                f"{name} through {method}: {now.rows} rows of {now.capacity} tokens, {size(now.cache_bytes)}, "
-                f"{now.bits:.4g} bits a number"
+                f"{name} through {method}: {stats.rows} rows of {stats.capacity} tokens, {size(stats.cache_bytes)}, "
+                f"{stats.bits:.4g} bits a number"
             )
             if loaded_prefixes:
                 announce(f"{loaded_prefixes} beginnings of prompts are known from {prefix_folder}")

@@ -102,8 +102,8 @@ def tune(
     if as_json:
         typer.echo(json.dumps({"policy": str(result.method), "rows": result.rows, "about": result.about}, indent=1))
         return
-    shown = ("kind", "cache", "bits_stored", "kld", "kld_error")
-    show([{name: row[name] for name in shown} for row in result.rows], False, f"{model} at {budget}, held-out text")
+    columns = ("kind", "cache", "bits_stored", "kld", "kld_error")
+    show([{name: row[name] for name in columns} for row in result.rows], False, f"{model} at {budget}, held-out text")
     typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - begun)}. To use it:", *lines]))
 
 

@@ -58,9 +58,9 @@ def _compared(dense, values, channels):
         difference = jax.lax.reduce(difference, np.uint32(2**32 - 1), jax.lax.min, (difference.ndim - 1,))
         number = jax.lax.bitcast_convert_type(difference.astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
         return jnp.where(difference < 1 << 16, number, dense)
-    here = channels[..., None, :] == lanes
-    outliers = jnp.where(here, values[..., None, :].astype(jnp.float32), 0.0).sum(-1)
-    return jnp.where(here.any(-1), outliers, dense)
+    mask = channels[..., None, :] == lanes
+    outliers = jnp.where(mask, values[..., None, :].astype(jnp.float32), 0.0).sum(-1)
+    return jnp.where(mask.any(-1), outliers, dense)
 
 
 def _scattered(dense, values, channels):

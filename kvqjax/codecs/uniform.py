@@ -29,15 +29,15 @@ GROUPS = (128, 64, 32)  # channels, as the papers have them
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
     """Round float32 numbers to the nearest value of `dtype` that is not below (`up`) or not above (down) them."""
-    near = x.astype(dtype)
-    stored = near.astype(jnp.float32)
-    wrong = stored < x if up else stored > x
+    nearest = x.astype(dtype)
+    stored = nearest.astype(jnp.float32)
+    overshoots = stored < x if up else stored > x
     # The bits of a float count its distance from zero; `jnp.nextafter` gives the same by three times the operations.
-    width = 8 * near.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(near, f"uint{width}")
+    width = 8 * nearest.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(nearest, f"uint{width}")
     nearer = bits >> width - 1 == int(up)  # the first bit is that of negative numbers
-    following = jnp.where(nearer, bits - 1, bits + 1)
-    return jnp.where(wrong, jax.lax.bitcast_convert_type(following, near.dtype), near)
+    neighbour = jnp.where(nearer, bits - 1, bits + 1)
+    return jnp.where(overshoots, jax.lax.bitcast_convert_type(neighbour, nearest.dtype), nearest)
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):

@@ -175,13 +175,13 @@ def read(
     if source in CORPORA:
         return described(source, [CORPORA[source](folder)])
     if not _is_path(source):
-        near = HABITS.get(source.lower().rpartition("/")[2])
-        if near and "/" not in source:
-            raise UserError(f"{source}: no such file or folder; did you mean {near!r}?")
+        corpus = HABITS.get(source.lower().rpartition("/")[2])
+        if corpus and "/" not in source:
+            raise UserError(f"{source}: no such file or folder; did you mean {corpus!r}?")
         if _looks_like_path(source) or not _HUB.fullmatch(source):
             hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
-            shown = source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
-            raise UserError(f"{shown}: No such file or directory{hint}")
+            excerpt = source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
+            raise UserError(f"{excerpt}: No such file or directory{hint}")
     return read_documents(source, field=field, split=split, model=model, unlimited=not tokens)
 
 

@@ -107,8 +107,8 @@ def _json_records(path: Path) -> Iterator[Record]:
         yield from json_lines(path)
         return
     value = parse_json(open_text(path), str(path))
-    several = _inside(value)
-    for number, record in enumerate([value] if several is None else several, 1):
+    records = _inside(value)
+    for number, record in enumerate([value] if records is None else records, 1):
         yield Record(record, f"{path}, record {number}")
 
 

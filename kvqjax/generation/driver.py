@@ -61,10 +61,10 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
         for clock in run.wiring.storage.clocks if run.slots else ():
             if (clock.window, clock.unit) == (0, 1) and not run.wraps and not run.budget:
                 continue  # what is encoded token by token as it comes can be cut token by token
-            beside = layout.method.sinks + clock.window
+            exact = layout.method.sinks + clock.window
             for length in lengths:
-                units = max(0, length + 1 - beside) // clock.unit
-                least = min(least, beside + (units + 1) * clock.unit - 1 - length)
+                units = max(0, length + 1 - exact) // clock.unit
+                least = min(least, exact + (units + 1) * clock.unit - 1 - length)
     return None if least == math.inf else int(least)
 
 

@@ -97,12 +97,12 @@ def prefill_chunks(
     last, longest = None, int(counts.max())
     held = np.zeros_like(counts) if held is None else held
     for start in range(0, longest, chunk):
-        here = np.clip(counts - start, 0, chunk)
+        chunk_counts = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
         cache = bounded(cache, bound_for(cache.layout, (held + np.minimum(counts, start)).tolist()))
-        logits, cache = feed(model, *shared(model, (piece, here)), cache, last=True)
-        last = logits if last is None else jnp.where((here > 0)[:, None], logits, last)
+        logits, cache = feed(model, *shared(model, (piece, chunk_counts)), cache, last=True)
+        last = logits if last is None else jnp.where((chunk_counts > 0)[:, None], logits, last)
         if progress is not None:
             jax.block_until_ready(last)
             progress(min(1.0, (start + chunk) / longest))

@@ -50,8 +50,8 @@ def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
 def split_key(key: Array) -> tuple[Array, Array]:
     """Split a key, or every row's own key [B], into the one of later tokens and the one of this token."""
     if not key.ndim:
-        later, now = jax.random.split(key)
-        return later, now
+        later, draw = jax.random.split(key)
+        return later, draw
     pairs = jax.vmap(jax.random.split)(key)
     return pairs[:, 0], pairs[:, 1]
 

@@ -93,8 +93,8 @@ def _decode_draft(model: Model, state: _State, draft: int):
     def step(loop, _):
         cache, token = loop
         logits, pending = attend(model, token, ones, cache, last=True)
-        following = logits.argmax(-1).astype(jnp.int32)[:, None]
-        return (commit(model, cache, pending, ones), following), (following[:, 0], pending)
+        next_token = logits.argmax(-1).astype(jnp.int32)[:, None]
+        return (commit(model, cache, pending, ones), next_token), (next_token[:, 0], pending)
 
     _, (tokens, pending) = jax.lax.scan(step, (state.drafter, _newest(state)), length=draft + 1)
     joined = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, 0], 0, 2), pending)  # [T, L, B, 1, W] -> [L, B, T, W]
@@ -127,15 +127,15 @@ def _rounds(
 
     def step(state: _State) -> _State:
         if small is None:
-            drafted, lasting = lookup(state.known, state.length, draft, ngram), None
+            drafted, draft_sources = lookup(state.known, state.length, draft, ngram), None
         else:
-            drafted, lasting = _decode_draft(small, state, draft)
+            drafted, draft_sources = _decode_draft(small, state, draft)
         greedy, gained, done, pending = _verify(model, state, drafted, eos)
         # The newest token enters the cache with the accepted part of the draft; the correction stays outside.
         cache = commit(model, state.cache, pending, gained)
         drafter = state.drafter
-        if small is not None and drafter is not None and lasting is not None:
-            drafter = commit(small, drafter, lasting, gained)
+        if small is not None and drafter is not None and draft_sources is not None:
+            drafter = commit(small, drafter, draft_sources, gained)
         span = jnp.arange(draft + 1)[None]
         place = jnp.where(span < gained[:, None], state.length[:, None] + span, state.known.shape[1])
         rows = jnp.arange(len(place))[:, None]
@@ -189,8 +189,8 @@ def speculate(
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
     if drafter is not None and drafter.config.vocab_size != model.config.vocab_size:
-        got, expected = drafter.config.vocab_size, model.config.vocab_size
-        raise UserError(f"the drafter has a vocabulary of {got} tokens, the model of {expected}")
+        actual, expected = drafter.config.vocab_size, model.config.vocab_size
+        raise UserError(f"the drafter has a vocabulary of {actual} tokens, the model of {expected}")
     counts = np.asarray([len(p) for p in ids], np.int32)
     width = bucket(int(counts.max()))
     capacity = capacity_for(model, ids, max_new_tokens, None)
@@ -210,9 +210,9 @@ def speculate(
 
 
 def _state(cache: Cache, drafter: Cache | None, tokens, counts, new: int) -> _State:
-    length, none = jnp.asarray(counts), jnp.zeros((), jnp.int32)
+    length, zero = jnp.asarray(counts), jnp.zeros((), jnp.int32)
     done = jnp.zeros(length.shape, bool)
-    return _State(cache, drafter, jnp.asarray(tokens), length, length + new, done, none, jnp.copy(none), jnp.copy(none))
+    return _State(cache, drafter, jnp.asarray(tokens), length, length + new, done, zero, jnp.copy(zero), jnp.copy(zero))
 
 
 @functools.partial(jax.jit, donate_argnames="state")

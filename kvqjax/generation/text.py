@@ -123,8 +123,8 @@ class _Window:
             self._ids, self._given, self._whole = self._ids[ids:], self._given[length:], (0, 0)
             text = _decode(self._tokenizer, self._ids)
             self._given = self._given[: _shared(self._given, text)]
-        waiting = min(_MOST_BROKEN, len(text) - len(text.rstrip(_BROKEN)))
-        piece = text[len(self._given) : len(text) - waiting]
+        count = min(_MOST_BROKEN, len(text) - len(text.rstrip(_BROKEN)))
+        piece = text[len(self._given) : len(text) - count]
         self._given += piece
         self.broken = text[len(self._given) :]
         if not self.broken:
@@ -251,20 +251,20 @@ class Detokenizer:
         return text[count:]
 
     def _take(self, ids: Sequence[int]) -> str:
-        sure = self._held + self._without_prompt(self._window.push(ids))
+        piece = self._held + self._without_prompt(self._window.push(ids))
         if not self._stop:
-            return sure
+            return piece
         ahead = self._window.ahead
-        preview = sure + ahead[_shared(ahead, self._lent) :]
+        preview = piece + ahead[_shared(ahead, self._lent) :]
         self._mark(ids[0], len(preview))
         end = self._end(preview)
         if end is not None:
             self.stopped = self._ended = True
             return preview[:end]
-        keep = len(sure) - self._waiting(sure)
-        self._held = sure[keep:]
+        keep = len(piece) - self._waiting(piece)
+        self._held = piece[keep:]
         self._marks = [(place - keep, text) for place, text in self._marks]
-        return sure[:keep]
+        return piece[:keep]
 
     def _mark(self, token: int, place: int):
         """Note the place of a special token that a stop string holds."""

@@ -95,9 +95,11 @@ def _model_and_cache(
     cache = jax.eval_shape(lambda: allocate_cache(layout, batch))
     params = _placed(model.params, rules.mesh, rules.parameters(model.params))
     constants = _placed(model.constants, rules.mesh, PartitionSpec())
-    alone = rules.mesh.size == 1
+    single_device = rules.mesh.size == 1
     lie = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    model = model.replace(params=as_multiplied(params, lie), constants=constants, rules=None if alone else rules)
+    model = model.replace(
+        params=as_multiplied(params, lie), constants=constants, rules=None if single_device else rules
+    )
     return model, _placed(cache, rules.mesh, rules.cache(cache))
 
 

@@ -80,7 +80,7 @@ def _chip(words: list[str], sold: int | None) -> str | None:
     return fitting[0] if fitting else None
 
 
-def _alone(text: str) -> Named | None:
+def _single_device(text: str) -> Named | None:
     """`find_device` without a multiplier; None where no chip is called so."""
     words = [word for word in re.split(r"[\s_\-/,()]+", text) if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)]
     gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(r"\d+gi?b?", word)]
@@ -104,11 +104,11 @@ def find_device(text: str) -> Named:
     """A chip by the names that it has in clouds, drivers and shops, with a number of devices where one is said: "H100",
     "NVIDIA A100-SXM4-80GB", "8xH100", "v5e-16", "v5litepod-8", "RTX 4090". Raises UserError with the nearest name."""
     plain = text.strip().lower()
-    named = _alone(plain)
+    named = _single_device(plain)
     for pattern in (r"(?P<count>\d+)\s*[x*\u00d7]\s*(?P<name>.+)", r"(?P<name>.+?)\s*[x*:\u00d7]\s*(?P<count>\d+)"):
-        several = None if named else re.fullmatch(pattern, plain)
-        if several and (inner := _alone(several["name"])):
-            named = inner._replace(count=inner.count * int(several["count"]))
+        multiple = None if named else re.fullmatch(pattern, plain)
+        if multiple and (inner := _single_device(multiple["name"])):
+            named = inner._replace(count=inner.count * int(multiple["count"]))
     if named is None or not 1 <= named.count <= MOST_DEVICES:
         hint = suggest(plain, [*DEVICES])
         raise UserError(

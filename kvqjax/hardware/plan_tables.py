@@ -55,7 +55,7 @@ def _unbroken(line: Row) -> Row:
 
 def _memory(case: Case, rows: list[Row], note: str) -> Section:
     """Bytes on one device, what fits there, and the limits."""
-    shown = []
+    lines = []
     for row in rows:
         count = {
             name: row[f"bytes_{name}_per_device"] for name in ("weights", "constants", "cache", "workspace", "total")
@@ -72,16 +72,16 @@ def _memory(case: Case, rows: list[Row], note: str) -> Section:
             limit = " (the model's)" if row["context_limited_by"] == "the model" else ""
             line["longest context"] = f"{row['largest_context']}{limit}" if row["largest_context"] else "none fits"
             line["largest batch"] = str(row["largest_batch"]) if row["largest_batch"] else "none fits"
-        shown.append(_unbroken(line))
+        lines.append(_unbroken(line))
     shares = [
         f"{row['cache']} fits with --memory-fraction {row['fits_with_memory_fraction']:g}."
         for row in rows
         if row.get("fits_with_memory_fraction")
     ]
-    said = [_room(case), note and note[0].upper() + note[1:] + ".", *shares]
-    said.append("The workspace is a decode step's; a long prompt needs more, unless it enters in chunks.")
+    sentences = [_room(case), note and note[0].upper() + note[1:] + ".", *shares]
+    sentences.append("The workspace is a decode step's; a long prompt needs more, unless it enters in chunks.")
     title = "On each device" if case.mesh.devices > 1 else "On the device"
-    return Section(title, shown, " ".join(filter(None, said)), across=True)
+    return Section(title, lines, " ".join(filter(None, sentences)), across=True)
 
 
 def _speed(case: Case, rows: list[Row]) -> Section | None:
@@ -89,7 +89,7 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
     device = case.device
     if device is None or not any(row["fits"] for row in rows):
         return None
-    shown, measured = [], any(row["attention_over_16_bits"] is not None for row in rows)
+    lines, measured = [], any(row["attention_over_16_bits"] is not None for row in rows)
     for row in rows:
         fits = row["fits"]
         line: Row = {"cache": row["cache"]}
@@ -106,7 +106,7 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
         if measured:
             times = row["attention_over_16_bits"]
             line["measured attention, in times of 16 bits"] = "not measured" if times is None else f"{times:.3g}"
-        shown.append(line)
+        lines.append(line)
     all_but = "But for the last line nothing" if measured else "Nothing"
     note = (
         f"{all_but} here is measured. At most: all rows together, if a step reads its weights and cache once at "
@@ -123,31 +123,31 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
             "Llama-3.1-8B, without our kernels: attention's time against reading 16-bit keys and values at the chip's "
             "bandwidth. Above 1 a cache saves memory and no time (docs/speed.md)."
         )
-    return Section("Speed at best", shown, note, across=True)
+    return Section("Speed at best", lines, note, across=True)
 
 
 def _cache(case: Case, rows: list[Row]) -> Section:
     """The cache of all devices, by role."""
     roles = dict.fromkeys(role for row in rows for role in row["classes"])
-    shown = []
+    lines = []
     for row in rows:
         line: Row = {"cache": row["cache"], "bytes": size(row["bytes"]), "bits per number": f"{row['bits_stored']:.4g}"}
         line["times smaller"] = f"{row['bytes_exact'] / row['bytes']:.3g}"
         line |= {ROLES.get(role, role): size(row["classes"].get(role, 0)) for role in roles}
-        shown.append(_unbroken(line))
+        lines.append(_unbroken(line))
     exact = f"A number is one channel of a key or value; in {case.dtype} they take {size(rows[0]['bytes_exact'])}."
     if rows[0]["beyond_model"]:
         exact += f" {case.context} tokens are beyond the {case.config.max_position} that this model was made for."
     where = f"The cache of all {case.mesh.devices} devices" if case.mesh.devices > 1 else "The cache"
-    return Section(where, shown, exact, across=True)
+    return Section(where, lines, exact, across=True)
 
 
 def _compiled(rows: list[Row]) -> Section | None:
     """The compiler's own account."""
     if "compile_seconds" not in rows[0]:
         return None
-    shown = [{"cache": row["cache"]} | {word: cell(name, row[name]) for name, word in COMPILED.items()} for row in rows]
-    return Section("As compiled, on each device", shown, across=True)
+    lines = [{"cache": row["cache"]} | {word: cell(name, row[name]) for name, word in COMPILED.items()} for row in rows]
+    return Section("As compiled, on each device", lines, across=True)
 
 
 def sections(case: Case, rows: list[Row], note: str) -> list[Section]:

@@ -55,5 +55,5 @@ def estimated_seconds(config: ModelConfig, context: int, batch: int, chip: str) 
 
 def _seen(tokens: int, window: int | None) -> int:
     """Return how many tokens the first `tokens` of a row see, all in all, themselves included."""
-    near = min(tokens, window or tokens)
-    return near * (near + 1) // 2 + (tokens - near) * near
+    inside = min(tokens, window or tokens)
+    return inside * (inside + 1) // 2 + (tokens - inside) * inside

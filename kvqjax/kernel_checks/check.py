@@ -87,8 +87,8 @@ def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[s
         tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
         return None
     if not verdict.usable:
-        why = verdict.note or {"slower": "slower than the plain path"}.get(verdict.outcome, verdict.outcome)
-        tell(f"kernel for {key.form} is not used on {key.chip}: {why}; `{COMMAND}` shows more")
+        reason = verdict.note or {"slower": "slower than the plain path"}.get(verdict.outcome, verdict.outcome)
+        tell(f"kernel for {key.form} is not used on {key.chip}: {reason}; `{COMMAND}` shows more")
     return verdict
 
 

@@ -35,10 +35,10 @@ def worst_error(got: Partial, want: Partial) -> float:
     empty = np.isneginf(right_lse)
     if not np.isneginf(lse[empty]).all() or np.any(out[empty] != 0) or not np.isfinite(lse[~empty]).all():
         return float("inf")
-    off = np.linalg.norm(out - right_out, axis=-1)[~empty]
+    distance = np.linalg.norm(out - right_out, axis=-1)[~empty]
     size = np.linalg.norm(right_out, axis=-1)[~empty]
     weights = np.abs(np.expm1(lse[~empty] - right_lse[~empty]))
-    errors = np.concatenate([off / np.maximum(size, np.finfo(np.float32).tiny), weights])
+    errors = np.concatenate([distance / np.maximum(size, np.finfo(np.float32).tiny), weights])
     worst = float(errors.max(initial=0.0))
     return worst if np.isfinite(worst) else float("inf")
 

@@ -72,8 +72,8 @@ def _read(text: str, key: Key) -> Verdict | None:
     try:
         data = json.loads(text)
         numbers = {name: data[name] for name in ("error", "kernel_ms", "plain_ms", "seconds")}
-        good = (data["format"], data["about"]) == (FORMAT, key._asdict()) and all(map(_number, numbers.values()))
-        if not (good and data["outcome"] in OUTCOMES and isinstance(data["note"], str)):
+        matches = (data["format"], data["about"]) == (FORMAT, key._asdict()) and all(map(_number, numbers.values()))
+        if not (matches and data["outcome"] in OUTCOMES and isinstance(data["note"], str)):
             return None
         numbers = {name: None if number is None else float(number) for name, number in numbers.items()}
         return Verdict(outcome=data["outcome"], note=data["note"], **numbers)

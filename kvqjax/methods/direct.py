@@ -253,14 +253,14 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
     # A sum, not a product, for which XLA would lay the minima of all unrolled layers out anew at the start of a step.
     added = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
-    beside = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
+    groups = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
     out = []
     for plane, (n, lift) in enumerate(planes):
         rows, constant = (
-            x.reshape(*x.shape[:3], -1, len(planes), beside, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
+            x.reshape(*x.shape[:3], -1, len(planes), groups, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
         )
         constant = constant + lift * rows.astype(jnp.float32).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, beside, spec.group, n.shape[3])
+        n = n.reshape(*n.shape[:2], -1, groups, spec.group, n.shape[3])
         part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
         out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
     return out
@@ -333,14 +333,14 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     tokens, so every group is summed by itself and multiplied by its factor."""
     (codes,) = fields["codes"]
     heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    planes, beside = len(readings), min(spec.group, HALF)  # groups of one plane side by side
+    planes, groups = len(readings), min(spec.group, HALF)  # groups of one plane side by side
     factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
-    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // beside if planes > 1 else 1, dim)
+    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // groups if planes > 1 else 1, dim)
     factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
     scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
 
     def apart(x):  # [.., rows] by groups
-        return x.reshape(*x.shape[:-1], -1, beside)
+        return x.reshape(*x.shape[:-1], -1, groups)
 
     out = jnp.float32(0)
     for weight, scale, low, factor, (n, lift) in zip(
@@ -349,7 +349,7 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
         weight = _filled(weight, scale.shape[3])
         row = (weight * scale).astype(dtype)
         added = apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, beside, dim)
+        n = n.reshape(*n.shape[:2], -1, groups, dim)
         part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(row), n, preferred_element_type=jnp.float32)
         out = out + ((part + added[..., None]) * factor[:, :, None]).sum(3)
     return out

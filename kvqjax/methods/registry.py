@@ -142,8 +142,10 @@ def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
-        what = f"the function {source.__name__}" if callable(source) else repr(source)
-        raise UserError(f"{what} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'")
+        description = f"the function {source.__name__}" if callable(source) else repr(source)
+        raise UserError(
+            f"{description} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'"
+        )
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
         path = Path(source.strip() if isinstance(source, str) else source)
         shipped = POLICIES / path.name
@@ -233,8 +235,8 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
     for selector, source in overrides.items():
         method, (numbers, part) = parse(source), read_selector(selector)
         if method.overrides or method.keep:
-            what = "layers" if method.overrides else "a keep"
-            raise UserError(f"{method} has {what} of its own and cannot stand for layers {selector} of {default}")
+            cause = "layers" if method.overrides else "a keep"
+            raise UserError(f"{method} has {cause} of its own and cannot stand for layers {selector} of {default}")
         place = functools.partial(_replaced, default.layer, part, method.layer)
         if numbers is None:
             layer, pairs = place(layer), {number: place(spec) for number, spec in pairs.items()}

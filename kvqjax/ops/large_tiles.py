@@ -85,10 +85,10 @@ def _add(
     # Half of the lowest number: a score and a peak are added to it, and the sum must stay finite.
     low = float(jnp.finfo(q.dtype).min) / 2
     by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))
-    shown = by_part.any(-1, keepdims=True)
+    any_part = by_part.any(-1, keepdims=True)
     # What no part sees may hold anything, and 0 x inf is NaN.
-    k, v = (jnp.where(shown, x, 0) for x in (k, v))
-    k, v = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(shown.shape)), _with_columns(v, shown)
+    k, v = (jnp.where(any_part, x, 0) for x in (k, v))
+    k, v = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(any_part.shape)), _with_columns(v, any_part)
     # A first product finds how far the tile rises above the peaks, rounded: any number near a peak will do, as long as
     # all of a query's weights are taken from the same one.
     rise = jnp.einsum("bkgte,bske->bkgts", state.rows, k, preferred_element_type=q.dtype).max(-1)
@@ -180,8 +180,8 @@ def tiled_attention(
         chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[number]
         chunk_q, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *loop))
         tile_k, tile_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
-        shown = seen(chunk, tile * keys + jnp.arange(keys))
-        state = _add(_State(peak, _rows(chunk_q, peak, shown.shape[1]), sums), chunk_q, tile_k, tile_v, shown)
+        visible = seen(chunk, tile * keys + jnp.arange(keys))
+        state = _add(_State(peak, _rows(chunk_q, peak, visible.shape[1]), sums), chunk_q, tile_k, tile_v, visible)
         put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, chunk, 0)  # noqa: E731
         # Rows follow from queries and peaks, and are made anew at the chunk's next tile.
         return put(loop[0], state.peak), put(loop[1], state.sums)

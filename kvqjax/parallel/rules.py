@@ -288,5 +288,5 @@ def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
         return {source: width * times for source, width in wiring.storage.sources.items()}, fields
 
     # Constants belong to all heads together, but for fitted rotations: each of these is a head's own.
-    alone = not (parent.chain.carry or parent.wanted().keys() - {ROTATIONS})
-    return alone and widened(parent, 1) == widened(part, parts)
+    by_head = not (parent.chain.carry or parent.wanted().keys() - {ROTATIONS})
+    return by_head and widened(parent, 1) == widened(part, parts)

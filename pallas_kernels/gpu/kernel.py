@@ -100,10 +100,10 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
 
-def _fetch(copies, data: Operands, target, here, plan, where, tile) -> None:
+def _fetch(copies, data: Operands, target, barrier, plan, where, tile) -> None:
     """Start copying a tile."""
     for source, into in copies(data, target, plan, where, tile):
-        plgpu.copy_gmem_to_smem(source, into, here)
+        plgpu.copy_gmem_to_smem(source, into, barrier)
 
 
 def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:

@@ -118,8 +118,8 @@ def row_index(shape: tuple[int, int]):
 def hidden(memory, natural):
     """Index away the leading 1 of references by a number that is always 0, but that the compiler cannot know. Otherwise
     it would compute the addresses of all operands before the loop and keep them in more registers than there are."""
-    nought = lax.shift_right_logical(natural, 31)
-    return jax.tree.map(lambda ref: ref.at[nought], memory, is_leaf=lambda x: hasattr(x, "at"))
+    zero = lax.shift_right_logical(natural, 31)
+    return jax.tree.map(lambda ref: ref.at[zero], memory, is_leaf=lambda x: hasattr(x, "at"))
 
 
 def fold(state: State, scores, write_weights, weigh) -> State:

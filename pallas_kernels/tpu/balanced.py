@@ -43,19 +43,19 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
     by group: columns whose lanes alternate alike share them."""
     masks: dict[tuple, dict] = {}
     out = []
-    none = jnp.zeros((plan.rows, LANES))
+    zeros = jnp.zeros((plan.rows, LANES))
     for i, numbers in enumerate((plan.order // plan.group).reshape(-1, plan.column // LANES, LANES)):
         lanes, met = [tuple(map(int, x)) for x in numbers], groups_met(plan, i)
         for n, names in enumerate(lanes):
             if names not in masks:
                 row = jnp.broadcast_to(owners(refs, plan, i)[:, n * LANES : (n + 1) * LANES], (plan.rows, LANES))
                 masks[names] = {group: row == group for group in sorted(set(names))}
-        members = [[jnp.where(masks[x][group], 1.0, none) if group in x else none for x in lanes] for group in met]
+        members = [[jnp.where(masks[x][group], 1.0, zeros) if group in x else zeros for x in lanes] for group in met]
         out.append(Met(met, lanes, jnp.concatenate([jnp.concatenate(row, axis=1) for row in members])))
     return out, masks
 
 
-def _apart(scaled, plan, met: Met):
+def _stacked(scaled, plan, met: Met):
     """Stack a column's weights once for every group that it meets, with zeros for tokens of the others: [groups * M,
     column] bfloat16."""
     rows = jnp.concatenate([scaled] * len(met.groups))
@@ -68,22 +68,22 @@ def _apart(scaled, plan, met: Met):
 def _by_group(products: dict) -> dict:
     """Add up, for every group, the parts of stacked products that belong to it. `products` [groups * M, W] come by the
     tuple of their groups; the result is [M, W] by group."""
-    apart = {}
+    sums = {}
     for groups, stacked in products.items():
         for group, part in zip(groups, jnp.split(stacked, len(groups)), strict=True):
-            _add(apart, group, part)
-    return apart
+            _add(sums, group, part)
+    return sums
 
 
 def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: dict, masks: dict):
     """Yield what each group of a block adds to the output, [M, W]: its channels' factors times the sum of its weighted
     codes and of its weighted minima."""
-    apart = _by_group(products)
+    sums = _by_group(products)
     for group, number in enumerate(plan.groups(index)):
         terms = [jnp.where(masks[names][group], low, 0.0) for names, low in minima.items() if group in names]
         low = functools.reduce(operator.add, terms).sum(-1, keepdims=True)
         factor = load_row(refs.channel_factors, number, plan.key_rows, place.column, plan.lanes)
-        yield filled(factor, plan) * (apart[group] + low)
+        yield filled(factor, plan) * (sums[group] + low)
 
 
 def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
@@ -99,7 +99,7 @@ def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
             scaled, low = (weight * own_rows(ref, plan, place, 0, first) for ref in (refs.scales, refs.lows))
             for names, part in zip(met.lanes, jnp.split(low, len(met.lanes), axis=1), strict=True):
                 _add(minima, names, part)
-            _add(products, tuple(met.groups), dot(_apart(scaled, plan, met), codes, 0))
+            _add(products, tuple(met.groups), dot(_stacked(scaled, plan, met), codes, 0))
             if met is every[-1]:
                 added = _block_sums(refs, plan, place, index, products, minima, masks)
                 product = functools.reduce(operator.add, added, product)

@@ -48,12 +48,12 @@ def _prepare(refs: Refs, plan, tile) -> None:
 
 def _write_factors(refs: Refs, plane):
     """Bring prescale and gain of the tokens of plane number `plane` of all columns into lane order."""
-    shape, early, here = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
+    shape, early, in_plane = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
     lane = (refs.places[2] & 3) * PLANE + refs.places[1]
     for stored, ref in ((refs.prescale, refs.sizes), (refs.gain, refs.gains)):
         low, high = (stored[0, 0, :, aligned(2 * plane + i, LANES)] for i in range(2))
         low, high = (jnp.broadcast_to(from_bits(x, "bfloat16").astype(jnp.float32), shape) for x in (low, high))
-        ref[...] = jnp.where(here, _lanes(jnp.where(early, low, high), lane), ref[...])
+        ref[...] = jnp.where(in_plane, _lanes(jnp.where(early, low, high), lane), ref[...])
 
 
 def _lanes(x, index):
@@ -83,9 +83,9 @@ def _write_levels(refs: Refs, plan, column):
         moved = jax.lax.shift_right_logical(words, jnp.full_like(words, column * part))
         level = level | ((moved & ((1 << part) - 1)) << low)
         low += part
-    here = pl.ds(pl.multiple_of(column * plan.key_rows, 8), plan.key_rows)
-    refs.pairs[here] = level >> 1
-    refs.ones[here] = jnp.where((level & 1) == 0, jnp.int32(ONES[0]), jnp.int32(ONES[1]))
+    rows = pl.ds(pl.multiple_of(column * plan.key_rows, 8), plan.key_rows)
+    refs.pairs[rows] = level >> 1
+    refs.ones[rows] = jnp.where((level & 1) == 0, jnp.int32(ONES[0]), jnp.int32(ONES[1]))
 
 
 def _score_group(refs: Refs, plan, group):
@@ -107,8 +107,8 @@ def _multiply(refs: Refs, plan, group, number):
             lanes = slice(codes[0] * levels, (codes[-1] + 1) * levels)
             columns = _one_hot(refs, plan, head, number, codes)
             product = dot(refs.matrix[aligned(head, dim), lanes], columns, 0)
-            here = step % plan.summands, slice(member * dim, (member + 1) * dim), tokens
-            refs.products[here] = product if step < plan.summands else product + refs.products[here]
+            place = step % plan.summands, slice(member * dim, (member + 1) * dim), tokens
+            refs.products[place] = product if step < plan.summands else product + refs.products[place]
 
 
 def _score(refs: Refs, plan, group, number, top):

@@ -173,8 +173,8 @@ def _attend_recent(refs, plan: ExactPlan):
     recent = refs.recent
     seen = _by_query(plan, lambda t: jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER))
 
-    def every(which: int, lanes):
-        parts = [*(x[which][0, 0, :, lanes] for x in recent.held), recent.new[which][0, :, lanes]]
+    def every(part: int, lanes):
+        parts = [*(x[part][0, 0, :, lanes] for x in recent.held), recent.new[part][0, :, lanes]]
         return jnp.concatenate([_filled(x) for x in parts])
 
     def step(group):

@@ -52,9 +52,9 @@ def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
 
 def _slabs(ref, plan: Plan, place: Place, index, i: int):
     """Load the scales, or minima, of every token of a column, [column, W] bfloat16."""
-    kinds, which = _kinds(plan)
+    kinds, slab_kinds = _kinds(plan)
     count = plan.column // SLAB
-    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in which[i * count : (i + 1) * count]]
+    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in slab_kinds[i * count : (i + 1) * count]]
     stored = [ref[slab, place.lanes] for slab in slabs]
     return jnp.concatenate(stored)
 

@@ -111,12 +111,12 @@ def _turned_back(refs: Refs, plan, group, number):
 def _multiply(refs: Refs, plan, group, piece: int, chunk):
     """Make keys of a group of heads, before bias and rotation, for one chunk of tokens: as many columns, and as many
     latents at a time, as the matrix unit has."""
-    tokens, here = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
+    tokens, lanes = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
     across = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
         inner = slice(depth, depth + plan.columns)
         product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
-        refs.products[tokens, here] = product + refs.products[tokens, here] if depth else product
+        refs.products[tokens, lanes] = product + refs.products[tokens, lanes] if depth else product
 
 
 def _score(refs: Refs, plan, group, number, top):

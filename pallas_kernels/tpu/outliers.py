@@ -123,9 +123,9 @@ def split(slots):
     return jnp.split(slots, 3)
 
 
-def difference(value, scale, centre, ends, which: int):
-    """Return outliers less the numbers that their codes decode to. `which` is 0 for keys, 1 for values."""
-    end = jnp.where(value > centre, ends[which, 1], ends[which, 0])
+def difference(value, scale, centre, ends, part: int):
+    """Return outliers less the numbers that their codes decode to. `part` is 0 for keys, 1 for values."""
+    end = jnp.where(value > centre, ends[part, 1], ends[part, 0])
     return value - scale * end - centre
 
 

@@ -232,9 +232,9 @@ def _by_rows(partials: Partial, spans: Spans) -> Partial:
     """Merge the partial results of each row's spans."""
     number = jnp.arange(spans.most)[:, None]
     at = jnp.minimum(spans.start[None] + number, partials.lse.shape[0] - 1)  # [most, B]
-    real = number < spans.counts[None]
-    lse = jnp.where(real[..., None, None], partials.lse[at], -jnp.inf)
-    out = jnp.where(real[..., None, None, None], partials.out[at], 0.0)
+    valid = number < spans.counts[None]
+    lse = jnp.where(valid[..., None, None], partials.lse[at], -jnp.inf)
+    out = jnp.where(valid[..., None, None, None], partials.out[at], 0.0)
     return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.cache.readers.blocks import body_blocks
 from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.view import alike
+from kvqjax.cache.view import sees_all
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
@@ -31,9 +31,9 @@ WHOLE = 2**28  # bytes; of a layer's keys and values that a TPU may hold decoded
 def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     """Attend to the body tile by tile, or all at once where a TPU has the memory."""
     run, kind, q, softcap = call.view.run, call.view.run.tiles, call.q, call.ask.softcap
-    by_row = alike(call.view, call.tokens)
-    apart = bool(run.wiring.chain.carry) or kind in SPLASH_KINDS
-    size = large_block(q, run.reading, run.slots_here, kind, apart)
+    by_row = sees_all(call.view, call.tokens)
+    disjoint = bool(run.wiring.chain.carry) or kind in SPLASH_KINDS
+    size = large_block(q, run.reading, run.slots_here, kind, disjoint)
     read, first, last = body_blocks(call.view, call.tokens, size, call.shared)
     width = None if call.shared is None else call.shared.width
     # A large product cannot take what lies between a score and its exponential: neither a cap nor a query's own mask.
@@ -55,14 +55,14 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     return jax.lax.fori_loop(first, last, step, (blank, carry))
 
 
-def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kind: str, apart: bool) -> int:
+def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kind: str, disjoint: bool) -> int:
     """Choose how many of a body's `slots` tokens are read at a time: at least `reading`, and as many as memory allows,
     so that each is decoded once and few programs run. The last tile may begin within the one before it, unless tiles
-    must lie `apart`."""
+    must be `disjoint`."""
     batch, length, heads, _ = q.shape
     most = SCORES / (q.dtype.itemsize * batch * heads * length) if kind == "tiles" else DECODED / batch
     blocks = slots // reading
-    if apart:
+    if disjoint:
         limit = max(1, min(round(most / reading), blocks))
         return reading * max(n for n in range(1, limit + 1) if blocks % n == 0)
     count = math.ceil(blocks * reading / (SLACK * most))  # of even tiles
@@ -119,11 +119,12 @@ def _attend_whole_body(call: BodyCall, read: Callable, first, last, carry: Carry
     def step(j, loop):
         (body_k, body_v, filled), carry = loop
         k, v, mask, carry = read(j, carry)
-        here = mask[:, 0]
-        by_head = (jnp.swapaxes(jnp.where(here[:, :, None, None], x, 0), 1, 2) for x in (k, v))  # 0 x inf would be NaN
+        row_mask = mask[:, 0]
+        # Tokens that are not valid may hold infinities, and 0 x inf is NaN.
+        by_head = (jnp.swapaxes(jnp.where(row_mask[:, :, None, None], x, 0), 1, 2) for x in (k, v))
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * k.shape[1], axis=2)
         body_k, body_v = (put(x, part) for x, part in zip((body_k, body_v), by_head, strict=True))
-        return (body_k, body_v, filled + here.sum(-1, dtype=jnp.int32)), carry
+        return (body_k, body_v, filled + row_mask.sum(-1, dtype=jnp.int32)), carry
 
     blank = jnp.zeros((rows, call.kv_heads, slots, dim), q.dtype)
     start = (blank, blank, jnp.zeros(rows, jnp.int32)), carry

@@ -121,14 +121,14 @@ def aqua(
     unbiased = centre == "auto" and rope == "pre"
     codec = functools.partial(_backbone, backbone, dim=dim, group=group, seed=seed)
     key, value = codec(value_or(key_bits, bits), KEY_SLOPE), codec(value_or(value_bits, bits), VALUE_SLOPE)
-    alone = {"key_inputs": "none", "value_inputs": "none"}
+    no_inputs = {"key_inputs": "none", "value_inputs": "none"}
     transformed = backbone == "klt"
     if not transformed:
         codec = functools.partial(_backbone, "higgs", dim=2, group=group if backbone == "higgs" else None, seed=seed)
     starts = codec(first_bits, KEY_SLOPE), codec(first_bits, VALUE_SLOPE)
     # A transform takes the mean off by itself.
     start = centred(starts[0], "none" if transformed and centre == "mean" else centre)
-    first = AquaLayer(key=start, value=starts[1], unbiased=unbiased, **alone, **shared)
+    first = AquaLayer(key=start, value=starts[1], unbiased=unbiased, **no_inputs, **shared)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
     layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
@@ -200,8 +200,8 @@ class AquaLayer:
         stays as it is: the chain passes it by."""
         if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {"none"}:
             return other
-        alone = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
-        return dataclasses.replace(self, key=other.key, value=other.value, **alone)
+        no_inputs = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
+        return dataclasses.replace(self, key=other.key, value=other.value, **no_inputs)
 
     def sized(self, config: KVShape) -> "AquaLayer":
         """Fill in what the codecs of a layer that was admitted leave open."""

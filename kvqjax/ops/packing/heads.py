@@ -178,12 +178,14 @@ class NibblesByHead(IntegersByHead):
         count = min(pieces(tokens, block, PLANE), blocks)
         first = jnp.minimum(floor_divide(token, block), blocks - count)
         flat = jnp.swapaxes(tile, 0, 1).reshape(tokens, heads * dim).astype(jnp.int32)
-        codes, here = placed(flat, token - first * block, count * block)
+        codes, token_mask = placed(flat, token - first * block, count * block)
         planes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
-        here = jnp.moveaxis(here.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
+        token_mask = jnp.moveaxis(token_mask.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
         start = (*index, 0, first * HALF, 0)
         old = cut_at(array, start, (1,) * len(index) + (heads, count * HALF, dim))
         pair = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
-        lower, upper = (jnp.where(inside, new, stood) for inside, new, stood in zip(here, planes, pair, strict=True))
+        lower, upper = (
+            jnp.where(inside, new, stood) for inside, new, stood in zip(token_mask, planes, pair, strict=True)
+        )
         new = _as_pair(lower, upper).astype(array.dtype).reshape(old.shape)
         return put_at(array, row_major(chosen(write_mask, new, old)), start)

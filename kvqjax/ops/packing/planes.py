@@ -83,13 +83,13 @@ class Planes(WordPacking):
         blocks, per = math.prod(words.shape[len(index) :]) // (self.width * plane), plane * 32 // bits
         count = min(pieces(len(codes), per, PLANE), blocks)
         first = jnp.minimum(floor_divide(token, per), blocks - count)
-        codes, here = placed(codes, token - first * per, count * per)
+        codes, token_mask = placed(codes, token - first * per, count * per)
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
 
         def pack(x):
             return (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)
 
-        full = jnp.where(here, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
+        full = jnp.where(token_mask, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
         codes, mask = (pack(x).reshape(count * plane, -1) for x in (codes, full))
         start = (*index, *self.start(first, 0, plane))
         codes, mask = self.turned(codes, plane), self.turned(mask, plane)
