@@ -1,8 +1,8 @@
 """One layer of AQUA-KV's calibration (arXiv 2501.19392, Algorithm 1 and Appendix B): fit the predictors of keys and
 values, then reconstruct as the cache will.
 
-Linear predictors come from streamed second moments. With Xa = [X, 1], all that is kept of the data is C = Xa^T Xa,
-Xa^T Y and the squares of Y, summed in float64: ridge, reduced rank, 4-bit weights and their errors alike come from
+Linear predictors come from streamed second moments. With Xa = [X, 1], only C = Xa^T Xa, Xa^T Y and the squares of Y are
+kept of the data, summed in float64. Ridge regression, reduced rank, 4-bit weights and their errors all follow from
 these, whatever the number of rows. The two-layer predictor (section 4.3) is trained by optax.
 """
 
@@ -199,9 +199,10 @@ def _group_range(weight: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) -> dict[str, Matrix]:
-    """4-bit codes [I,O] and their scale and low [I/group,O] by GPTQ's rule (arXiv 2210.17323): inputs are rounded one
-    by one, and what is lost is made up for by those still to come, along the inverse Cholesky factor of X's covariance
-    (not X^T X: the bias is fitted again afterwards, see `refit_bias`)."""
+    """4-bit codes [I,O] and their scale and low [I/group,O] by GPTQ's rule (arXiv 2210.17323).
+
+    Inputs are rounded one by one. Those still to come make up for what is lost, along the inverse Cholesky factor of
+    X's covariance. It is not that of X^T X, because the bias is fitted again afterwards (`refit_bias`)."""
     inputs = weight.shape[0]
     if inputs % group:
         raise ValueError(f"group={group} does not divide {inputs} inputs")

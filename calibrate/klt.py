@@ -2,8 +2,8 @@
 
 What an error costs, M:
 
-    keys     (q . e)^2 summed over the queries of a KV head. RoPE turns q and e apart by any angle, so that of a rotary
-             pair only the mean of both energies counts: M is diagonal.
+    keys     (q . e)^2 summed over the queries of a KV head. M is diagonal: RoPE turns q and e apart by any angle, so
+             that only the mean of both energies of a rotary pair counts.
     values   |W_o^T e|^2 summed over the query heads that read them: M = sum_h W_o,h W_o,h^T, a block a KV head.
 
 One pass over the text, all sequences of a layer at a time; sums and eigenvectors in float64 on the host. Attention

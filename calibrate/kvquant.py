@@ -1,11 +1,14 @@
 """KVQuant's offline constants from calibration text (arXiv 2401.18079, sections 3.1 to 3.5), in two passes.
 
-Pass 1 finds each key channel's thresholds, percentiles of its entries. Pass 2 normalises keys by these thresholds and
-values by their own token, weighs every entry that is no outlier by F s^2, s being the half range that turns
-normalised errors into errors of the cached vectors, and adds it to its layer's histogram; k-means on the histograms
-gives the signposts. Nothing larger than one sequence's activations and gradients is held, and the state between two
-sequences is small enough to be kept on disk. Attention sinks are left out of both passes. Percentiles are interpolated
-exactly, from the r largest and smallest entries of each channel.
+Pass 1 finds each key channel's thresholds, percentiles of its entries. They are interpolated exactly, from the r
+largest and smallest entries of each channel.
+
+Pass 2 normalises keys by these thresholds and values by their own token. It adds every entry that is no outlier to its
+layer's histogram, with the weight F s^2: s is the half range, which turns normalised errors into errors of the cached
+vectors. K-means on the histograms gives the signposts.
+
+Nothing larger than one sequence's activations and gradients is held, and the state between two sequences is small
+enough to be kept on disk. Attention sinks are left out of both passes.
 """
 
 import dataclasses

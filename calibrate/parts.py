@@ -4,9 +4,12 @@ A layer or a codec names the module that finds its constants (`Fit` of kvqjax.co
 module, it calibrates the method as it is. Otherwise each module is given a method of its own, in which the layers of
 other modules are exact, and what it finds goes back to the layers that asked for it.
 
-All that is known of a calibration stands in its module: `DEFAULT_SEQUENCES`, `DEFAULT_LENGTH`, `work` and `calibrate`
-for a model that reads a text, `fit_captured` for tensors of any model (or `NEEDS_MODEL`, why there is none); where
-the constants follow from the weights, `constants` alone.
+All that is known of a calibration stands in its module:
+
+    DEFAULT_SEQUENCES, DEFAULT_LENGTH, work, calibrate    for a model that reads a text
+    fit_captured                                          for tensors of any model
+    NEEDS_MODEL                                           why there is no `fit_captured`
+    constants                                             alone, where the constants follow from the weights
 """
 
 import dataclasses

@@ -63,8 +63,8 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
-    """What every run of XQuant's layers needs, stacked over them, on the host and in the dtype that a model of the
-    params' dtype holds it in; {} for layers that need nothing, or what weights alone do not tell."""
+    """What every run of XQuant's layers needs, stacked over its layers. Arrays are on the host, in the dtype that a
+    model of the params' dtype holds them in. Layers that need nothing, or what weights alone do not tell, have {}."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)

@@ -85,8 +85,8 @@ def bury(
     depth: float | None,
     sentences: Sentences = everyday,
 ) -> Problem:
-    """Sentences with the first needle at `depth` of them (0 first, 1 last, None at random) and the others in order at
-    random places behind it, then the question; answer included, at most `length` tokens.
+    """Sentences with needles, then the question; answer included, at most `length` tokens. The first needle is at
+    `depth` of the sentences (0 first, 1 last, None at random). The others are in order at random places behind it.
 
     Raises UserError when not even the needles and the question fit.
     """

@@ -13,8 +13,11 @@ __all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE"
 
 
 class Work(NamedTuple):
-    """Tokens of a tile; how many pieces every lane group works it off in; and where lane groups are interleaved, by how
-    many turns of 512 tokens scores are ahead of values (negative: behind). None: they are not interleaved."""
+    """How a kernel works off a tile.
+
+    - `tile` tokens of a tile, which every lane group works off in `pieces`.
+    - `ahead`: by how many turns of 512 tokens scores are ahead of values (negative: behind), where lane groups are
+      interleaved. None: they are not interleaved."""
 
     tile: int
     pieces: int = 1

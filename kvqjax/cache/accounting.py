@@ -51,13 +51,18 @@ class Entry:
 class Ledger:
     """All entries of a cache for `batch` rows of `capacity` tokens.
 
-    `tokens` is how many all rows together have room for: as many as that, or as their pages and what they hold beside
-    them allow. `values` counts the key and value channels of one token over all layers. `bits_method` is the method's
-    own figure (codes, scales, minima, outliers; no sinks, window, padding), averaged over layers; `bits_stored` all
-    bytes over all values the cache has room for, but for states of recurrent layers, which hold no keys or values
-    (`state_bytes`); `bits_exact` the compute dtype; `layer_flops` the operations that every layer spends on
-    rematerialising one cached token's keys and values at every decode step, and `carry` the bytes that flow between
-    layers during one, beside the cache; `kernels` says what reads the bodies."""
+    - `tokens` is how many all rows together have room for: as many as that, or as their pages and what they hold beside
+      them allow.
+    - `values` counts the key and value channels of one token over all layers.
+    - `bits_method` is the method's own figure, averaged over layers: codes, scales, minima and outliers, without sinks,
+      window and padding.
+    - `bits_stored` are all bytes over all values that the cache has room for. States of recurrent layers are left out
+      (`state_bytes`), because they hold no keys or values.
+    - `bits_exact` is that of the compute dtype.
+    - `layer_flops` are the operations that every layer spends at every decode step on rematerialising one cached
+      token's keys and values.
+    - `carry` are the bytes that flow between layers during a step, beside the cache.
+    - `kernels` says what reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int

@@ -1,15 +1,15 @@
-"""Token eviction beside every method (kvqjax.methods.spec): the body holds whole groups of one clock unit, `budget`
-tokens in all; every stored token carries its position, and -1 marks a slot that holds none.
+"""Token eviction beside every method (kvqjax.methods.spec). The body holds whole groups of one clock unit, `budget`
+tokens in all. Every stored token carries its position, and -1 marks a slot that holds none.
 
     received    what the queries of one call gave each token                              keep=h2o alone
     choose      which tokens of a fresh prompt enter the body, token by token
     enter       where the units go that leave the window, group by group                  chunks and decode steps
     crop_kept, forget                                                                     when rows are cut or emptied
 
-A group that must make room is masked and its slots are used again: the one whose newest token is the oldest
-(streaming), or the one with the least attention mass, the arriving group being a candidate too (H2O). Mass is what the
-queries of all heads and layers gave a token, float32, from a second pass over the scores once their log-sum-exp is
-known.
+A group that must make room is masked, and its slots are used again. With streaming it is the one whose newest token is
+the oldest. With H2O it is the one with the least attention mass, and the arriving group is a candidate too. Mass is
+what the queries of all heads and layers gave a token, float32, from a second pass over the scores once their
+log-sum-exp is known.
 
     cache.kept = {"positions": [B, N]}                                                      streaming
                  {"positions": [B, N], "mass": [B, N/u], "recent": [B, C]}                  h2o; C window slots

@@ -1,11 +1,14 @@
 """Operations on whole rows of packed caches: crop, fork, gather, repeat, insert, evict, resize. Pure, jit-compatible,
 for every method.
 
-None of them decodes or encodes anything: they move arrays and change counts, and know nothing of what a field means.
+None of them decodes or encodes anything. They move arrays and change counts, and know nothing of what a field means.
+
 Rows are an axis of every array, but not the same one: `row_axes` says which, for tree code of your own.
-What `crop` and `evict` return shares its arrays with the cache they were given, so donating one of the two ends the
+
+What `crop` and `evict` return shares its arrays with the cache that they were given. Donating one of the two ends the
 other: `fork` first where both must live on.
-Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded; what
+
+Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded. What
 lies beyond is undefined and never read, because words are cleared before they are written."""
 
 import dataclasses
@@ -284,8 +287,8 @@ def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], fallback: tuple[d
 def _floor(
     lengths: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
 ) -> Int[Array, " B"]:
-    """Find the most body tokens, at most `lengths`, at which every clock (unit, whether its body is a ring) can stand:
-    at or above what it has `encoded`, or on a boundary of its units below that."""
+    """Find the most body tokens, at most `lengths`, at which every clock can stand. A clock (unit, whether its body is
+    a ring) can stand at or above what it has `encoded`, and below that on a boundary of its units."""
 
     def lower(length):
         for (unit, wraps), tokens in zip(clocks, encoded, strict=True):

@@ -1,7 +1,7 @@
 """What one layer's attention knows and sees: the layer's part of a cache, the new tokens, and the encoded body.
 
-A body is linear (slot i holds the i-th body token), a ring of blocks (sliding windows) or what eviction left of it; the
-tokens of the first two may be dealt over devices, and slots are then those that lie here."""
+A body is linear (slot i holds the i-th body token), a ring of blocks (sliding windows) or what eviction left of it. The
+tokens of the first two may be dealt over devices. Slots are then those of this device."""
 
 import functools
 from collections.abc import Callable
@@ -41,10 +41,13 @@ __all__ = [
 
 
 class NewTokens(NamedTuple):
-    """What every layer knows of the T new tokens: absolute positions, how many of each row are valid, and how many body
-    tokens (tokens after the sinks) each row held before; negative while the sinks fill. Where tokens are evicted,
-    `stored` are the body's positions (-1: none) and `oldest` the first one each query may see, if not all of them.
-    With a `mask`, query t sees new token s where `mask[b, t, s]` says so, instead of those up to itself."""
+    """What every layer knows of the T new tokens.
+
+    - `positions` are absolute. `counts` says how many tokens of each row are valid.
+    - `held` is how many body tokens (tokens after the sinks) each row held before; negative while the sinks fill.
+    - `stored`, where tokens are evicted, are the positions of the body's slots (-1: none). `oldest` is the first
+      position that each query may see, if not all of them.
+    - With a `mask`, query t sees new token s where `mask[b, t, s]` says so, instead of those up to itself."""
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
@@ -189,9 +192,13 @@ Number = Int[Array, ""] | int
 
 
 class BodyView(NamedTuple):
-    """`at(j, size)` is the first slot of block j of `size` tokens, `places(j, size)` the positions of its tokens and
-    which of them are valid, and `blocks(size)` the first block to read and the one after the last. `linear`: it can
-    be read as a whole. `together`: the tokens that a query sees lie next to each other."""
+    """How a layer's queries read a body, in blocks.
+
+    - `at(j, size)` is the first slot of block j of `size` tokens.
+    - `places(j, size)` are the positions of the block's tokens, and which of them are valid.
+    - `blocks(size)` are the first block to read and the one after the last.
+    - `linear`: the body can be read as a whole.
+    - `together`: the tokens that a query sees lie next to each other."""
 
     at: Callable[[Number, int], Number]
     places: Callable[[Number, int], Places]

@@ -1,5 +1,5 @@
-"""What commands print: rows of figures as a table or as JSON on stdout, with a report's stamp; on stderr what long work
-will do, how far it is, and how long it will still take."""
+"""What commands print. On stdout: rows of figures as a table or as JSON, with a report's stamp. On stderr: what long
+work will do, how far it is, and how long it will still take."""
 
 import json
 import sys

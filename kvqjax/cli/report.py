@@ -41,11 +41,16 @@ def _with_artifacts(model: Model, methods: list[Method], folders: list[Path], ba
 
 
 class Job(NamedTuple):
-    """What one command does with a cache: the ledger is made for `capacity` tokens, `evaluate(model, method, bar,
-    kernels)` gives the cache's rows and passes about `tokens` tokens through it (0: not known), `about` is added to the
-    report's stamp, `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its constants,
-    and `warn(rows)` is what the report says before anything else ("": nothing). `length` is the longest text that
-    passes through, in tokens."""
+    """What one command does with a cache.
+
+    Attributes:
+        capacity: tokens of the cache that the ledger is made for.
+        evaluate: `evaluate(model, method, bar, kernels)` gives the cache's rows of the report.
+        about: is added to the report's stamp.
+        tokens: about how many tokens pass through a cache (0: not known).
+        ready: `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its constants.
+        warn: `warn(rows)` is what the report says before anything else ("": nothing).
+        length: tokens of the longest text that passes through."""
 
     capacity: int
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]

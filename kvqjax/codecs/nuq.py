@@ -3,19 +3,20 @@
 
     u = (x - z) / s        code = nearest signpost of u        x_hat = s * signpost[code] + z, outliers as they were
 
-Keys (before RoPE): z and s of every channel are fixed offline, `upper` and `lower` being its thresholds; what lies
-beyond them is an outlier. Values: z and s of every token come from the token itself, over all KV heads: its
-n/2 largest and smallest entries are the outliers, the next largest and smallest its range (the released
-kernels' top-k rule; the simulation's quantile rule flags the same entries but for ties, of which it may flag any
-number).
+Keys (before RoPE): z and s of every channel are fixed offline, `upper` and `lower` being its thresholds. What lies
+beyond them is an outlier.
 
-Outliers are stored in 32 bits: the value in bfloat16 and the channel in int16, a fixed number of slots per token. A
-key token with more outliers than slots keeps those that are farthest out in normalised units, whichever side they are
-on, and the rest saturate at the outermost signposts: `excess` counts them. Unused slots carry the channel W, which no
+Values: z and s of every token come from the token itself, over all KV heads. Its n/2 largest and n/2 smallest entries
+are the outliers, and the next largest and smallest are its range. This is the top-k rule of the released kernels. The
+quantile rule of the released simulation flags the same entries but for ties, of which it may flag any number.
+
+An outlier is stored in 32 bits: the value in bfloat16 and the channel in int16. A token has a fixed number of slots
+for them. A key with more outliers than slots keeps those that are farthest out in normalised units, on whichever side.
+The others saturate at the outermost signposts, and `excess` counts them. Unused slots carry the channel W, which no
 read reaches.
 
-Codes are computed against the *stored* z and s: z is rounded to the storage dtype first, s upwards, so rounding costs
-range and never bias. A token or channel of one repeated value has s = 0 and reads as z.
+Codes are computed against the *stored* z and s. Before that z is rounded to the storage dtype, and s upwards, so that
+rounding costs range and never bias. A token or channel of one repeated value has s = 0 and reads as z.
 
 If KV heads are sharded over devices, codes, thresholds and ranges of keys belong to the shard of their channel. What
 is stored per token (a value's z and s, the outlier slots of both) speaks for all heads, and slots name channels over

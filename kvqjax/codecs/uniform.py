@@ -3,8 +3,8 @@ baseline).
 
     q = clip(round((x - m) / s), 0, 2^b - 1)        x_hat = q * s + m
 
-with m the group's minimum and s its range over 2^b - 1, both as *stored*: m is rounded down and s up to the storage
-dtype before the codes are computed, so that rounding costs range and never bias. Round half to even.
+with m the group's minimum and s its range over 2^b - 1, both as *stored*. Before codes are computed, m is rounded down
+and s up to the storage dtype, so that rounding costs range and never bias. Round half to even.
 """
 
 import dataclasses

@@ -39,9 +39,9 @@ def bucket(length: int) -> int:
 
 
 def capacity_for(model: Model, prompts: Sequence[Sequence[int]], new: int, capacity: int | None) -> int:
-    """Choose the tokens of a row for these prompts and `new` tokens after them, where none are given: what is needed,
-    rounded up as a function of the buckets of both, so that what shares a bucket shares its programs. Raises UserError
-    where a given capacity is too small, and where RoPE has no frequencies for as many tokens."""
+    """Choose the tokens of a row for these prompts and `new` tokens after them, where no capacity is given. It is what
+    is needed, rounded up as a function of the buckets of both, so that what shares a bucket shares its programs. Raises
+    UserError where a given capacity is too small, and where RoPE has no frequencies for as many tokens."""
     longest = max(len(prompt) for prompt in prompts)
     if capacity is not None:
         if longest + new > capacity:

@@ -1,9 +1,9 @@
 """Greedy speculative decoding: a draft of several tokens is checked in one call, and only what was right is committed.
 
-The target reads a draft with `attend(within="step")`, so that each drafted token sees what decoding one token at a time
-would have shown it, and commits the accepted ones: its output is that of plain greedy decoding on the same cache, and
-no committed token is ever taken back. A drafting model decodes on a temporary cache; what it computed for accepted
-tokens is then committed to its lasting one, so it needs no `crop` either and nothing is encoded twice."""
+The target reads a draft with `attend(within="step")`: each drafted token sees what decoding one token at a time would
+have shown it. Then the target commits the accepted tokens. So its output is that of plain greedy decoding on the same
+cache, and no committed token is ever taken back. A drafting model decodes on a temporary cache. What it computed for
+accepted tokens is then committed to its lasting cache, which so needs no `crop`, and nothing is encoded twice."""
 
 import functools
 from collections.abc import Sequence
@@ -176,9 +176,10 @@ def speculate(
     kernels: str = "auto",
     beyond_trained: bool = False,
 ) -> Speculated:
-    """Continue prompts (strings or lists of ids) greedily, `draft` tokens drafted per call of the model: by looking
-    up the row's last `ngram` tokens in what it holds, or by a second model of the same vocabulary with a cache of its
-    own.
+    """Continue prompts (strings or lists of ids) greedily, with `draft` tokens drafted per call of the model.
+
+    A draft follows from looking up the row's last `ngram` tokens in what it holds, or from a second model of the same
+    vocabulary with a cache of its own (`drafter`).
 
     Lengths are data and capacities are rounded up, so that prompts of other lengths compile nothing new within a
     bucket. `beyond_trained` as in `generate`, of the model alone: a drafter beyond what it was trained for is refused

@@ -28,10 +28,11 @@ class Device(NamedTuple):
     sold: int = 0
 
 
-# Memory of TPUs: what libtpu 0.0.52 names as available where it refuses a program that is compiled for the chip
-# ("exceeds available HBM (15.75G)"); for a v4, twice what it names for one of the chip's two cores. Memory of GPUs: the
-# total that a process sees, by nvidia-smi for T4, L4, A10G and H100 (15360, 23034, 23028 and 81559 MiB); for the others
-# by CUDA's cudaMemGetInfo, which is up to 0.6 GiB less, as PyTorch prints it in its messages ("total capacity of").
+# Memory of TPUs is what libtpu 0.0.52 names as available where it refuses a program that is compiled for the chip
+# ("exceeds available HBM (15.75G)"). A v4 has twice what it names for one of the chip's two cores.
+# Memory of GPUs is the total that a process sees. For T4, L4, A10G and H100 it is by nvidia-smi (15360, 23034, 23028
+# and 81559 MiB). For the others it is by CUDA's cudaMemGetInfo, as PyTorch prints it in its messages ("total capacity
+# of"), which is up to 0.6 GiB less.
 # Drivers differ by a tenth or two of a GiB, and error correction takes a sixteenth of some cards.
 # Bandwidth and TFLOP/s of TPUs: Google's pages on their architecture (cloud.google.com/tpu/docs/v4 and its neighbours).
 # Of GPUs: NVIDIA's data sheets, without sparsity, of which they print the double; the A10G is AWS's A10, the B200 that

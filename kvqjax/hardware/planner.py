@@ -130,9 +130,12 @@ def _whole_body_bytes(run: RunLayout, batch: int, item: int) -> int:
 
 
 def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
-    """Bytes of a decode step beside its arguments: float32 logits (drawn from and sorted), the exact tokens of a layer
-    as keys and values, one block of the body unpacked and decoded with its scores (or what a body that is read as a
-    whole takes), and what the method carries."""
+    """Bytes of a decode step beside its arguments:
+
+    - float32 logits, drawn from and sorted;
+    - the exact tokens of a layer as keys and values;
+    - one block of the body unpacked and decoded with its scores, or what a body that is read as a whole takes;
+    - what the method carries."""
     config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
     most = 0

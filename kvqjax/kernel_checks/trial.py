@@ -57,8 +57,9 @@ SPREAD = 1.5  # by how much a log-sum-exp may exceed that of equal scores
 HALVINGS = 10  # of queries, until that holds
 ROUNDS, CALLS = 5, 8  # of a timing, and how often a round attends
 LENGTHS = (1, 3)  # new tokens of a call
-# Of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number, then have 151 MB together:
-# more than any chip's second-level cache (H100 50 MB, B200 126 MB), as the bodies of all layers of a model have.
+# Rows of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number, then have 151 MB
+# together. Like the bodies of all layers of a model, that is more than any chip's second-level cache holds (H100 50 MB,
+# B200 126 MB).
 TIMED_ROWS = 32
 
 
@@ -227,8 +228,8 @@ def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
 
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the body alone; on a
-    chip to all tokens where the body is exact, because its kernel takes those beside it as well."""
+    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the body alone. An
+    exact body on a TPU is the exception: its kernel takes the tokens beside it as well, so all are attended to."""
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)

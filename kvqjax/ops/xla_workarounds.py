@@ -202,8 +202,8 @@ def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
 
 
 def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T K D"]:
-    """Put every head's rows on the channels of all heads: in their own head's, zero elsewhere; or, with `mix`
-    [K, K], in every head's, times a row of it."""
+    """Put every head's rows on the channels of all heads: in their own head's, zero elsewhere. With `mix` [K, K], they
+    stand in every head's, times a row of it."""
     shares = jnp.eye(x.shape[1], dtype=x.dtype) if mix is None else jnp.asarray(mix, x.dtype)
     return x[:, :, :, :, None] * shares[None, :, None, None, :, None]
 

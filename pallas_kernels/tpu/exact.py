@@ -1,11 +1,14 @@
 """Decode attention on exact keys and values as a Pallas TPU kernel (same contract as `reference.packed_attention`).
 
 The grid is (row, tile). A tile of tokens of all KV heads is fetched at once, as the cache stores it, and worked off by
-lane groups: as few whole heads as fill the 128 lanes, whose queries are laid out block-diagonally. Memory is the bound
-on a v5e and v6e, where a tile takes fewer bundles than the cycles in which the next one arrives; on a v7x both are
-about equal (benchmarks/kernels.md). Tiles outside a row's bounds are not fetched. Before the first tile a row may
-attend to tokens that lie outside the body (`Recent`): one call is then all of a layer's attention, which between other
-kernels would be some thirty small operations.
+lane groups. A lane group is as few whole heads as fill the 128 lanes. Its queries are laid out block-diagonally. Tiles
+outside a row's bounds are not fetched.
+
+Memory is the bound on a v5e and v6e, where a tile takes fewer bundles than the cycles in which the next one arrives. On
+a v7x both are about equal (benchmarks/kernels.md).
+
+Before the first tile a row may attend to tokens that lie outside the body (`Recent`). One call is then all of a layer's
+attention. XLA would make some thirty small operations of attending to these tokens and of merging.
 
 Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile.
 Scores are base-2 logarithms."""

@@ -1,9 +1,9 @@
 """Decode attention on HIGGS bodies as a Pallas TPU kernel (see `higgs_plan` for the factors of the transform).
 
 The kernel's grid is (row, tile). The codec's grid of points lies along the lanes, and codes are looked up by gathering
-words of 32 bits, each with both numbers of a point as bfloat16. Such words of [tokens, pairs] are, read as bfloat16,
-rows of first and of second numbers in turn, and stay so: queries have rows for the first and for the second channels of
-pairs, and a token has two lanes of scores and of softmax weights. Per tile:
+words of 32 bits, each with both numbers of a point as bfloat16. Read as bfloat16, such words of [tokens, pairs] are
+rows of first and of second numbers in turn. They stay so: queries have rows for the first and for the second channels
+of pairs, and a token has two lanes of scores and of softmax weights. Per tile:
 
     z      = y H_(D/2)                             on the matrix unit, all heads
     scores = s_t (q' . z cos + q'~ . z sin)        tables of offsets in a chunk; q' is the query rotated back by the

@@ -93,9 +93,12 @@ def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
 
 
 def _tables(plan: LatentPlan) -> dict:
-    """Return what is the same for all tiles: token of every lane of a block, the one-hot matrices that bring value
-    scales into that order and key scales to rows, cosine and sine of every token's offset in its stretch [S, W/2], and
-    each row's own lanes [M, W]."""
+    """Return what is the same for all tiles.
+
+    - order: the token of every lane of a block.
+    - onehot, spread: the matrices that bring value scales into that order, and key scales to rows.
+    - cos, sin: of every token's offset in its stretch, [S, W/2].
+    - own: 1 in the lanes of each row's own head, [M, W]."""
     parts = plan.parts
     spread = np.zeros((plan.pattern.size, parts.tile // parts.spec.key_group), np.float32)
     spread[np.arange(plan.pattern.size), plan.pattern] = 1

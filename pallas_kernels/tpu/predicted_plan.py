@@ -1,8 +1,8 @@
 """Static choices of one call of the TPU kernel on AQUA-KV's bodies, and the factors of the codes' transform.
 
 With H Sylvester's matrix of a group of n times 256 channels, H = H_n (x) H_128 (x) H_2 (see `higgs_plan`). H_2 goes
-into the grid, H_128 is a product for every 128 codes, which also brings the channels of pairs side by side, and H_n
-adds and subtracts what it gives for the n columns of codes of a group."""
+into the grid. H_128 is a product for every 128 codes, which also brings the channels of pairs side by side. H_n adds
+and subtracts these products of the n columns of codes of a group."""
 
 import dataclasses
 import math
@@ -23,9 +23,11 @@ STEP = 2.0**-12  # of sums and differences of a grid's numbers, which are less t
 
 @dataclasses.dataclass(frozen=True)
 class PredictedPlan:
-    """Static choices of one call: query rows of a lane group that are `used`, T*G for each of its KV heads; tokens of a
-    tile, a divisor of the slots, and of a `chunk`, which are decoded together and have a first position of their
-    own."""
+    """Static choices of one call.
+
+    - `used` query rows of a lane group, T*G for each of its KV heads; other rows are padding.
+    - `tile` tokens of a tile, a divisor of the slots.
+    - `chunk` tokens that are decoded together and have a first position of their own."""
 
     spec: PredictedSpec
     slots: int

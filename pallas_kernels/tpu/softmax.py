@@ -1,9 +1,14 @@
 """The online softmax of TPU kernels that score all query rows of a tile before they sum its values. Scores are base-2
 logarithms.
 
-Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds out [1, M, W] (the running sum of
-weighted values; it may have all rows several times, one set below the other), lse [1, M, 1], scores [M, S], and per row
-[M, 1]: peak (running maximum), total (running sum of the weights) and top (this tile's maximum)."""
+Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds
+
+    out     [1, M, W]   the running sum of weighted values; all rows may stand there several times, set below set
+    lse     [1, M, 1]
+    scores  [M, S]
+    peak    [M, 1]      the running maximum
+    total   [M, 1]      the running sum of the weights
+    top     [M, 1]      this tile's maximum"""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -15,9 +20,8 @@ __all__ = ["empty", "normalise", "over_tiles", "to_weights"]
 
 
 def over_tiles(refs, ends, work, begin=None, end=None) -> None:
-    """Call `work(tile)` for every tile that a row sees, on a grid (row, tile), `begin()` before a row's first tile and
-    `end()` after its last: the running sums are emptied and normalised, if nothing else is asked for. `ends` is from
-    `rows.tile_ends`."""
+    """Call `work(tile)` for every tile that a row sees, on a grid (row, tile). Call `begin()` before a row's first tile
+    (by default `empty`) and `end()` after its last one (by default `normalise`). `ends` is from `rows.tile_ends`."""
     row, tile = pl.program_id(0), pl.program_id(1)
     pl.when(tile == 0)(begin or (lambda: empty(refs)))
 

@@ -1,9 +1,9 @@
 """Reader `decoded`: the body is decoded a large part at a time, in loops whose number of turns is static. A GPU's host
 decides on every turn of any other loop, which takes longer than a turn.
 
-A part holds either the same slots of every row, or, where rows together hold fewer tokens than the longest one would
-make them (`LengthBound.total`), spans of rows, each from a row and a slot that are data: a batch costs what its rows
-hold, rounded up to a span each. Parts are merged by log-sum-exp."""
+A part holds the same slots of every row, or spans of rows. Spans serve batches whose rows together hold few tokens
+beside as many rows of the longest one's length (`LengthBound.total`). Each span has a row and a first slot that are
+data. A batch then costs what its rows hold, rounded up to a span each. Parts are merged by log-sum-exp."""
 
 import math
 from collections.abc import Callable
@@ -188,8 +188,10 @@ def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
 
 
 class Spans(NamedTuple):
-    """A body cut into spans of rows, those of a row one after the other: the parts that hold them, and of each row the
-    number of its first span and how many it has, `most` at most."""
+    """A body cut into spans of rows, those of a row one after the other.
+
+    - `parts` hold the spans.
+    - `start` is the number of each row's first span, `counts` how many it has, `most` at most."""
 
     parts: Part
     start: Int[Array, " B"]

@@ -44,12 +44,13 @@ def commvq(
     sinks: int = 0,
     centre: str = "auto",
 ) -> Method:
-    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2): keys before RoPE are sums of vectors of a codebook, which RoPE
-    can rotate in place of keys; values are sums of learned vectors. Codebooks and the values' encoder are calibrated.
+    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2). Keys before RoPE are sums of vectors of a codebook, which RoPE
+    can rotate in place of keys. Values are sums of learned vectors. Codebooks and the values' encoder are calibrated.
 
     - `bits` per channel, 1 to 4 (1 and 2 in the paper).
-    - `rounds` of the key codebook (None: round(bits * g / log2(levels)), so 11 and 21 at head dimension 128, 5 and 11
-      at 64), `levels` in each (a power of two up to 256), `group` rotation pairs that share a code (0: a whole head).
+    - `rounds` of the key codebook. None: round(bits * g / log2(levels)), which is 11 and 21 at head dimension 128, 5
+      and 11 at 64.
+    - `levels` of each round, a power of two up to 256. `group` rotation pairs share a code (0: a whole head).
     - `hidden` units of the value encoder (0: one per logit, 4096 at most).
     - `window` newest and `sinks` first tokens stay exact, and `unit` tokens leave the window together. `window=0` is
       the published rule: the whole buffer is encoded when it holds 128 tokens.

@@ -30,8 +30,8 @@ def turboquant(
     scales: str = "bfloat16",
     centre: str = "auto",
 ) -> Method:
-    """TurboQuant (arXiv 2504.19874), in its form of least squared error: rotated keys and values are divided by their
-    norm, one for each token and head, and get the nearest points of the scalar grid that is best for a normal
+    """TurboQuant (arXiv 2504.19874), in its form of least squared error. Rotated keys and values are divided by their
+    norm, one for each token and head. Their numbers get the nearest points of the scalar grid that is best for a normal
     distribution. Nothing is calibrated.
 
     `bits` per number, 2 to 4 (`key_bits` and `value_bits` override it). `form="paper"` rotates keys and values with

@@ -75,9 +75,9 @@ def xquant_cl(
     - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
       the third layer is the base).
     - `group`, `window`, `sinks`, `latent` and `scales` as in `xquant`.
-    - The paper leaves open, and these options decide: `axis` of the differences' scales ("token" or "channel"), what
-      the `accumulator` is stored as between layers ("bfloat16"; "float32" by default for the identity; or a number of
-      bits), and whether differences are taken after the norm or of the residual stream (`space`: "norm", "residual").
+    - Three options decide what the paper leaves open. `axis` is that of the differences' scales, "token" or "channel".
+      `accumulator` is what the sum is stored as between layers: "bfloat16", "float32" (the default for the identity)
+      or a number of bits. Differences are taken after the norm (`space="norm"`) or of the residual stream ("residual").
 
     With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
     listed here.
@@ -215,8 +215,8 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
     def decode(constants, payload, carry):
         basis = constants.get("x", {})
         recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
-        # A loop also where there is no matmul: XLA computes a plain sum once more inside the users of Xhat, from the
-        # accumulator it is about to overwrite, and copies all of it for every block to be able to.
+        # A loop also where there is no matmul. XLA would compute a plain sum once more inside the users of Xhat, from
+        # the accumulator that it is about to overwrite. For that it would copy all of the accumulator for every block.
         pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
 
         def tile_by_tile(*pairs):

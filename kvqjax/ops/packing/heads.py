@@ -3,8 +3,8 @@
 Codes are signed integers, because XLA for GPUs fuses the conversion of those into a product and no other unpacking:
 
 - 3 or 4 bits: int4, c - 8. 3 bits are stored as 4: a third plane would be read a second time.
-- 1 or 2 bits: two tokens a nibble, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even), so that c1 - 2 = floor(n / 4) and
-  c0 + 0.5 = ||n + 0.5| - 4|: of each code's reading XLA makes one chain of operations, which it fuses as well. Of 256
+- 1 or 2 bits: two tokens a nibble, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even). So c1 - 2 = floor(n / 4), and
+  c0 + 0.5 = ||n + 0.5| - 4|. Either code is read by one chain of operations, which XLA fuses as well. Of 256
   consecutive tokens the first 128 are the c0 of 128 rows, the others their c1.
 - 5 to 8 bits: int8, c - 128.
 
