@@ -393,15 +393,15 @@ def fit_layer(
             constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
         inputs_of = functools.partial(_cache_inputs, exact[source], below, recon.get("k", below["k"]), dtype)
         if isinstance(layer.codec(source), Klt):
-            ready, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
-            residuals = [_missed(layer, source, ready, *inputs_of(i)) for i in range(train)]
+            fixed, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
+            residuals = [_missed(layer, source, fixed, *inputs_of(i)) for i in range(train)]
             kept = layer.needs(source, exact[source].shape[-1])["into"][1]
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
             constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
-        ready = cast(constants[source], dtype)
+        fixed = cast(constants[source], dtype)
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):
-            out[i] = _reconstruct(layer, source, ready, *inputs_of(i))
+            out[i] = _reconstruct(layer, source, fixed, *inputs_of(i))
         recon[source] = out
         error = ((out - exact[source]) ** 2).sum() / max((exact[source] ** 2).sum(), 1e-30)
         report[source]["reconstruction_mse"] = float(error)

@@ -96,8 +96,8 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
 
     def extend(best, _):
         """Take `best` [N+1], the largest gain of some intervals that end at each border, to that of one more."""
-        through = best[:, None] + gains  # [border where the last interval begins, border where it ends]
-        return through.max(0), through.argmax(0)
+        totals = best[:, None] + gains  # [border where the last interval begins, border where it ends]
+        return totals.max(0), totals.argmax(0)
 
     _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]
 

@@ -232,8 +232,8 @@ def compare(
         store=None if store is None else Path(store),
     )
     rows, roles = [], {}
-    for ready, method in job.ready(methods, [Path(path) for path in artifact], bar):
-        rows.append(job.row(ready, method, kernels, bar(str(method))))
-        roles[str(method)] = ledger_of(ready, method, context).by_role()
+    for ready_model, method in job.ready(methods, [Path(path) for path in artifact], bar):
+        rows.append(job.row(ready_model, method, kernels, bar(str(method))))
+        roles[str(method)] = ledger_of(ready_model, method, context).by_role()
     about = stamp(loaded, name, seed) | {"data": job.about, "ledger": {"capacity": context, "bytes": roles}}
     return Table(rows, [Section(f"compare, {name}", rows, stamp_line(about))], about)

@@ -175,7 +175,7 @@ class CacheLM(TemplateLM):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts: dict[int, str] = {}
         for key, members in groups.items():
-            options, until, new = _generation(json.loads(key))
+            options, stops, new = _generation(json.loads(key))
             options |= {"kernels": self.kernels, "beyond_trained": True}  # up to max_length, which was asked for
             room = self.max_length - new
             if room < 1:
@@ -186,21 +186,21 @@ class CacheLM(TemplateLM):
                 part = order[start : start + self.batch]
                 prompts = [ids[number] for number in part]
                 # Only the text is kept: a result holds its cache.
-                answers = generate(self.model, prompts, self.method, chunk=self.chunk, stop=until, **options).text
+                answers = generate(self.model, prompts, self.method, chunk=self.chunk, stop=stops, **options).text
                 texts |= dict(zip(part, answers, strict=True))
         return [texts[number] for number in range(len(requests))]
 
 
 def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], int]:
     """Our options, the stop strings and the most new tokens from a task's generation arguments."""
-    until = arguments.get("until") or []
-    until = (until,) if isinstance(until, str) else tuple(until)
+    stops = arguments.get("until") or []
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
     aliases = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     new = next((int(arguments[name]) for name in aliases if name in arguments), 256)
     options: dict[str, Any] = {"max_new_tokens": new}
     if arguments.get("do_sample"):
         options |= {name: arguments[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in arguments}
-    return options, tuple(stop for stop in until if stop), new
+    return options, tuple(stop for stop in stops if stop), new
 
 
 # --- Options as lm-eval reads them
@@ -235,11 +235,11 @@ def read_samples(text: str | None) -> dict[str, list[int]] | None:
         raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N") from error
     if isinstance(samples, int | float):
         raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}")
-    fine = isinstance(samples, dict) and all(
+    valid = isinstance(samples, dict) and all(
         isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
         for numbers in samples.values()
     )
-    if not fine:
+    if not valid:
         raise UserError(f"samples={text!r}: wanted JSON such as {EXAMPLE}")
     return samples
 
@@ -283,8 +283,8 @@ def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, 
 
 def _leaves(task: str, groups: dict[str, list[str]]) -> list[str]:
     """List the tasks that a group and its groups are made of; a task is its own."""
-    below = groups.get(task)
-    return [task] if below is None else [leaf for name in below for leaf in _leaves(name, groups)]
+    children = groups.get(task)
+    return [task] if children is None else [leaf for name in children for leaf in _leaves(name, groups)]
 
 
 def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -99,9 +99,9 @@ def bury(
             break
         hay.append(text)
     place = round((rng.random() if depth is None else depth) * len(hay))
-    later = sorted(int(p) for p in rng.integers(place, len(hay) + 1, len(needles) - 1)) if len(needles) > 1 else []
-    for where, needle in reversed(list(zip([place, *later], needles, strict=True))):
-        hay.insert(where, needle)
+    positions = sorted(int(p) for p in rng.integers(place, len(hay) + 1, len(needles) - 1)) if len(needles) > 1 else []
+    for position, needle in reversed(list(zip([place, *positions], needles, strict=True))):
+        hay.insert(position, needle)
     return Problem("".join([*hay, question]), answer)
 
 

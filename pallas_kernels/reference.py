@@ -370,12 +370,12 @@ def _attend_block(
     if softcap is not None:
         # Scores that are seen are finite, so -inf marks the others. The cap would make a finite number of -inf.
         scores = jnp.where(jnp.isneginf(scores), scores, capped(scores, softcap))
-    raised = jnp.maximum(peak, scores.max((-1, -2)))
+    new_peak = jnp.maximum(peak, scores.max((-1, -2)))
     # A finite stand-in for the peak of a row that has seen nothing keeps exp(-inf - -inf) from becoming NaN.
-    safe = jnp.where(jnp.isneginf(raised), 0.0, raised)
+    safe = jnp.where(jnp.isneginf(new_peak), 0.0, new_peak)
     weights, decay = exp_in_loops(scores - safe[..., None, None]), jnp.exp(peak - safe)
     acc = acc * decay[..., None, None] + _weighted(weights, q, block)
-    return raised, total * decay + weights.sum((-1, -2)), acc
+    return new_peak, total * decay + weights.sum((-1, -2)), acc
 
 
 def _finish(state, shape: tuple[int, ...]) -> Partial:

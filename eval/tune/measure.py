@@ -81,8 +81,8 @@ class Meter:
             _open(path, f"{owner} by {rows} rows", self.known)
 
     def _measure(self, subject: Subject, number: int, tokens, reference) -> None:
-        name, ready, method = subject
-        kld = divergence(ready(), tokens, reference, method, self.chunk, self.scored_from)
+        name, model_of, method = subject
+        kld = divergence(model_of(), tokens, reference, method, self.chunk, self.scored_from)
         values = [float(x) for x in np.asarray(kld)[: len(self.batches[number])]]
         self.known.setdefault(name, {})[number] = values
         self.made += 1
@@ -105,8 +105,8 @@ class Meter:
                 self._measure(subject, number, tokens, reference)
                 remaining -= 1
                 progress(1 - remaining / total)
-        every = range(len(self.batches))
-        return np.asarray([[x for n in every for x in self.known[name][n]] for name, _, _ in subjects])
+        numbers = range(len(self.batches))
+        return np.asarray([[x for n in numbers for x in self.known[name][n]] for name, _, _ in subjects])
 
 
 def even_rows(count: int, most: int, share: int) -> int:

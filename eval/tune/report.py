@@ -54,8 +54,8 @@ def report_rows(
     low, high = float(table.bytes.min((1, 2)).sum()), max(table.size(single) for single in singles[1:])
     front = [guess(table, low * (high / low) ** (n / (FRONT - 1))) for n in range(FRONT)]
     front = list({policy.tobytes(): policy for policy in front if policy is not None}.values())
-    ready = trial.model.replace(constants=() if artifact is None else artifact.constants)
-    subjects = [(f"={method}", lambda: ready, method), *map(trial.subject, [*singles, *front]), *trial.others()]
+    ready_model = trial.model.replace(constants=() if artifact is None else artifact.constants)
+    subjects = [(f"={method}", lambda: ready_model, method), *map(trial.subject, [*singles, *front]), *trial.others()]
     methods = [("tuned", method), *(("single", m) for m in parts), *(("front", trial.method(p)) for p in front)]
     methods += [("single", candidate) for candidate in trial.candidates.others]
     kld = meter(subjects, bar("held-out text"))

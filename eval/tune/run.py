@@ -103,13 +103,13 @@ def for_all_layers(
 ) -> list[Option]:
     """A method that is taken for all layers, with exceptions where its layers feed each other; none where it does not
     fit."""
-    model, method, ready = trial.model, trial.candidates.others[number], trial.ready[number]
+    model, method, ready_model = trial.model, trial.candidates.others[number], trial.ready[number]
     if not is_chain(method, model.config.kv_shape):
-        runs = ready.constants
+        runs = ready_model.constants
         make = lambda: Artifact(method, runs, model.fingerprint, {"tuned": True}) if runs else None  # noqa: E731
         fits = ledger_of(model, method, context).bytes <= limit
         return [Option(trial.others()[number], method, make)] if fits else []
-    chain = Chain(model, trial.candidates, method, ready)
+    chain = Chain(model, trial.candidates, method, ready_model)
     size = chain.bytes(context)
     if size.min((1, 2)).sum() > limit:
         return []
@@ -202,8 +202,8 @@ def _cut(model: Model, parts: list[TextLike], choices: int, settings: Settings) 
                 f"half of the text has {len(ids)} tokens; {choices} choices need {count} windows of {settings.window} "
                 f"in each half, so a text of at least {least} tokens"
             )
-        every = windows(ids, settings.window, 0)
-        out.append(every[np.sort(rng.permutation(len(every))[:count])])
+        all_windows = windows(ids, settings.window, 0)
+        out.append(all_windows[np.sort(rng.permutation(len(all_windows))[:count])])
     return out[0], out[1]
 
 

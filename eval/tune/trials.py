@@ -98,7 +98,7 @@ class Trial(_Numbered):
     def others(self) -> list[Subject]:
         """The candidates for all layers, each through its own cache."""
         pairs = zip(self.ready, self.candidates.others, strict=True)
-        return [(f"={method}", lambda ready=ready: ready, method) for ready, method in pairs]
+        return [(f"={method}", lambda ready_model=ready_model: ready_model, method) for ready_model, method in pairs]
 
     def losses(self, meter: Meter, bar: Bar) -> Float[np.ndarray, "L 2 C"]:
         """`Table.loss`: the divergence of every candidate in one place, all else exact."""
@@ -147,7 +147,7 @@ class Chain(_Numbered):
     policy has numbers of `parts`; `numbers` [L, parts] says which of the chosen methods each is in a layer, since a
     chain's own layers may differ."""
 
-    def __init__(self, model: Model, candidates: Candidates, chain: Method, ready: Model):
+    def __init__(self, model: Model, candidates: Candidates, chain: Method, ready_model: Model):
         shape = model.config.kv_shape
         exact, *members = exceptions(candidates, chain, shape)
         self.own, self.parts = chain, (exact, chain, *members)
@@ -157,13 +157,13 @@ class Chain(_Numbered):
         start, *tail = range(len(specs), len(specs) + len(foreign))
         self.numbers = np.asarray([[start, specs.index(spec), *tail] for spec in layers])
         super().__init__(model, [*specs, *foreign], candidates.sinks, {})
-        self.fixed = self._own_constants(ready)
+        self.fixed = self._own_constants(ready_model)
 
-    def _own_constants(self, ready: Model) -> dict[str, dict]:
+    def _own_constants(self, ready_model: Model) -> dict[str, dict]:
         """The chain's constants by the number of their layers' spec, 0 in other layers."""
         out: dict[str, dict] = {}
         runs = runs_for(self.own, self.model.config, self.dtype)
-        for run, groups in zip(runs, ready.constants, strict=False):
+        for run, groups in zip(runs, ready_model.constants, strict=False):
             layers = slice(run.first, run.first + run.count)
             for group, names in groups.items():
                 arrays = out.setdefault(f"{self.numbers[run.first, OWN]}.{group}", {})

@@ -44,7 +44,7 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
     body_lengths = cache.lengths - cache.layout.method.sinks
     length = next(iter(pending[0].values())).shape[2]
 
-    def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
+    def all_units(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         due_units = zip(
             runs[0].wiring.storage.clocks, state.flushed, units_due(runs[0], state, body_lengths + counts), strict=True
         )
@@ -52,17 +52,17 @@ def schedules_of(cache: Cache, pending: tuple, counts: Int[Array, " B"]) -> tupl
 
     keep = cache.layout.method.keep
     if keep is None or not cache.kept:
-        return every, cache.kept
+        return all_units, cache.kept
     # A row keeps the same tokens in all layers, so that one choice is the schedule of every chain.
     moves, kept = _moves(cache, keep.rule, pending, body_lengths, counts)
 
-    def moved(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
+    def moved_units(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
         clock = runs[0].wiring.storage.clocks[0]
         # The schedule numbers the moves, not the units: a unit that loses against the body's is never encoded.
         place = lambda row, move: (moves.unit[row, move] * clock.unit, moves.slot[row, move])  # noqa: E731
         return (Schedule(clock, jnp.zeros_like(moves.count), moves.count, place),)
 
-    return moved, kept
+    return moved_units, kept
 
 
 def _moves(cache: Cache, rule: str, pending: tuple, body_lengths, counts) -> tuple[Moves, Kept]:
@@ -124,7 +124,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
         The choice."""
     sinks, empty = cache.layout.method.sinks, jnp.zeros_like(counts)
 
-    def every(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
+    def all_units(runs: Sequence[RunLayout], state: Run) -> tuple[Schedule, ...]:
         parts = zip(runs[0].wiring.storage.clocks, units_due(runs[0], state, counts - sinks), strict=True)
         return tuple(in_order(clock, empty, stop, runs, length) for clock, stop in parts)
 
@@ -132,7 +132,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     if keep is None or not cache.kept:
         # Prompt token 0 is body token -sinks. Sinks and window come from the tokens after encoding, because a key that
         # is encoded before its value stays in the window as it was reconstructed.
-        return Entering(empty - sinks, every, lambda new: new, lambda new, encoded: encoded, length, cache.kept)
+        return Entering(empty - sinks, all_units, lambda new: new, lambda new, encoded: encoded, length, cache.kept)
     run = runs_of(cache.layout)[0]
     clock, window = run.wiring.storage.clocks[0], window_tokens(run.ring, counts - sinks)
     leaving = due(clock, counts - sinks, empty) * clock.unit
@@ -140,7 +140,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
     masses = mass() if keep.rule == "h2o" else jnp.zeros((len(counts), length))
     chosen, kept = choose(keep.rule, cache.kept, masses, leaving, window, clock.unit, sinks)
 
-    def picked(new: dict) -> dict:
+    def pick(new: dict) -> dict:
         return {name: jnp.take_along_axis(x, chosen.token[:, :, None], 1) for name, x in new.items()}
 
     def fresh(runs: Sequence[RunLayout], _: Run) -> tuple[Schedule, ...]:
@@ -149,7 +149,7 @@ def entering(cache: Cache, counts: Int[Array, " B"], mass: Callable[[], Float[Ar
 
     # The picked tokens are numbered from 0 and go to the body's first slots in their order. Sinks and window take the
     # prompt's own tokens: with eviction there is one clock, and encoding changes none of them.
-    return Entering(empty, fresh, picked, lambda new, encoded: new, chosen.token.shape[1], kept)
+    return Entering(empty, fresh, pick, lambda new, encoded: new, chosen.token.shape[1], kept)
 
 
 def no_mass(kept: Kept, sinks: int, length: int) -> Received | None:

@@ -180,7 +180,7 @@ def _cut(cache: Cache, start: int) -> Cache:
     windows = max(clock.window for run in runs_of(layout) for clock in run.wiring.storage.clocks)
     # A crop may leave a row all of whose tokens are encoded. A body only has slots for as many tokens as the capacity
     # leaves beside the window: with room for a window more, it has slots for all of them.
-    small = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
+    piece_layout = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
     lengths = cache.lengths - shift
     body_lengths = lengths - layout.method.sinks
 
@@ -199,12 +199,12 @@ def _cut(cache: Cache, start: int) -> Cache:
         # The sinks stay with the head; a piece behind blank ones has the form of any cache.
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
-    states = zip(runs_of(layout), runs_of(small), cache.runs, strict=True)
+    states = zip(runs_of(layout), runs_of(piece_layout), cache.runs, strict=True)
     # A token before the piece that is not finite leaves nothing of the row that means anything: none of the piece's
     # tokens then counts as finite.
     finite = jnp.maximum(cache.finite - shift, layout.method.sinks)
     runs = tuple(shifted(old, new, state) for old, new, state in states)
-    return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=small)
+    return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=piece_layout)
 
 
 def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
@@ -293,12 +293,12 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
             if not second.slots:  # too short for a body: what is encoded comes before it
                 return stored_tile(first, before, source, name, layer, row, token, size)
             # A tile may lie on both sides of the piece's beginning. It is read on both, and a mask takes the tokens.
-            behind = stored_tile(second, after, source, name, layer, row, token - shift, size)
+            tail_tile = stored_tile(second, after, source, name, layer, row, token - shift, size)
             # A piece from the first body token on has all of it: the head has sinks alone.
             if not shift:
-                return behind
-            ahead = stored_tile(first, before, source, name, layer, row, token, size)
-            return field.choose(token + jnp.arange(size) < shift, ahead, behind)
+                return tail_tile
+            head_tile = stored_tile(first, before, source, name, layer, row, token, size)
+            return field.choose(token + jnp.arange(size) < shift, head_tile, tail_tile)
 
         # The shift is a multiple of every unit: counts of units stay whole.
         flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))

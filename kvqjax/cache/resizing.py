@@ -51,18 +51,18 @@ def _groups(cache: Cache) -> Bool[Array, "B G"]:
 def excess(cache: Cache, layout: CacheLayout) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Say how many tokens each row may hold in a smaller layout, and which rows do not fit."""
     most = jnp.full_like(cache.lengths, layout.capacity)
-    over = cache.lengths > most
+    misfits = cache.lengths > most
     if "positions" in cache.kept:
         too_many = _groups(cache).sum(1) * runs_of(cache.layout)[0].wiring.storage.clocks[0].unit
         crowded = too_many > runs_of(layout)[0].budget
-        return jnp.where(crowded, 0, most), over | crowded
+        return jnp.where(crowded, 0, most), misfits | crowded
     for run, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
         for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True):
             if not new.wraps:  # a crop may have left more encoded than rows of that capacity ever encode
                 crowded = count * clock.unit > new.slots
                 most = jnp.where(crowded, jnp.minimum(most, new.slots + layout.method.sinks), most)
-                over = over | crowded
-    return most, over
+                misfits = misfits | crowded
+    return most, misfits
 
 
 @functools.partial(jax.jit, static_argnames="layout")

@@ -58,10 +58,10 @@ def row_axes(cache: Cache) -> Cache:
 def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
     """List what the arrays of a cache of this layout look like, in the order of its leaves."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, batch))
-    named, axes = jax.tree_util.tree_flatten_with_path(cache)[0], jax.tree.leaves(row_axes(cache))
+    leaves, axes = jax.tree_util.tree_flatten_with_path(cache)[0], jax.tree.leaves(row_axes(cache))
     return tuple(
         _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
-        for (path, leaf), axis in zip(named, axes, strict=True)
+        for (path, leaf), axis in zip(leaves, axes, strict=True)
     )
 
 

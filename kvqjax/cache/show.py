@@ -24,15 +24,15 @@ def run_text(first: int, count: int, reader: str, parts: dict) -> str:
     """Print what reads a run's body and its arrays by name, `layers 0-2, read by blocks: body.k.codes uint32[..], ...`,
     without those that hold nothing."""
     layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
-    named = []
+    texts = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
         if getattr(leaf, "size", 1):
             name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-            named.append(f"{name} {_array(leaf)}")
-    return f"{layers}, read by {reader}: {', '.join(named)}"
+            texts.append(f"{name} {_array(leaf)}")
+    return f"{layers}, read by {reader}: {', '.join(texts)}"
 
 
 def states_text(layers: int, states: tuple[dict, ...]) -> str:
     """Print how many recurrent layers there are and what one stack of them remembers, `3 recurrent layers: ...`."""
-    named = ", ".join(f"{name} {_array(leaf)}" for name, leaf in states[0].items())
-    return f"{layers} recurrent layer{'s' * (layers > 1)}: {named}"
+    text = ", ".join(f"{name} {_array(leaf)}" for name, leaf in states[0].items())
+    return f"{layers} recurrent layer{'s' * (layers > 1)}: {text}"

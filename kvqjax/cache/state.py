@@ -170,9 +170,10 @@ def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], 
     shape = layout.shape.recurrent
     if shape is None:
         return ()
-    single = layout.layers == "unroll"
+    unrolled = layout.layers == "unroll"
     return tuple(
-        empty_states(shape, 1 if single else len(shape.layers), batch) for _ in shape.layers[: None if single else 1]
+        empty_states(shape, 1 if unrolled else len(shape.layers), batch)
+        for _ in shape.layers[: None if unrolled else 1]
     )
 
 

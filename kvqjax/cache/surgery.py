@@ -293,8 +293,8 @@ def _floor(
     def lower(length):
         for (unit, wraps), tokens in zip(clocks, encoded, strict=True):
             # A ring body has overwritten what a row cut back that far would need, so only the sinks are left.
-            below = jnp.zeros_like(length) if wraps else length // unit * unit
-            length = jnp.where((tokens > length) & (length > 0), below, length)
+            floor = jnp.zeros_like(length) if wraps else length // unit * unit
+            length = jnp.where((tokens > length) & (length > 0), floor, length)
         return length
 
     def step(pair):
@@ -421,12 +421,12 @@ def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
     """Give rows that fit a smaller layout: refuse others where numbers are known, else crop them and raise their
     flags."""
     if not is_known(*jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))):
-        most, over = excess(cache, layout)
-        return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | over)
+        most, misfits = excess(cache, layout)
+        return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | misfits)
     with reading(True):
-        over = np.asarray(excess(cache, layout)[1])
-    if over.any():
-        row = int(over.argmax())
+        misfits = np.asarray(excess(cache, layout)[1])
+    if misfits.any():
+        row = int(misfits.argmax())
         length = int(np.asarray(cache.lengths)[row])
         if length > layout.capacity:
             raise UserError(

@@ -157,8 +157,8 @@ def bench(
     loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
     pairs = [(loaded, exact()), *calibrated(loaded, [m for m in methods_of(cache) if str(m) != "exact"], artifact)]
     rows, first = [], None
-    for ready, method in pairs:
-        require_room(ready, method, batch, max(context, prompt))
+    for ready_model, method in pairs:
+        require_room(ready_model, method, batch, max(context, prompt))
     filled = f"{batch} row{'s' * (batch > 1)} of {context} tokens"
     announce(f"{repeats + 1} x {steps} decode steps, {filled}, through {', then '.join(str(m) for _, m in pairs)}")
     least = (
@@ -169,20 +169,20 @@ def bench(
         if prompt
         else 0
     )
-    for ready, method in pairs:
+    for ready_model, method in pairs:
         # What is forced is forced on the caches that were asked for, not on the exact one beside them.
         forced = kernels if first or kernels == "off" else "auto"
-        chosen = planned_layout(ready, method, batch, context, kernels=forced)
+        chosen = planned_layout(ready_model, method, batch, context, kernels=forced)
         with progress_bar() as bar:
             filling = bar(f"filling {method}")
-            size, spent = step_milliseconds(ready, method, context, batch, steps, repeats, filling, forced)
+            size, spent = step_milliseconds(ready_model, method, context, batch, steps, repeats, filling, forced)
         first = first or spent
         row = {"cache": str(method), "context": context, "batch": batch, "bytes": size}
         row["kernels"] = chosen.kernels.text(chosen.target)
         row["read_by"] = "; ".join(dict.fromkeys(readers_text(chosen)))
         row |= {"ms_per_step": spent, "speed_against_exact": first / spent}
         if prompt:
-            waited = first_token_milliseconds(ready, method, prompt, batch, repeats, forced)
+            waited = first_token_milliseconds(ready_model, method, prompt, batch, repeats, forced)
             row |= {"prompt": prompt, "ms_to_first_token": waited, "ms_to_first_token_at_least": least}
         rows.append(row)
     this_machine = machine()

@@ -122,7 +122,7 @@ def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -
 def explain(model: Model, method: Method, tokens: int, capacity: int) -> str:
     """Say how many of a row's `tokens` tokens are codes in its cache of `capacity`, and where its bits come from."""
     cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
-    book, long = ledger(cache), ledger(jax.eval_shape(lambda: init_cache(model, method, 1, LONG)))
+    book, long_book = ledger(cache), ledger(jax.eval_shape(lambda: init_cache(model, method, 1, LONG)))
     clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
     window, unit = max(clock.window for clock in clocks), max(clock.unit for clock in clocks)
     encoded = max(0, (tokens - method.sinks - window) // unit * unit)
@@ -131,7 +131,7 @@ def explain(model: Model, method: Method, tokens: int, capacity: int) -> str:
         f"here at least {encoded} of {tokens} tokens were read as codes.\n"
         f"bits_stored counts all bytes of a cache made for {capacity} tokens. The codes and scales of {method} have "
         f"{book.bits_method:.3g} bits a number; the window makes that {book.bits_stored:.3g}, "
-        f"and in a cache for {LONG} tokens {long.bits_stored:.3g}."
+        f"and in a cache for {LONG} tokens {long_book.bits_stored:.3g}."
     )
 
 

@@ -55,7 +55,7 @@ def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[flo
     """update(fraction) for where no bar can be drawn: a line after FIRST seconds, then one every EVERY. The time left
     is estimated from the updates after the first. Before that programs were compiled, or an earlier run did the work.
     """
-    begun = last = time.monotonic()
+    start_time = last = time.monotonic()
     start: tuple[float, float] | None = None
     wait = FIRST
 
@@ -66,7 +66,7 @@ def reporter(label: str, say: Callable[[str], None] = announce) -> Callable[[flo
             start = now, fraction
         if fraction < 1 and now - last >= wait and fraction > start[1]:
             seconds = (1 - fraction) * (now - start[0]) / (fraction - start[1])
-            say(f"{label}: {fraction:.0%} after {duration(now - begun)}, about {duration(seconds)} left")
+            say(f"{label}: {fraction:.0%} after {duration(now - start_time)}, about {duration(seconds)} left")
             last, wait = now, EVERY
 
     return update

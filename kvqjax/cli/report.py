@@ -133,14 +133,14 @@ def _evaluate(
         beyond = _beyond(loaded, job.length)
         with progress_bar() as bar:
             pairs = job.ready(loaded, methods, artifact, bar)
-            for ready, method in pairs:
-                require_room(ready, method, 1, job.capacity)
+            for ready_model, method in pairs:
+                require_room(ready_model, method, 1, job.capacity)
             announce(_plan(name, model, job.tokens, loaded, methods))
             if beyond:
                 announce(beyond)
-            for ready, method in pairs:
-                rows += job.evaluate(ready, method, bar, kernels)
-                roles[str(method)] = ledger_of(ready, method, job.capacity).by_role()
+            for ready_model, method in pairs:
+                rows += job.evaluate(ready_model, method, bar, kernels)
+                roles[str(method)] = ledger_of(ready_model, method, job.capacity).by_role()
         about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
         about |= {"beyond_trained": beyond} if beyond else {}
         if warning := job.warn(rows):

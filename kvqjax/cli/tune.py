@@ -88,7 +88,7 @@ def tune(
         return
     if out is None:
         raise UserError("--out is missing: the folder of policy, artifact and report")
-    loaded, begun = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
+    loaded, start = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
     texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_picture(out.parent / "front.png")
@@ -104,7 +104,7 @@ def tune(
         return
     columns = ("kind", "cache", "bits_stored", "kld", "kld_error")
     show([{name: row[name] for name in columns} for row in result.rows], False, f"{model} at {budget}, held-out text")
-    typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - begun)}. To use it:", *lines]))
+    typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - start)}. To use it:", *lines]))
 
 
 def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None) -> Model:

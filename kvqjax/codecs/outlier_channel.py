@@ -32,14 +32,14 @@ class OutlierChannels:
         # A neighbour shares the kept channel's group along channels, except at a group's edge.
         source = [next(c % width for c in range(i, i + width) if c % width not in kept) for i in range(width)]
         inner = self.inner.build(width)
-        where, neighbour = np.asarray(kept), np.asarray(source)
+        kept_channels, neighbour = np.asarray(kept), np.asarray(source)
         field = Field(kind="token", width=len(kept), role="outliers", dtype=self.dtype)
 
         def encode(constants, x):
-            return {**inner.encode(constants, x[:, neighbour]), "kept": wide(x[:, where]).T}
+            return {**inner.encode(constants, x[:, neighbour]), "kept": wide(x[:, kept_channels]).T}
 
         def decode(constants, tile):
             numbers = inner.decode(constants, {name: a for name, a in tile.items() if name != "kept"})
-            return numbers.at[..., where].set(jnp.swapaxes(tile["kept"], -1, -2).astype(numbers.dtype))
+            return numbers.at[..., kept_channels].set(jnp.swapaxes(tile["kept"], -1, -2).astype(numbers.dtype))
 
         return Codec(width, inner.unit, {**inner.fields, "kept": field}, encode, decode, inner.needs, inner.fit)

@@ -159,8 +159,8 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         """Give the same bits by products with 0 and 1, which spread a group's scale over its channels. A TPU would move
         every group of channels to lanes of its own and back. A sum of one bfloat16 number and zeros is exact."""
         members = jnp.asarray(np.repeat(np.eye(count), group, axis=1), jnp.bfloat16)
-        over = functools.partial(jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32)
-        return tile["codes"].astype(jnp.float32) * over(tile["scale"], members) + over(tile["low"], members)
+        spread = functools.partial(jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32)
+        return tile["codes"].astype(jnp.float32) * spread(tile["scale"], members) + spread(tile["low"], members)
 
     def decode(_, tile):
         forms = {"tpu": by_products} if spec.dtype == "bfloat16" else {}

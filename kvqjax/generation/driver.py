@@ -159,14 +159,14 @@ class Generation:
         """Make the next tokens; None once every row has ended. Raises UserError where numbers are not finite."""
         if self.ended:
             return None
-        begun, first = time.perf_counter(), not any(self.tokens)
+        start_time, first = time.perf_counter(), not any(self.tokens)
         if not self._unread:
             self._state = self._started() if self._state is None else self._stepped(self._state)
             self._unread = True  # an interrupt after this line loses nothing: the next call reads these tokens
         assert self._state is not None  # unread tokens are of a state
         piece = self._read(self._state)
         self._unread = False
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         if first:
             self.seconds_to_first_token = seconds
         else:

@@ -142,9 +142,9 @@ def _record(state: LoopState, tokens, logits, eos) -> LoopState:
 
 def _scored(scores: Scores, logits, tokens, place) -> Scores:
     """Note the log probabilities of one token of every row at its place."""
-    every, rows = jax.nn.log_softmax(logits, axis=-1), jnp.arange(len(tokens))
-    likeliest, ids = jax.lax.top_k(every, scores.ids.shape[2])
-    chosen = jnp.take_along_axis(every, tokens[:, None], axis=-1)[:, 0]
+    log_probs, rows = jax.nn.log_softmax(logits, axis=-1), jnp.arange(len(tokens))
+    likeliest, ids = jax.lax.top_k(log_probs, scores.ids.shape[2])
+    chosen = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
     return Scores(
         scores.chosen.at[rows, place].set(chosen, mode="drop"),
         scores.ids.at[rows, place].set(ids, mode="drop"),

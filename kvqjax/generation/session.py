@@ -264,8 +264,8 @@ class Session:
             parts.append(part)
             place += len(part.text)
         if remainder := text[place:]:
-            begun = continued_ids(self.model, remainder) if place else self.model.encode(remainder, self._plain)
-            parts.append(_Part(remainder, begun))
+            ids = continued_ids(self.model, remainder) if place else self.model.encode(remainder, self._plain)
+            parts.append(_Part(remainder, ids))
         return parts
 
     def _text(self, history: Sequence[Message]) -> str:

@@ -121,21 +121,21 @@ def _verify(model: Model, state: _State, drafted: Int[Array, "B draft"], eos: In
 @functools.partial(jax.jit, static_argnames=("draft", "ngram"), donate_argnames="state")
 @jax.enable_x64(False)
 def _rounds(
-    model: Model, small: Model | None, state: _State, eos: Int[Array, " N"], *, draft: int, ngram: int
+    model: Model, draft_model: Model | None, state: _State, eos: Int[Array, " N"], *, draft: int, ngram: int
 ) -> _State:
     """Draft, check and commit until every row is done, in one while_loop."""
 
     def step(state: _State) -> _State:
-        if small is None:
+        if draft_model is None:
             drafted, draft_sources = lookup(state.known, state.length, draft, ngram), None
         else:
-            drafted, draft_sources = _decode_draft(small, state, draft)
+            drafted, draft_sources = _decode_draft(draft_model, state, draft)
         greedy, gained, done, pending = _verify(model, state, drafted, eos)
         # The newest token enters the cache with the accepted part of the draft; the correction stays outside.
         cache = commit(model, state.cache, pending, gained)
         drafter = state.drafter
-        if small is not None and drafter is not None and draft_sources is not None:
-            drafter = commit(small, drafter, draft_sources, gained)
+        if draft_model is not None and drafter is not None and draft_sources is not None:
+            drafter = commit(draft_model, drafter, draft_sources, gained)
         span = jnp.arange(draft + 1)[None]
         place = jnp.where(span < gained[:, None], state.length[:, None] + span, state.known.shape[1])
         rows = jnp.arange(len(place))[:, None]
@@ -197,12 +197,12 @@ def speculate(
     capacity = capacity_for(model, ids, max_new_tokens, None)
     tokens = padded(ids, capacity)
     logits, cache = _begin(model, method, tokens[:, :width], counts, capacity, kernels)
-    small = None
+    drafter_cache = None
     if drafter is not None:
         # A kernel that is forced is forced on the model's cache alone.
         drafter_kernels = "off" if kernels == "off" else "auto"
-        small = _begin(drafter, drafter_method, tokens[:, :width], counts, capacity, drafter_kernels)[1]
-    state = _first(_state(cache, small, tokens, counts, max_new_tokens), logits, eos)
+        drafter_cache = _begin(drafter, drafter_method, tokens[:, :width], counts, capacity, drafter_kernels)[1]
+    state = _first(_state(cache, drafter_cache, tokens, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
     require_finite(state.cache)
     tokens, length = np.asarray(state.known), np.asarray(state.length)

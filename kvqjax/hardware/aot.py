@@ -175,9 +175,9 @@ def compile_decode(
 ) -> Compiled:
     """Compile what `lower_decode` gives and ask the compiler for its bytes. Seconds are those of XLA alone."""
     lowered = lower_decode(config, method, context, batch, chip, mesh, weights=weights)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     memory = lowered.compile().memory_analysis()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     if memory is None:
         raise UserError(f"the compiler for {chip} says nothing of memory")
     copied = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -50,7 +50,7 @@ def check(
     """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would be stored without
     it. What the plain path raises is raised: it says nothing of the kernel."""
     allowed = () if candidate.form is None else (candidate.form,)
-    begun, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
+    start, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
     verdict = Verdict(outcome="failed", note="no size was tried")
     for tokens in sizes:
         trial = make(candidate, tokens, target, forced, seed=tokens)
@@ -65,7 +65,7 @@ def check(
         if last or verdict.outcome != "faster":
             break
     error = None if verdict.error is None else worst
-    return dataclasses.replace(verdict, error=error, seconds=time.perf_counter() - begun)
+    return dataclasses.replace(verdict, error=error, seconds=time.perf_counter() - start)
 
 
 def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:

@@ -98,11 +98,11 @@ def check_splash(
     form: Splash, *, kernel: Callable[[_Body, Array], Partial] = _by_splash, timed: Callable = _speed
 ) -> Verdict:
     """Try splash attention on this process's default device, against plain products in float32."""
-    begun, random = time.perf_counter(), np.random.default_rng(0)
+    start, random = time.perf_counter(), np.random.default_rng(0)
     body = _body(form, random)
     shape = (1, QUERIES, form.num_heads, form.head_dim)
     q = jnp.asarray(random.normal(scale=0.02, size=shape), jnp.bfloat16)  # small: no token takes all the weight
     ours, precise = functools.partial(kernel, body), functools.partial(_plain, body, dtype="float32")
     rounded = functools.partial(_plain, body, dtype="bfloat16")
     verdict = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
-    return dataclasses.replace(verdict, seconds=time.perf_counter() - begun)
+    return dataclasses.replace(verdict, seconds=time.perf_counter() - start)

@@ -205,8 +205,8 @@ def spelled_out(method: Method) -> str:
 
     def in_full(part: Mapping[str, Any]) -> str:
         name, options = _options(part)
-        every = {p.name: options.get(p.name, p.default) for p in inspect.signature(METHODS[name]).parameters.values()}
-        return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in every.items())
+        values = {p.name: options.get(p.name, p.default) for p in inspect.signature(METHODS[name]).parameters.values()}
+        return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in values.items())
 
     exceptions = [f"{numbers}={in_full(part)}" for numbers, part in tree.get("layers", {}).items()]
     return ";".join([in_full(tree), *exceptions])

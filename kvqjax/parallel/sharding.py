@@ -225,8 +225,8 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
 
     def local(cache, model, *arguments):
         # Without rules: the step that runs inside must not split its part again.
-        inside = model.replace(config=rules.local_config(model.config), rules=None)
-        return function(inside, cache, *arguments)
+        local_model = model.replace(config=rules.local_config(model.config), rules=None)
+        return function(local_model, cache, *arguments)
 
     constants = of_constants(rules, model.constants)
     placed = model.replace(params=rules.parameters(model.params), constants=constants)

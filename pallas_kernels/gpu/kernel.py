@@ -73,13 +73,13 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
-    where = (ends[2, row], row, head)
+    indices = (ends[2, row], row, head)
 
     def fetch_keys(tile):
-        _fetch(_keys(plan).copies, data, smem.keys, smem.keys_here, plan, where, tile)
+        _fetch(_keys(plan).copies, data, smem.keys, smem.keys_here, plan, indices, tile)
 
     def fetch_values(tile):
-        _fetch(gpu_values.copies, data, smem.values, smem.values_here, plan, where, tile)
+        _fetch(gpu_values.copies, data, smem.values, smem.values_here, plan, indices, tile)
 
     @pl.when(begin < end)
     def _():
@@ -87,7 +87,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
         fetch_values(begin)
 
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
-    _keys(plan).start(data, smem.keys, plan, where, queries, smem.shared_here)
+    _keys(plan).start(data, smem.keys, plan, indices, queries, smem.shared_here)
     plgpu.commit_smem()  # products read what `start` wrote, all threads' parts of it
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
@@ -100,9 +100,9 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
 
-def _fetch(copies, data: Operands, target, barrier, plan, where, tile) -> None:
+def _fetch(copies, data: Operands, target, barrier, plan, indices, tile) -> None:
     """Start copying a tile."""
-    for source, into in copies(data, target, plan, where, tile):
+    for source, into in copies(data, target, plan, indices, tile):
         plgpu.copy_gmem_to_smem(source, into, barrier)
 
 

@@ -49,32 +49,32 @@ def memory(plan) -> Keys:
     )
 
 
-def copies(data, keys: Keys, plan, where, tile):
+def copies(data, keys: Keys, plan, indices, tile):
     """Yield (source, target) of everything that a tile's keys need."""
-    yield from word_copies(data.key_codes, keys.codes, plan, where, tile)
-    yield from factor_copies(data, keys, plan, where, tile)
+    yield from word_copies(data.key_codes, keys.codes, plan, indices, tile)
+    yield from factor_copies(data, keys, plan, indices, tile)
 
 
-def word_copies(sources: tuple, targets: tuple, plan, where, tile):
+def word_copies(sources: tuple, targets: tuple, plan, indices, tile):
     """Yield (source, target) of the words of every plane set."""
-    layer, row, head = where
+    layer, row, head = indices
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     for source, target, part in zip(sources, targets, plan.plane_sets, strict=True):
         yield source.at[layer, row, plan.word_rows(tile, part), lanes], target.at[0]
 
 
-def factor_copies(data, keys, plan, where, tile):
+def factor_copies(data, keys, plan, indices, tile):
     """Yield (source, target) of scales and minima of a tile's groups."""
-    layer, row, head = where
+    layer, row, head = indices
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     groups = pl.ds(tile * plan.groups, plan.groups)
     for i, source in enumerate((data.key_scale, data.key_low)):
         yield source.at[layer, row, groups, lanes], keys.factors.at[0, i]
 
 
-def start(data, keys: Keys, plan, where, queries, barrier) -> None:
+def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
     """Write what all tiles share, before the first one: the queries."""
-    del data, plan, where, barrier
+    del data, plan, indices, barrier
     put_transposed(keys.raw.at[0], queries.astype(jnp.bfloat16))
 
 

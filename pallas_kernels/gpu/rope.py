@@ -70,21 +70,21 @@ def memory(plan) -> Keys:
     )
 
 
-def copies(data, keys: Keys, plan, where, tile):
+def copies(data, keys: Keys, plan, indices, tile):
     """Yield (source, target) of everything that a tile's keys need."""
     groups = plan.tile // GROUP
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
-    yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, where, tile)
+    yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, indices, tile)
     if not plan.signposts:
-        yield from gpu_keys.factor_copies(data, keys, plan, where, tile)
+        yield from gpu_keys.factor_copies(data, keys, plan, indices, tile)
 
 
-def start(data, keys: Keys, plan, where, queries, barrier) -> None:
+def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
     """Copy what all tiles share, before the first one: offsets, and scales that hold for all tokens."""
     del queries
     plgpu.copy_gmem_to_smem(data.offsets, keys.offsets.at[0], barrier)
     if plan.signposts:
-        plgpu.copy_gmem_to_smem(data.key_scale.at[where[2]], keys.factors.at[0], barrier)
+        plgpu.copy_gmem_to_smem(data.key_scale.at[indices[2]], keys.factors.at[0], barrier)
     plgpu.barrier_wait(barrier)
 
 

@@ -100,9 +100,9 @@ def to_codes(permute, word, nibble: int, bits: int):
     """Turn a word of a quad into two numbers 2^e + c."""
     del permute
     shift, bit = place(nibble, bits)
-    moved = word >> shift if shift else word
+    shifted = word >> shift if shift else word
     mask, base = ((1 << bits) - 1) << bit, (127 + 7 - bit) << 7
-    return (moved & mask * 0x10001 | base * 0x10001,)
+    return (shifted & mask * 0x10001 | base * 0x10001,)
 
 
 def codes(nibbles, step: int, bits: int):

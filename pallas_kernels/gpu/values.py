@@ -31,10 +31,10 @@ def memory(plan) -> Values:
     return Values(gpu_keys.words(plan), factors, tiled((1, STEPS, plan.rows, STEP), jnp.bfloat16))
 
 
-def copies(data, values: Values, plan, where, tile):
+def copies(data, values: Values, plan, indices, tile):
     """Yield (source, target) of everything that a tile's values need."""
-    yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, where, tile)
-    layer, row, head = where
+    yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
+    layer, row, head = indices
     steps, owner = plan.tile // STEP, head if plan.own_scales else 0
     for i, source in enumerate((data.value_scale, data.value_low)):
         yield source.at[layer, row, owner, pl.ds(tile * steps, steps)], values.factors.at[0, i]

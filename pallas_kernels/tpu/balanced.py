@@ -88,19 +88,19 @@ def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: d
 
 def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     """Do what `sums.add_sums` does. What minima add is in the product already."""
-    waiting, (every, masks) = iter(weights), _met(refs, plan)
+    waiting, (block_columns, masks) = iter(weights), _met(refs, plan)
     total, lows, product = sums
     for index in blocks:
         products, minima = {}, {}
         code_columns = columns(refs.body.value_codes, None, plan.spec.value_bits, place, index, plan, plan.mixed)
-        for met, number, codes in zip(every, plan.columns(index), code_columns, strict=True):
+        for met, number, codes in zip(block_columns, plan.columns(index), code_columns, strict=True):
             weight, first = next(waiting), number * (plan.column // LANES)
             total = total + lane_wise(jnp.add, weight)
             scaled, low = (weight * own_rows(ref, plan, place, 0, first) for ref in (refs.scales, refs.lows))
             for names, part in zip(met.lanes, jnp.split(low, len(met.lanes), axis=1), strict=True):
                 _add(minima, names, part)
             _add(products, tuple(met.groups), dot(_stacked(scaled, plan, met), codes, 0))
-            if met is every[-1]:
-                added = _block_sums(refs, plan, place, index, products, minima, masks)
-                product = functools.reduce(operator.add, added, product)
+            if met is block_columns[-1]:
+                terms = _block_sums(refs, plan, place, index, products, minima, masks)
+                product = functools.reduce(operator.add, terms, product)
             yield total, lows, product

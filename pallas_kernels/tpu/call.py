@@ -138,9 +138,9 @@ def invoke(
 
     def body(_, ends, *refs):
         *inputs, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
-        named = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
-        named |= dict(zip(in_place, zip(refs[: len(kept)], refs[-1 - len(kept) : -1], strict=True), strict=True))
-        kernel(Refs(**named, out=out, lse=lse), ends, plan)
+        by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
+        by_name |= dict(zip(in_place, zip(refs[: len(kept)], refs[-1 - len(kept) : -1], strict=True), strict=True))
+        kernel(Refs(**by_name, out=out, lse=lse), ends, plan)
 
     call = pl.pallas_call(
         body,

@@ -80,8 +80,8 @@ def _write_levels(refs: Refs, plan, column):
     level, low = jnp.int32(0), 0
     for number, part in enumerate(split_bits(plan.spec.bits)):
         words = refs.words[number]
-        moved = jax.lax.shift_right_logical(words, jnp.full_like(words, column * part))
-        level = level | ((moved & ((1 << part) - 1)) << low)
+        shifted = jax.lax.shift_right_logical(words, jnp.full_like(words, column * part))
+        level = level | ((shifted & ((1 << part) - 1)) << low)
         low += part
     rows = pl.ds(pl.multiple_of(column * plan.key_rows, 8), plan.key_rows)
     refs.pairs[rows] = level >> 1

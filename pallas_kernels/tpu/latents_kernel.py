@@ -112,10 +112,10 @@ def _multiply(refs: Refs, plan, group, piece: int, chunk):
     """Make keys of a group of heads, before bias and rotation, for one chunk of tokens: as many columns, and as many
     latents at a time, as the matrix unit has."""
     tokens, lanes = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
-    across = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
+    group_lanes = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
         inner = slice(depth, depth + plan.columns)
-        product = dot(refs.latents[tokens, inner], refs.up[inner, across], 0)
+        product = dot(refs.latents[tokens, inner], refs.up[inner, group_lanes], 0)
         refs.products[tokens, lanes] = product + refs.products[tokens, lanes] if depth else product
 
 

@@ -45,8 +45,8 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     for slot in range(0, plan.spec.value_slots, at_once):
         slots = range(slot, min(slot + at_once, plan.spec.value_slots))
         scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in slots], axis=1)
-        named = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in slots]
-        total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in named], axis=1), 1)
+        lane_numbers = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in slots]
+        total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in lane_numbers], axis=1), 1)
     for i in range(heads):
         refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]
 

@@ -91,8 +91,8 @@ def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> N
     for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
         part = part.astype(jnp.bfloat16)
         first = tile * plan.tile + number * plan.period
-        inside = zero_beyond(part, first, plan.slots, 1) if plan.slots % plan.tile else part
-        staged[i * rows : i * rows + part.shape[0]] = inside
+        numbers = zero_beyond(part, first, plan.slots, 1) if plan.slots % plan.tile else part
+        staged[i * rows : i * rows + part.shape[0]] = numbers
 
 
 def rates(plan: Plan) -> np.ndarray:

@@ -85,8 +85,8 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
     for words, (part, _, region) in zip(block, _places(bits), strict=True):
         mask = ((1 << part) - 1) * (1 | 1 << base) << region
         shift = first - region
-        moved = words >> jnp.uint32(shift) if shift >= 0 else words << jnp.uint32(-shift)
-        index = index | (moved & jnp.uint32(mask))
+        shifted = words >> jnp.uint32(shift) if shift >= 0 else words << jnp.uint32(-shift)
+        index = index | (shifted & jnp.uint32(mask))
     return index.astype(jnp.int32)
 
 

@@ -77,8 +77,8 @@ def order_scales(refs, plan, tile):
         tokens = aligned(number, width)
         values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
         keys = (refs.body.key_scale, refs.body.key_low) if spec.key_channels else (refs.body.key_factor,)
-        every = values + pieces(number, tokens, *keys) if key_count else values
-        part = functools.partial(write, number, len(values), jnp.concatenate(every))
+        by_token = values + pieces(number, tokens, *keys) if key_count else values
+        part = functools.partial(write, number, len(values), jnp.concatenate(by_token))
         part(0) if parts == 1 else loop(parts, part)
 
     loop(plan.tile // width, step)
