@@ -1,15 +1,16 @@
 """Hadamard matrices, and the transform M x that HIGGS takes: a Hadamard matrix wherever that splits into heads.
 
-A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j), with the base by Paley's constructions over a
-prime p: I: order p + 1 for p = 3 mod 4; II: order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
+A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j). The base is Paley's, over a prime p: of order
+p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
 
-The base takes a part of every head's channels, so that the transform of three heads of 64 is none of the heads after
-one within a head. Queries could not take its part between heads (`Fast.mixed` of kvqjax.methods.layer_cache), which
-then every cached key would. So odd orders 3 and 5, and their products, stand for themselves as
+Of three heads of 64 (192 = 12 * 16) the base of order 12 spans the heads and four parts of each. So the transform is not
+one between heads after one within each, and queries cannot take its part between heads (`Fast.mixed` of
+kvqjax.methods.layer_cache). HIGGS therefore takes another matrix of the odd orders 3 and 5, and of their products:
 
     M_p = p I - 2 J        M_p M_p^T = p^2 I        J all ones
 
-whose integers are not all equal: a head weighs 1 and the others 2 of three (order 7 would have 5 and 2).
+Its integers are not all of one size: 1 and 2 for three heads, 3 and 2 for five. Order 7 would have 5 and 2, and keeps
+Paley's.
 """
 
 import functools
@@ -105,7 +106,7 @@ def hadamard(order: int) -> np.ndarray:
 
 
 def _odd_factors(order: int) -> tuple[list[int], int]:
-    """Divide `order` by 5 and 3 as often as they go: the divisors, and what is left."""
+    """Divide `order` >= 1 by 5 and 3 as often as they go. Gives the divisors and the quotient."""
     divisors = []
     for prime in (5, 3):
         while order % prime == 0:
@@ -115,10 +116,10 @@ def _odd_factors(order: int) -> tuple[list[int], int]:
 
 
 def transform_factors(order: int) -> list[np.ndarray]:
-    """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of `order` channels. Those
-    of an odd order come first."""
+    """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of `order` channels.
+    Those of an odd order come first."""
     odd, rest = _odd_factors(order)
-    if rest & (rest - 1):
+    if rest.bit_count() > 1:
         return _hadamard_factors(order)
     between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
     return between + _sylvester_factors(rest.bit_length() - 1)
@@ -126,8 +127,7 @@ def transform_factors(order: int) -> list[np.ndarray]:
 
 def has_transform(order: int) -> bool:
     """Say whether `transform_matrix(order)` can be built."""
-    rest = _odd_factors(order)[1]
-    return rest & (rest - 1) == 0 or has_hadamard(order)
+    return _odd_factors(order)[1].bit_count() == 1 or has_hadamard(order)
 
 
 @functools.lru_cache(maxsize=32)
@@ -138,8 +138,8 @@ def transform_matrix(order: int) -> np.ndarray:
 
 def splits(order: int, head_dim: int) -> bool:
     """Say whether the transform of `order` channels is one between heads of `head_dim` after one within each."""
-    odd, rest = _odd_factors(order)
-    return rest & (rest - 1) == 0 and order % head_dim == 0 and head_dim & (head_dim - 1) == 0
+    rest = _odd_factors(order)[1]
+    return rest.bit_count() == head_dim.bit_count() == 1 and order % head_dim == 0
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
