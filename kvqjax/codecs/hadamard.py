@@ -3,8 +3,8 @@
 A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j). The base is Paley's, over a prime p: of order
 p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
 
-Of three heads of 64 (192 = 12 * 16) the base of order 12 spans the heads and four parts of each. So the transform is not
-one between heads after one within each, and queries cannot take its part between heads (`Fast.mixed` of
+Of three heads of 64 (192 = 12 * 16) the base of order 12 spans the heads and four parts of each. So the transform is
+not one between heads after one within each, and queries cannot take its part between heads (`Fast.mixed` of
 kvqjax.methods.layer_cache). HIGGS therefore takes another matrix of the odd orders 3 and 5, and of their products:
 
     M_p = p I - 2 J        M_p M_p^T = p^2 I        J all ones

@@ -2,10 +2,10 @@
 for the order of its sums.
 
 Grid numbers have 11 significant bits, so that float16 holds them, and the matrix has small integers times 2^n: products
-of float16 with float32 sums round nothing but the sums. Those are written as float16, whose 11 bits are more than a key in bfloat16
-keeps of them: float32 would be a quarter more of all that is read and written. A chain of small products does fewer
-operations, and writes what is between them to memory in float32, which takes longer. With y_j the j-th channels of all
-vectors, M^T y = sum_j M[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
+of float16 with float32 sums round nothing but the sums. Those are written as float16, whose 11 bits are more than a key
+in bfloat16 keeps of them: float32 would be a quarter more of all that is read and written. A chain of small products
+does fewer operations, and writes what is between them to memory in float32, which takes longer. With y_j the j-th
+channels of all vectors, M^T y = sum_j M[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
 """
 
 import jax.numpy as jnp
