@@ -1,0 +1,413 @@
+"""Attention over pages as vLLM's TPU engine asks for it: tokens of all sequences in one flat array, and block tables.
+
+    kv_caches = create_kv_caches(shape, "kivi:bits=4,window=0", num_blocks=512, max_model_len=8192)
+    block_size = kv_caches[0].block_size                       # what the scheduler must count in
+
+    kv_caches[i], out = attention(kv_caches[i], q, k, v, metadata)       # layer i, inside jit, caches donated
+
+Names and arguments are those of `tpu_inference.layers.common.attention_interface` (tpu-inference 0.32.0), of which
+nothing is imported. The engine's scheduler gives blocks to sequences, shares full ones between prompts that begin
+alike, and takes them back; here a block is a page of our pool (kvqjax/cache/pages.py) in one layer.
+
+*What a block holds.* The codes of its tokens, and the exact tokens of its last unit while that is not full: the tail.
+A sequence is then nothing but its blocks, wherever it stands in a batch, and a full block is all codes. That takes a
+method that keeps no window and no sinks, and a unit that divides blocks. Tails of `unit` tokens in `dtype` are as many
+as blocks. With `slots=` they are as many as sequences instead, and `metadata.mamba_state_indices` says which one each
+sequence has, as it does for the states of recurrent layers.
+
+*How tokens are worked off.* Sequences with one new token together, the others one after the other in chunks of
+`chunk` tokens, each of which attends to those before it as they are stored.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax._arguments import check_counts, check_integer, check_integers
+from kvqjax._errors import UserError
+from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.page_counts import table_width
+from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.runs import runs_of
+from kvqjax.cache.state import NO_PAGE, Cache, Run
+from kvqjax.methods import Method, MethodLike, parse
+from kvqjax.model.config import KVShape
+from kvqjax.step.doors import kept_program, run_constants
+from kvqjax.step.layers import append, attend_checked
+from kvqjax.step.new_cache import init_cache
+
+__all__ = ["Metadata", "PagedLayer", "attention", "create_kv_caches", "layer_constants"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class Metadata(NamedTuple):
+    """What the engine says of a call's sequences: those of the first `request_distribution[-1]` entries. Its own
+    `AttentionMetadata` is taken as well. Sequence i has the new tokens `query_start_loc[i]` to
+    `query_start_loc[i + 1]` - 1 of the flat array, `seq_lens[i]` tokens with them, and the blocks
+    `block_tables[i * width : (i + 1) * width]`, in the order of its tokens. What stands in a table beyond the blocks
+    that its tokens need may be anything."""
+
+    block_tables: Any  # Int[max_seqs * width]
+    seq_lens: Any  # Int[max_seqs]
+    query_start_loc: Any  # Int[max_seqs + 1]
+    request_distribution: Any  # Int[3]
+    mamba_state_indices: Any = None  # Int[max_seqs], with slots=
+
+
+class PagedLayer(struct.PyTreeNode):
+    """What one layer stores: the codes of all blocks, {source: {field: arrays [1, blocks, ...]}}; tails, {source: [1,
+    tails, unit, W]}; and how many tokens its sequence had when each tail was written."""
+
+    body: dict[str, dict[str, Any]]
+    tails: dict[str, Any]  # Float[1, N, unit, W]
+    ends: Any  # Int[N]
+    layout: CacheLayout = struct.field(pytree_node=False)
+    chunk: int = struct.field(pytree_node=False)
+    by_slot: bool = struct.field(pytree_node=False)
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block."""
+        assert self.layout.pool is not None
+        return self.layout.pool.tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes in this layer, in bytes, with its tail where it has one: what the engine counts with."""
+        parts = self.body if self.by_slot else (self.body, self.tails, self.ends)
+        return sum(x.size * x.dtype.itemsize // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(parts))
+
+    @property
+    def run(self) -> RunLayout:
+        """The plan of the layer's arrays."""
+        return runs_of(self.layout)[0]
+
+    def __repr__(self) -> str:
+        assert self.layout.pool is not None
+        tails = f"{self.ends.shape[0]} tails of {self.run.ring} tokens"
+        return f"PagedLayer({self.layout.method}, {self.layout.pool.pages} blocks of {self.block_size} tokens, {tails})"
+
+
+def _layer_method(method: Method, shape: KVShape, index: int) -> Method:
+    """Give the method of one layer by itself."""
+    return dataclasses.replace(method, layer=method.layers(shape)[index], overrides=(), boundary=0)
+
+
+def _check_method(layout: CacheLayout) -> None:
+    """Raise UserError for a layer whose tokens lie elsewhere than in blocks, or that needs another one's."""
+    (run,), method = runs_of(layout), layout.method
+    clocks = run.wiring.storage.clocks
+    if method.sinks or method.keep is not None or len(clocks) > 1 or clocks[0].window:
+        raise UserError(
+            f"{method}: blocks that sequences share hold all of their tokens, so that none may stay outside; wanted a "
+            "method with window=0, sinks=0 and no keep="
+        )
+    if run.wiring.chain.carry:
+        raise UserError(f"{method}: layers depend on each other, and the engine calls each by itself")
+    if run.sliding is not None:
+        raise UserError(f"a sliding window of {run.sliding} tokens; blocks are for layers that see all tokens")
+    unit = clocks[0].unit
+    if not run.page:
+        raise UserError(f"max_model_len={layout.capacity} is less than {unit} tokens, which are encoded together")
+    if run.page % unit:
+        raise UserError(f"{unit} tokens are encoded together, and a block has {run.page}; wanted a multiple of {unit}")
+
+
+def create_kv_caches(
+    shape: KVShape,
+    method: MethodLike,
+    num_blocks: int,
+    max_model_len: int,
+    *,
+    block_size: int | None = None,
+    slots: int | None = None,
+    chunk: int = 512,
+    **options: Any,
+) -> list[PagedLayer]:
+    """Make the empty caches of all layers.
+
+    Args:
+        shape: the model's keys and values. With a rope, queries and keys come unrotated.
+        method: how they are stored, with window=0 and sinks=0.
+        num_blocks: blocks of the pool, which the engine gives out.
+        max_model_len: the most tokens of a sequence.
+        block_size: the tokens of a block; by default the fewest that bodies allow.
+        slots: how many sequences have a tail at a time, where `mamba_state_indices` names them. None: every block has
+            one.
+        chunk: the most tokens of a sequence that are worked off together.
+        options: others of `kvq.init_cache`, such as `dtype` and `target`.
+
+    Returns:
+        One cache for every layer.
+
+    Raises:
+        UserError: a number below 1; a method that keeps a window, sinks or some tokens alone, or whose layers depend on
+            each other; a layer with a sliding window; a mesh; and as `kvq.init_cache`, such as for a `block_size` that
+            bodies do not allow.
+    """
+    check_counts(num_blocks=num_blocks, max_model_len=max_model_len, block_size=block_size, slots=slots, chunk=chunk)
+    method, pool = parse(method), {"pages": num_blocks, "page_tokens": block_size}
+
+    def layer(index: int) -> PagedLayer:
+        own = shape.layer(index), _layer_method(method, shape, index)
+        cache = init_cache(*own, 1, max_model_len, **pool, **options)
+        _check_method(cache.layout)
+        if cache.layout.rules is not None:
+            raise UserError("a cache of blocks lies on one device; leave mesh= and sharding= out")
+        (run,), (state,) = runs_of(cache.layout), cache.runs
+        count = slots or num_blocks
+        tails = {name: jnp.zeros((1, count, *x.shape[2:]), x.dtype) for name, x in state.window.items()}
+        ends = jnp.zeros((count,), jnp.int32)
+        return PagedLayer(state.body, tails, ends, cache.layout, min(chunk, run.slots), slots is not None)
+
+    return [layer(index) for index in range(shape.num_layers)]
+
+
+def layer_constants(shape: KVShape, method: MethodLike, constants: Any, layer: int) -> tuple[dict, ...]:
+    """Cut one layer's calibrated constants out of those of all, for `attention`.
+
+    Args:
+        shape: the model's keys and values.
+        method: how they are stored.
+        constants: an artifact's.
+        layer: the layer's number.
+
+    Returns:
+        The layer's constants.
+
+    Raises:
+        UserError: missing constants, and a layer that does not exist.
+    """
+    layer = check_integer("layer", layer, 0, shape.num_layers - 1)
+    layout = CacheLayout(shape=shape.alone, method=parse(method), capacity=1, dtype="float32", layers="unroll")
+    return (run_constants(constants, layout)[layer],)
+
+
+def attention(
+    kv_cache: Any,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    attention_metadata: Any,
+    mesh: Mesh | None = None,
+    head_dim_original: int | None = None,
+    *,
+    sm_scale: float | None = None,
+    sinks: Float[Array, " sinks"] | None = None,
+    attn_logits_soft_cap: float | None = None,
+    constants: Any = None,
+    **others: Any,
+) -> tuple[PagedLayer, Float[Array, "T H D"]]:
+    """Attend to what the sequences' blocks hold and to their new tokens, and store these. Pure; for use inside jit,
+    with the cache donated.
+
+    Args:
+        kv_cache: the layer's, one of `create_kv_caches`.
+        q: queries of the new tokens of all sequences, one sequence behind the other.
+        k: their keys.
+        v: their values.
+        attention_metadata: a `Metadata`, or the engine's own.
+        mesh: of one device.
+        head_dim_original: the shape's head_dim, where the arrays have further channels of zeros, which are not stored.
+        sm_scale: multiplies the scores, by default as the shape says.
+        sinks: a logit of each query head, as in `kvq.attend_layer`.
+        attn_logits_soft_cap: caps the scores, by default as the shape says.
+        constants: the layer's (`layer_constants`).
+        others: further arguments of the engine's `attention`. They must ask for nothing.
+
+    Returns:
+        The cache that holds the tokens, and the output in q's dtype: 0 for tokens of no sequence, and NaN for a
+        sequence whose numbers cannot be or whose tail lies elsewhere, of which nothing is stored. Such are a table with
+        too few blocks or one that is not there, and tokens taken back beyond a unit, as after drafts.
+
+    Raises:
+        UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for
+            something (scales of quantised inputs, attention in chunks or in both directions, caches that layers share,
+            drafts), and meshes of several devices.
+    """
+    _check_asked(mesh, attention_metadata, others)
+    md = _metadata(kv_cache, attention_metadata)
+    shape, width = kv_cache.layout.shape, q.shape[-1]
+    if head_dim_original == shape.head_dim:
+        q, k, v = (x[..., :head_dim_original] for x in (q, k, v))
+    for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
+        if x.shape != (wanted := (q.shape[0], heads, shape.head_dim)):
+            raise UserError(f"{name} has shape {list(x.shape)}; wanted {list(wanted)}: new tokens, heads, head_dim")
+    if sm_scale is not None:
+        q = q * jnp.asarray(sm_scale / (shape.scale or shape.head_dim**-0.5), q.dtype)
+    kv_cache, out = _attention(kv_cache, q, k, v, md, sinks, constants, softcap=attn_logits_soft_cap)
+    return kv_cache, jnp.pad(out, ((0, 0), (0, 0), (0, width - shape.head_dim)))
+
+
+NOTHING = {  # arguments of the engine's `attention`, and what asks for nothing
+    "attention_chunk_size": (None,),
+    "q_scale": (None,),
+    "k_scale": (None,),
+    "v_scale": (None,),
+    "update_kv_cache": (True,),
+    "use_causal_mask": (None, True),
+    "decode_query_size": (1,),
+}
+UNREAD = ("shared_attention_metadata", "attention_backend")
+
+
+def _check_asked(mesh: Mesh | None, metadata: Any, others: dict[str, Any]) -> None:
+    """Raise UserError for what the engine may ask of its attention, and is not here."""
+    if mesh is not None and mesh.size > 1:
+        raise UserError(f"a mesh of {mesh.size} devices; caches of blocks lie on one device")
+    for name, value in others.items():
+        if name not in UNREAD and not any(value is nothing for nothing in NOTHING.get(name, ())):
+            known = f"; left out, or {NOTHING[name][-1]}" if name in NOTHING else ", which is no argument"
+            raise UserError(f"attention over our blocks has no {name}={value!r}{known}")
+    if getattr(metadata, "pcp", None) is not None or not getattr(metadata, "use_causal_mask", True):
+        raise UserError("attention over our blocks is causal and of one device; the metadata ask for another")
+
+
+def _metadata(kv_cache: Any, given: Any) -> Metadata:
+    """Read the engine's metadata. Raises UserError for arrays of other shapes than its sequences have."""
+    if not isinstance(kv_cache, PagedLayer):
+        raise UserError(f"kv_cache is a {type(kv_cache).__name__}; wanted one of create_kv_caches(...)")
+    md = Metadata(*(getattr(given, name, None) for name in Metadata._fields))
+    check_integers("seq_lens", md.seq_lens, ("max_seqs",), "the tokens of every sequence")
+    count, width = md.seq_lens.shape[0], table_width(kv_cache.layout)
+    check_integers("query_start_loc", md.query_start_loc, (count + 1,), "where every sequence's tokens begin")
+    check_integers("request_distribution", md.request_distribution, (3,), "of which the last counts the sequences")
+    check_integers("block_tables", md.block_tables, ("max_seqs * width",), "the blocks of every sequence")
+    if md.block_tables.size % count or md.block_tables.size < count * width:
+        raise UserError(
+            f"block_tables has {md.block_tables.size} entries for {count} sequences; wanted as many for each, and at "
+            f"least {width}, the blocks of {kv_cache.layout.capacity} tokens"
+        )
+    if not kv_cache.by_slot:
+        return md._replace(mamba_state_indices=None)
+    check_integers("mamba_state_indices", md.mamba_state_indices, (count,), "the slot of every sequence's tail")
+    return md
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a call: how many tokens each held before it, where its new ones begin in the flat array, how
+    many they are, its blocks, and where its tail lies before the call and after it."""
+
+    held: Int[Array, " S"]
+    first: Int[Array, " S"]
+    count: Int[Array, " S"]
+    table: Int[Array, "S N"]
+    source: Int[Array, " S"]
+    target: Int[Array, " S"]
+
+
+def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences, Bool[Array, " T"]]:
+    """Read a call's sequences, and mark the tokens of those whose numbers cannot be. These come without tokens."""
+    assert layer.layout.pool is not None
+    number, size, blocks = md.seq_lens.shape[0], layer.block_size, layer.layout.pool.pages
+    lengths, start, table = (x.astype(jnp.int32) for x in (md.seq_lens, md.query_start_loc, md.block_tables))
+    table = table.reshape(number, -1)
+    real = jnp.arange(number) < md.request_distribution[-1]
+    first, count = start[:-1], jnp.where(real, start[1:] - start[:-1], 0)
+    held = jnp.where(real, lengths - count, 0)
+
+    def tail(tokens: Int[Array, " S"]) -> Int[Array, " S"]:
+        """Find where the tail of a sequence of so many tokens lies: by default in the block of the last one."""
+        if md.mamba_state_indices is not None:
+            return md.mamba_state_indices.astype(jnp.int32)
+        return jnp.take_along_axis(table, (jnp.maximum(tokens - 1, 0) // size)[:, None], 1, mode="clip")[:, 0]
+
+    source, target, unit, tails = tail(held), tail(lengths), layer.run.ring, layer.ends.shape[0]
+    needed = jnp.arange(table.shape[1])[None] < -(-lengths // size)[:, None]
+    missing = (needed & ((table < 0) | (table >= blocks))).any(1) | (target < 0) | (target >= tails)
+    beyond = (first < 0) | (count < 0) | (first + count > length) | (held < 0) | (lengths > layer.layout.capacity)
+    # Tokens of a unit that is not full lie in the tail, unless it went on to another unit or another sequence.
+    end = layer.ends.at[source].get(mode="clip")
+    lost = (held % unit > 0) & ((end < held) | ((end - 1) // unit != held // unit))
+    wrong = real & (missing | beyond | lost)
+    tokens = jnp.arange(length)[None]
+    marked = (wrong[:, None] & (tokens >= first[:, None]) & (tokens < start[1:, None])).any(0)
+    held, count = (jnp.where(wrong, 0, x) for x in (held, count))
+    table = jnp.where(needed & ~wrong[:, None], table, NO_PAGE)[:, : table_width(layer.layout)]
+    return _Sequences(held, first, count, table, source, target), marked
+
+
+Part = tuple[dict, dict]  # the body, and the tails of the sequences
+Step = Callable[..., tuple[Part, Float[Array, "B T H D"]]]
+
+
+def _step(layout: CacheLayout, constants, options: dict, part: Part, rows: _Sequences, new) -> tuple[Part, Any]:
+    """Attend with new tokens q, k and v [B, T, heads, D] of some sequences, and store them: (their part, output)."""
+    (body, tails), (q, k, v) = part, new
+    (run,), none = runs_of(layout), jnp.zeros(rows.held.shape, bool)
+    state = Run(body, {}, tails, (rows.held // run.ring,))
+    cache = Cache((state,), rows.held, none, rows.held, layout, pages=rows.table)
+    options = {"below": None, "constants": constants, "within": "chunk", "mask": None, **options}
+    partial, sources = attend_checked(cache, 0, q, k, v, rows.count, **options)
+    (state,) = append(cache, [sources], rows.count, constants=constants).runs
+    return (state.body, state.window), partial.out
+
+
+def _single_tokens(step: Step, part: Part, sequences: _Sequences, new, size: int) -> tuple[Part, Float[Array, "N H D"]]:
+    """Work off the sequences with one new token: (the part, output of all tokens with room for a chunk behind)."""
+    single, length = sequences.count == 1, new[0].shape[0]
+    # The others are empty rows, of which nothing is read or written.
+    rows = sequences._replace(
+        held=jnp.where(single, sequences.held, 0),
+        count=single.astype(jnp.int32),
+        table=jnp.where(single[:, None], sequences.table, NO_PAGE),
+    )
+    at = jnp.clip(rows.first, 0, length - 1)
+    (body, tails), out = step(part, rows, [x[at][:, None] for x in new])
+    tails = {name: jnp.where(single[None, :, None, None], x, part[1][name]) for name, x in tails.items()}
+    flat = jnp.zeros((length + size, *out.shape[2:]), out.dtype)
+    return (body, tails), flat.at[jnp.where(single, at, length + size)].set(out[:, 0], mode="drop")
+
+
+def _chunks(
+    step: Step, part: Part, sequences: _Sequences, new, size: int, out: Float[Array, "N H D"]
+) -> tuple[Part, Float[Array, "N H D"]]:
+    """Work off the sequences with several new tokens, chunk by chunk of `size` tokens: (the part, the output)."""
+    several = jnp.where(sequences.count > 1, -(-sequences.count // size), 0)
+    last = jnp.cumsum(several)
+    new = [jnp.pad(x, ((0, size), (0, 0), (0, 0))) for x in new]  # a chunk that is not full may begin at the last token
+
+    def chunk(number, loop):
+        ((body, tails), flat), row = loop, jnp.searchsorted(last, number, side="right")
+        done = (number - (last[row] - several[row])) * size
+        rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), sequences)
+        rows = rows._replace(held=rows.held + done, first=rows.first + done, count=jnp.minimum(rows.count - done, size))
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, rows.first[0], size)  # noqa: E731
+        tail = {name: jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for name, x in tails.items()}
+        (body, tail), out = step((body, tail), rows, [cut(x)[None] for x in new])
+        tails = {name: jax.lax.dynamic_update_slice_in_dim(x, tail[name], row, 1) for name, x in tails.items()}
+        # Behind the sequence's tokens stand those of others.
+        out = jnp.where((jnp.arange(size) < rows.count)[:, None, None], out[0], cut(flat))
+        return (body, tails), jax.lax.dynamic_update_slice_in_dim(flat, out, rows.first[0], 0)
+
+    return jax.lax.fori_loop(0, last[-1], chunk, (part, out))
+
+
+def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, softcap: float | None):
+    """Do `attention` after its checks."""
+    new, length, size = (q, k, v), q.shape[0], min(layer.chunk, q.shape[0])
+    sequences, wrong = _sequences(layer, md, length)
+    step = functools.partial(_step, layer.layout, constants, {"sinks": sinks, "softcap": softcap})
+    # Tails are put in the sequences' order, so that these are the rows of a cache, and go back at the end.
+    tails = {name: jnp.take(x, sequences.source, axis=1, mode="clip") for name, x in layer.tails.items()}
+    part, out = _single_tokens(step, (layer.body, tails), sequences, new, size)
+    (body, tails), out = _chunks(step, part, sequences, new, size, out)
+    # A sequence without new tokens leaves its tail where it is.
+    target = jnp.where(sequences.count > 0, sequences.target, layer.ends.shape[0])
+    tails = {name: x.at[:, target].set(tails[name], mode="drop") for name, x in layer.tails.items()}
+    ends = layer.ends.at[target].set(sequences.held + sequences.count, mode="drop")
+    out = jnp.where(wrong[:, None, None], jnp.nan, out[:length])
+    return layer.replace(body=body, tails=tails, ends=ends), out
+
+
+_attention = kept_program(_attention, static_argnames=("softcap",))
