@@ -229,6 +229,7 @@ def attention(
         The cache that holds the tokens, and the output in q's dtype: 0 for tokens of no sequence, and NaN for a
         sequence whose numbers cannot be or whose tail lies elsewhere, of which nothing is stored. Such are a table with
         too few blocks or one that is not there, and tokens taken back beyond a unit, as after drafts.
+        From a new token on that is not finite, its sequence gets NaN in this call; later ones see 0 for such numbers.
 
     Raises:
         UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for

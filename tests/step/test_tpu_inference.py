@@ -276,6 +276,19 @@ def test_tokens_taken_back_within_a_unit():
     call(layer, [New(a, 97, 1)])
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_token_that_is_not_finite_counts_in_its_call(number):
+    layer, a, b = caches(), text(1, [5]), text(2, [0])
+    q, k, v, md = flat([New(a, 0, 40), New(b, 0, 20)], 3)
+    layer, out = step(layer, q, k.at[25, 1, 3].set(number), v, md)
+    assert np.isfinite(out[:25]).all()
+    assert np.isnan(out[25:40]).all()
+    np.testing.assert_allclose(out[40:60], dense(layer, New(b, 0, 20)), rtol=0, atol=2e-5)
+    keys = a.k.copy()
+    keys[25, 1, 3] = 0
+    call(layer, [New(b, 20, 1), New(a._replace(k=keys), 40, 1)])
+
+
 def test_blocks_change_in_place():
     """No second cache beside the one that is given away."""
     layer = jax.eval_shape(lambda: paged.create_kv_caches(SHAPE, KIVI, 4096, 65536, dtype="f32")[0])
