@@ -352,6 +352,11 @@ class RunningBatch:
     def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[Made]:
         """Make up to `stride` tokens of every running row.
 
+        One program computes all rows, however few run. A program of fewer rows would take less time, but it rounds
+        otherwise, and where two tokens are about as likely a row's text would then depend on its neighbours. On two x86
+        cores programs of 4, 8 and 16 rows gave other log probabilities in nine places of ten, by up to 5e-5
+        (SmolLM2-135M, exact cache).
+
         Args:
             running: the rows that go on. The others stay as they are.
             scored: whether scores are wanted of any row.
