@@ -2,7 +2,7 @@
 
 from benchmarks.tables import read, table
 
-__all__ = ["SERVING_HEAD", "llamacpp", "serving", "serving_cells", "text"]
+__all__ = ["llamacpp", "served_table", "serving", "text"]
 
 
 HEAD = """# Beside other libraries
@@ -91,19 +91,28 @@ SERVING_HEAD = [
     "requests a second",
     "first token, median s",
     "95 % s",
+    "later token, median ms",
     "prompt tokens reused",
+    "pages shared",
     "made way",
 ]
 
 
-def serving_cells(row: dict) -> list[str]:
-    """Cells of one row of `python -m benchmarks.serving`. transformers does not say how many rows run."""
-    running = f"{row['running']:.1f}" if row["running"] else ""
-    first = row["first_token_median_s"], row["first_token_95_s"]
-    speed = row["tokens_per_second"], row["requests_per_second"]
-    counts = row["reused_tokens"], row["preempted"]
-    cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", running, f"{speed[0]:.1f}", f"{speed[1]:.2f}"]
-    return [*cells, *(f"{x:.1f}" for x in first), *map(str, counts)]
+def _serving_cells(row: dict) -> list[str]:
+    """Cells of one row of `python -m benchmarks.serving`. What nobody counted is left blank."""
+    said = lambda value, form: "" if value is None else f"{value:{form}}"  # noqa: E731
+    cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", said(row["running"], ".1f")]
+    cells += [f"{row['tokens_per_second']:.1f}", f"{row['requests_per_second']:.2f}"]
+    cells += [f"{row['first_token_median_s']:.1f}", f"{row['first_token_95_s']:.1f}"]
+    cells += [said(row["token_median_ms"], ".0f"), str(row["reused_tokens"]), said(row["pages_shared"], "d")]
+    return [*cells, str(row["preempted"])]
+
+
+def served_table(rows: list[dict]) -> str:
+    """The table of one run of `python -m benchmarks.serving`, and under it the caches that the engine refused."""
+    refused = [f"\nRefused: `{row['cache']}`, {row['refused']}.\n" for row in rows if "refused" in row]
+    served = [_serving_cells(row) for row in rows if "refused" not in row]
+    return "".join([table(SERVING_HEAD, served), *refused])
 
 
 def _workload(about: dict) -> str:
@@ -111,8 +120,8 @@ def _workload(about: dict) -> str:
     arrival = f"{about['rate']} a second at random times" if about["rate"] else "all at once"
     return (
         f"\n{about['requests']} requests, {arrival}; half begin with the same {about['prefix']} tokens; prompts of 100 "
-        f"to {about['longest']} tokens\nbeside it, answers of 50 to {about['answer']}; {about['pool'] / 2**20:.0f} MiB "
-        f"of cache, at most {about['rows']} rows of {about['capacity']} tokens.\n\n"
+        f"to {about['longest']} tokens\nbeside it, answers of 50 to {about['answer']} (`--skew {about['skew']:g}`); "
+        f"{about['pool'] / 2**20:.0f} MiB of cache, at most {about['rows']} rows of\n{about['capacity']} tokens.\n\n"
     )
 
 
@@ -124,10 +133,11 @@ def serving(record: dict) -> str:
         f"SmolLM2-135M-Instruct in float32; {_machine(record['machine'])};\n{versions}. Every cache has the same "
         "bytes, all that a row keeps\nbeside its codes included. Prompts are fed 512 tokens at a time between steps of "
         "rows that run. llama.cpp is\ndriven through its library as its server drives it, with each request's cells "
-        "reserved and the common prefix held\nonce. transformers' pages are float32.\n"
+        "reserved and the common prefix held\nonce. transformers' pages are float32. Pages shared are the most at a "
+        "time. With `--skew` above 1 long prompts\nand answers are rarer than on an even logarithmic scale.\n"
     )
     for run in record["runs"]:
-        about += _workload(run["about"]) + table(SERVING_HEAD, [serving_cells(row) for row in run["rows"]])
+        about += _workload(run["about"]) + served_table(run["rows"])
     return about
 
 

@@ -5,10 +5,10 @@
     python -m benchmarks.figures    # the tables of benchmarks/peers.md
 
 Requests arrive at random times (Poisson, `--rate` a second; 0: all at once). Half of them begin with one prefix of
-`--prefix` tokens. Prompts have 100 to `--longest` tokens beside it and answers 50 to `--answer`, drawn evenly on a
-logarithmic scale; no answer ends early. Programs are compiled before the clock runs. Every engine gets the same
-requests, one engine after the other. `--out` keeps rows that FILE has, so that a run that was cut off goes on. Nothing
-else may run on the machine.
+`--prefix` tokens. Prompts have 100 to `--longest` tokens beside it and answers 50 to `--answer`; `--skew` says how much
+rarer long ones are. No answer ends early. A cache that the engine refuses is noted with its reason. Programs are
+compiled before the clock runs. Every engine gets the same requests, one engine after the other. `--out` keeps rows that
+FILE has, so that a run that was cut off goes on. Nothing else may run on the machine.
 """
 
 import argparse
@@ -23,10 +23,9 @@ from pathlib import Path
 import numpy as np
 
 import kvqjax as kvq
-from benchmarks.figures.peers import SERVING_HEAD, serving_cells
+from benchmarks.figures.peers import served_table
 from benchmarks.serving.peers import by_llamacpp, by_transformers
 from benchmarks.serving.workload import Request, Served, prefix_of, requests_of
-from benchmarks.tables import table
 from kvqjax._options import byte_count
 from kvqjax._timing import machine
 from kvqjax.cli.output import announce
@@ -52,16 +51,18 @@ def rows_for(model: kvq.Model, method: str, requests: list[Request], options: ar
     return next((rows for rows in range(options.rows, 1, -1) if fits(rows)), 1)
 
 
-def by_engine(
-    model: kvq.Model, method: str, requests: list[Request], options: argparse.Namespace
-) -> tuple[Served, float]:
-    """Serve the workload by `kvqjax.Engine`: what it took, and the bits of a full row."""
-    rows = rows_for(model, method, requests, options)
-    memory = {"pool_bytes": options.pool, "rows": rows, "prefixes": PREFIXES}
-    with kvq.Engine(model, method, capacity=options.capacity, chunk=options.chunk, **memory) as engine:
+def engine_for(model: kvq.Model, method: str, requests: list[Request], options: argparse.Namespace) -> kvq.Engine:
+    """Make the engine that serves the workload with a cache of `options.pool` bytes."""
+    memory = {"pool_bytes": options.pool, "rows": rows_for(model, method, requests, options), "prefixes": PREFIXES}
+    return kvq.Engine(model, method, capacity=options.capacity, chunk=options.chunk, **memory)
+
+
+def by_engine(engine: kvq.Engine, requests: list[Request]) -> tuple[Served, float]:
+    """Serve the workload by an engine, which is closed then: what it took, and the bits of a full row."""
+    with engine:
         engine.warm()
         handles: list = []
-        running: list[int] = []
+        looks: list = []
         ended = threading.Event()
 
         def submit():
@@ -73,7 +74,7 @@ def by_engine(
 
         def look():
             while not ended.wait(LOOKS):
-                running.append(engine.stats().running)
+                looks.append(engine.stats())
 
         begun = time.perf_counter()
         clients = [threading.Thread(target=target) for target in (submit, look)]
@@ -86,8 +87,10 @@ def by_engine(
         clients[1].join()
         stats = engine.stats()
     first = [answer.seconds_to_first_token for answer in answers]
-    mean = float(np.mean(running)) if running else 0.0
-    return Served(seconds, first, stats.rows, mean, stats.reused_tokens, stats.preempted), stats.bits
+    pace = [(answer.seconds - answer.seconds_to_first_token) / (len(answer.tokens) - 1) for answer in answers]
+    running = float(np.mean([look.running for look in looks or [stats]]))
+    shared = max(look.pages_shared for look in looks or [stats])
+    return Served(seconds, first, pace, stats.rows, running, stats.reused_tokens, stats.preempted, shared), stats.bits
 
 
 def row_of(name: str, served: Served, bits: float, requests: list[Request]) -> dict:
@@ -96,12 +99,14 @@ def row_of(name: str, served: Served, bits: float, requests: list[Request]) -> d
         "cache": name,
         "bits": round(bits, 2),
         "rows": served.rows,
-        "running": round(served.running, 1),
+        "running": None if served.running is None else round(served.running, 1),
         "tokens_per_second": round(sum(request.answer for request in requests) / served.seconds, 1),
         "requests_per_second": round(len(requests) / served.seconds, 3),
         "first_token_median_s": round(float(np.median(served.first)), 2),
         "first_token_95_s": round(float(np.quantile(served.first, 0.95)), 2),
+        "token_median_ms": round(1e3 * float(np.median(served.pace)), 1),
         "reused_tokens": served.reused,
+        "pages_shared": served.pages_shared,
         "preempted": served.preempted,
         "seconds": round(served.seconds, 1),
     }
@@ -116,13 +121,18 @@ def measure(model: kvq.Model, name: str, requests: list[Request], folder: Path, 
         kind, prefix = name.partition(":")[2], prefix_of(vocabulary, options)
         served, bits = by_llamacpp(model.params, model.config, kind, requests, prefix, folder, options)
     else:
-        served, bits = by_engine(model, name, requests, options)
+        try:
+            engine = engine_for(model, name, requests, options)
+        except kvq.UserError as error:
+            return {"cache": name, "refused": str(error)}
+        served, bits = by_engine(engine, requests)
     return row_of(name, served, bits, requests)
 
 
 def about(options: argparse.Namespace) -> dict:
     """What rows must share to be compared."""
-    names = ("model", "pool", "rows", "capacity", "chunk", "requests", "rate", "prefix", "longest", "answer", "seed")
+    lengths = ("prefix", "longest", "answer", "skew")
+    names = ("model", "pool", "rows", "capacity", "chunk", "requests", "rate", *lengths, "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -151,6 +161,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--answer", type=int, default=500)
+    parser.add_argument("--skew", type=float, default=1.0, help="1: lengths even on a logarithmic scale")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of the peers")
     parser.add_argument("--out", type=Path, help="a record, to which rows are added")
@@ -176,7 +187,7 @@ def main() -> None:
             print(json.dumps(run["rows"][-1]), flush=True)
             if options.out:
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(SERVING_HEAD, [serving_cells(row) for row in run["rows"]]))
+    print(served_table(run["rows"]))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class _Row:
     def __init__(self, request: Request, number: int, cells: int, held: int):
         self.request, self.number, self.cells, self.held = request, number, cells, held
         self.made = 0
+        self.first = 0.0  # seconds from the beginning to its first token
         self.last = 0
 
 
@@ -132,7 +133,7 @@ def by_llamacpp(
     cells = int(options.pool / cell) // PAGE * PAGE
     peer = Peer(path, kind, cells, options.threads, options.rows + 1)
     batching = Batching(peer, options.rows, cells, prefix, config.vocab_size)
-    waiting, first = deque(requests), {}
+    waiting, first, pace = deque(requests), [], []
     begun = time.perf_counter()
     while waiting or batching.rows:
         now = time.perf_counter() - begun
@@ -142,11 +143,16 @@ def by_llamacpp(
             time.sleep(max(0.0, waiting[0].seconds - now))
             continue
         for row in batching.step():
-            first.setdefault(id(row.request), time.perf_counter() - begun - row.request.seconds)
+            now = time.perf_counter() - begun
+            if row.made == 1:
+                row.first = now
+                first.append(now - row.request.seconds)
+            if row.made == row.request.answer:
+                pace.append((now - row.first) / (row.made - 1))
     seconds = time.perf_counter() - begun
     peer.close()
     running = batching.tokens / batching.steps
-    return Served(seconds, list(first.values()), options.rows, running, batching.reused), BITS[kind]
+    return Served(seconds, first, pace, options.rows, running, batching.reused), BITS[kind]
 
 
 def by_transformers(config: ModelConfig, requests: list[Request], options: argparse.Namespace) -> tuple[Served, float]:
@@ -171,7 +177,8 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
     cell = 2 * config.num_layers * config.kv_width * 4  # bytes of float32
     pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=options.pool // (cell * PAGE), max_batch_tokens=512)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=options.answer)
-    first: dict[str, float] = {}
+    first: dict[str, float] = {}  # seconds from the beginning
+    pace: list[float] = []
     with model.continuous_batching_context_manager(generation_config=greedy, continuous_batching_config=pages) as loop:
         begun = time.perf_counter()
         names = {}
@@ -187,7 +194,10 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
             if result.error:
                 raise RuntimeError(result.error)
             now = time.perf_counter() - begun
-            first.setdefault(result.request_id, now - names[result.request_id].seconds)
-            done += result.is_finished()
+            first.setdefault(result.request_id, now)
+            if result.is_finished():
+                done += 1
+                pace.append((now - first[result.request_id]) / (names[result.request_id].answer - 1))
         seconds = time.perf_counter() - begun
-    return Served(seconds, list(first.values()), 0, 0.0, 0), 32.0
+    waits = [at - names[name].seconds for name, at in first.items()]
+    return Served(seconds, waits, pace, 0, None, 0), 32.0

@@ -21,18 +21,22 @@ class Request(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What serving all requests took: seconds until the last token, and each request's seconds until its first one.
+    """What serving all requests took: seconds until the last token, and of each request the seconds until its first
+    token (`first`) and from there to its end for each further token (`pace`).
 
-    - `running`: the mean number of rows that made tokens, over time or over steps.
+    - `running`: the mean number of rows that made tokens, over time or over steps; None where nobody says.
     - `reused`: prompt tokens that were not computed, since an earlier prompt began with them.
-    - `preempted`: how often a request made way for another."""
+    - `preempted`: how often a request made way for another.
+    - `pages_shared`: the most pages that several rows or kept prefixes had at a time; None where nobody says."""
 
     seconds: float
     first: list[float]
+    pace: list[float]
     rows: int
-    running: float
+    running: float | None
     reused: int
     preempted: int = 0
+    pages_shared: int | None = None
 
 
 def prefix_of(vocabulary: int, options: argparse.Namespace) -> list[int]:
@@ -43,15 +47,17 @@ def prefix_of(vocabulary: int, options: argparse.Namespace) -> list[int]:
 def requests_of(vocabulary: int, options: argparse.Namespace) -> list[Request]:
     """Draw the requests, those that come first first.
 
-    Prompts have 100 to `longest` tokens beside the prefix and answers 50 to `answer`, drawn evenly on a logarithmic
-    scale. The waits between two requests are exponential (Poisson arrivals) with `rate` requests a second; 0: none.
+    Prompts have 100 to `longest` tokens beside the prefix and answers 50 to `answer`: least * (most / least) ** u, u a
+    number drawn evenly from 0 to 1 to the power of `skew`. With 1, lengths are even on a logarithmic scale; above 1,
+    long ones are rarer. The waits between two requests are exponential (Poisson arrivals) with `rate` requests a
+    second; 0: none.
     """
     random = np.random.default_rng(options.seed + 1)
     waits = random.exponential(1 / options.rate, options.requests) if options.rate else np.zeros(options.requests)
     prefix = prefix_of(vocabulary, options)
 
     def length(least: int, most: int) -> int:
-        return int(np.exp(random.uniform(np.log(least), np.log(most))))
+        return int(least * (most / least) ** (random.uniform() ** options.skew))
 
     requests = []
     for number, start in enumerate(np.cumsum(waits)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = argparse.Namespace(seed=0, requests=40, rate=2.0, prefix=64, longest=300, answer=90)
+OPTIONS = argparse.Namespace(seed=0, requests=40, rate=2.0, prefix=64, longest=300, answer=90, skew=1.0)
 
 
 @pytest.fixture
@@ -29,6 +29,9 @@ def test_every_engine_gets_the_same_requests(module):
     arrivals = [request.seconds for request in requests]
     assert arrivals == sorted(arrivals)
     assert 5 < arrivals[-1] < 60  # 40 arrivals at 2 a second
+    skewed = workload.requests_of(1000, argparse.Namespace(**vars(OPTIONS) | {"skew": 4.0}))
+    assert min(request.answer for request in skewed) >= 50
+    assert sum(request.answer for request in skewed) < sum(request.answer for request in requests)
 
 
 class Library:
@@ -90,16 +93,23 @@ def test_the_driver_computes_every_token_once_and_in_order(module):
 
 
 def test_the_section_shows_each_run_with_its_workload(module):
-    about = {"requests": 8, "rate": 0.0, "prefix": 64, "longest": 300, "answer": 90, "pool": 2**26, "rows": 4}
+    lengths = {"prefix": 64, "longest": 300, "answer": 90, "skew": 4.0}
+    about = {"requests": 8, "rate": 0.0, "pool": 2**26, "rows": 4} | lengths
     row = {
         "cache": "exact", "bits": 32.0, "running": 2.5, "tokens_per_second": 40.0, "requests_per_second": 0.25,
-        "first_token_median_s": 3.0, "first_token_95_s": 9.0, "reused_tokens": 128, "preempted": 1,
+        "first_token_median_s": 3.0, "first_token_95_s": 9.0, "token_median_ms": None, "reused_tokens": 128,
+        "pages_shared": 7, "preempted": 1,
     }  # fmt: skip
+    refused = {"cache": "kivi:bits=2", "refused": "too little memory"}
     record = {
         "machine": "here",
         "versions": {"torch": "1"},
-        "runs": [{"about": about | {"capacity": 512}, "rows": [row]}],
+        "runs": [{"about": about | {"capacity": 512}, "rows": [refused, row]}],
     }
     text = module("figures.peers").serving(record)
     assert "8 requests, all at once; half begin with the same 64 tokens" in text
-    assert text.splitlines()[-1] == "| `exact` | 32.00 | 2.5 | 40.0 | 0.25 | 3.0 | 9.0 | 128 | 1 |"
+    assert text.splitlines()[-3:] == [
+        "| `exact` | 32.00 | 2.5 | 40.0 | 0.25 | 3.0 | 9.0 |  | 128 | 7 | 1 |",
+        "",
+        "Refused: `kivi:bits=2`, too little memory.",
+    ]
