@@ -92,6 +92,13 @@ def test_the_driver_computes_every_token_once_and_in_order(module):
     assert 0 < most <= cells
 
 
+def test_the_page_says_what_the_planner_says(module):
+    """Of one row, for every row takes seconds."""
+    row = module("serving.planned").planned_table("llama-3.1-8b", "8k", ["h100"], ["exact"]).splitlines()[-1]
+    page = (ROOT / "docs/howto/serve.md").read_text(encoding="utf-8").splitlines()
+    assert row in page, "run python -m benchmarks.serving.planned"
+
+
 def test_the_section_shows_each_run_with_its_workload(module):
     lengths = {"prefix": 64, "longest": 300, "answer": 90, "skew": 4.0}
     about = {"requests": 8, "rate": 0.0, "pool": 2**26, "rows": 4} | lengths
