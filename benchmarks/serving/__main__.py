@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the peers")
     parser.add_argument("--out", type=Path, help="a record, to which rows are added")
     options = parser.parse_args()
-    model = kvq.load(options.model, layers="scan")
+    model = kvq.load(options.model)
     requests = requests_of(model.config.vocab_size, options)
     record = {"machine": machine(), "versions": versions(), "runs": []}
     if options.out and options.out.exists():
