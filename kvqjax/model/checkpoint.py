@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.gguf_file import BLOCKS, decode_blocks, is_gguf
 from kvqjax.model.gguf_model import find_tensors
 from kvqjax.model.hf_config import Scheme
+from kvqjax.model.tensor_rows import Order
 
 __all__ = [
     "Checkpoint",
@@ -42,7 +44,6 @@ __all__ = [
     "fingerprint",
     "fingerprint_parts",
     "header_digest",
-    "in_pairs",
     "open_checkpoint",
     "read_slice",
     "sample",
@@ -77,7 +78,8 @@ class Tensor:
         start: the byte of the file at which the data begins.
         nbytes: bytes of the data.
         blocks: the data is blocks of codes along the last axis (`BLOCKS`).
-        head_dim: channels of a head whose rotary pairs lie side by side in the file; 0: rows lie as they are read.
+        order: the order of its rows or columns in the file; None: they lie as they are read.
+        undo: what makes Hugging Face's numbers of the file's, in float32; None: they are the same.
         stored: the shape of the tensor in the file that this one is a part of; (): it is no part.
         cut: which part.
         turned: the part's axes are swapped.
@@ -90,7 +92,8 @@ class Tensor:
     start: int
     nbytes: int
     blocks: bool = False
-    head_dim: int = 0
+    order: Order | None = None
+    undo: Callable[[np.ndarray], np.ndarray] | None = None
     stored: tuple[int, ...] = ()
     cut: tuple[int | slice, ...] = ()
     turned: bool = False
@@ -124,7 +127,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder).expanduser()
     if is_gguf(folder):
         return {
-            name: Tensor(folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.head_dim)
+            name: Tensor(folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.order, e.undo)
             for name, e in find_tensors(folder).items()
         }
     if not folder.is_dir():
@@ -229,13 +232,19 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         index: a slice of every axis.
 
     Returns:
-        The slice in the stored dtype; blocks decoded to float32.
+        The slice in the stored dtype; blocks, and numbers that are stored in another form, as float32.
 
     Raises:
         UserError: for a file that cannot be read.
     """
     if 0 in tensor.shape:
         return np.empty(tensor.shape, np.float32 if tensor.blocks else _DTYPES[tensor.dtype])[index]
+    numbers = _read_numbers(tensor, index)
+    return numbers if tensor.undo is None else tensor.undo(numbers.astype(np.float32))
+
+
+def _read_numbers(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a tensor's numbers as the file has them, in the order in which they are read."""
     try:
         if tensor.blocks:
             return _read_blocks(tensor, index)
@@ -249,10 +258,7 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         if tensor.stored:
             mapped = mapped[tensor.cut]
             mapped = mapped.T if tensor.turned else mapped
-        mapped = mapped.reshape(tensor.shape)
-        if tensor.head_dim:
-            mapped, index = mapped[_stored_rows(tensor, index[0])], (slice(None), *index[1:])
-        return np.array(mapped[index])
+        return np.array(mapped.reshape(tensor.shape)[_stored_index(tensor, index)])
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -260,22 +266,13 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         raise UserError(f"{tensor.file}: cannot be read: {reason}") from error
 
 
-def _stored_rows(tensor: Tensor, rows: slice) -> np.ndarray:
-    """The places in the file of rows in Hugging Face's order (kvqjax/model/gguf_model.py)."""
-    return _side_by_side(np.arange(*rows.indices(tensor.shape[0])), tensor.head_dim)
-
-
-def _side_by_side(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Where rows lie whose rotary pairs are side by side, by their number where a head's halves are."""
-    channel, half = rows % head_dim, head_dim // 2
-    return rows - channel + 2 * (channel % half) + channel // half
-
-
-def in_pairs(matrix: np.ndarray, head_dim: int) -> np.ndarray:
-    """Lay the rows of a matrix as a checkpoint with rotary pairs side by side has them."""
-    placed = np.empty_like(matrix)
-    placed[_side_by_side(np.arange(len(matrix)), head_dim)] = matrix
-    return placed
+def _stored_index(tensor: Tensor, index: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
+    """Where a slice lies in the file: of the axis that is in another order there, the places."""
+    if tensor.order is None:
+        return index
+    axis = tensor.order.axis
+    places = tensor.order.places(np.arange(*index[axis].indices(tensor.shape[axis])))
+    return (*index[:axis], places, *index[axis + 1 :])
 
 
 def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -283,14 +280,15 @@ def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     if len(tensor.shape) != 2:
         raise UserError(f"{tensor.file}: {tensor.name!r} of type {tensor.dtype} is no matrix")
     size, nbytes = BLOCKS[tensor.dtype]
-    first, last, _ = index[1].indices(tensor.shape[1])
+    rows, columns = _stored_index(tensor, index)
+    first, last, _ = columns.indices(tensor.shape[1]) if isinstance(columns, slice) else (0, tensor.shape[1], 1)
     blocks = slice(first // size, -(-last // size))
     shape = (tensor.shape[0], tensor.shape[1] // size, nbytes)
     mapped = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=shape)
-    rows = _stored_rows(tensor, index[0]) if tensor.head_dim else index[0]
     skipped = first - blocks.start * size
     numbers = decode_blocks(tensor.file, tensor.dtype, np.asarray(mapped[rows][:, blocks]))
-    return numbers[:, skipped : skipped + last - first]
+    numbers = numbers[:, skipped : skipped + last - first]
+    return numbers if isinstance(columns, slice) else numbers[:, columns]
 
 
 # --- Weights: plain numbers, or tensors of codes and scales ---

@@ -14,12 +14,14 @@ import importlib
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax.model.tensor_rows import Order
 
 __all__ = ["BLOCKS", "Entry", "Header", "decode_blocks", "is_gguf", "read_header", "require_decoder"]
 
@@ -32,7 +34,7 @@ _OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 
 # Types of tensors by their number in a file.
 _FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # name, bytes of a number
-_CODES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+_CODES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4"}
 # Numbers and bytes of a block.
 BLOCKS = {
     "Q4_0": (32, 18),
@@ -43,6 +45,7 @@ BLOCKS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }
 
 # Types of values by their number in a file.
@@ -60,14 +63,16 @@ class Entry(NamedTuple):
         shape: the shape, outermost axis first.
         start: the byte of the file at which the data begins.
         nbytes: bytes of the data; 0 for a type that is not read here.
-        head_dim: channels of a head whose rotary pairs lie side by side; 0: rows lie as in Hugging Face's order.
+        order: the order of its rows or columns; None: they lie in Hugging Face's order.
+        undo: what makes Hugging Face's numbers of its own, in float32; None: they are the same.
     """
 
     kind: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
-    head_dim: int = 0
+    order: Order | None = None
+    undo: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def readable(self) -> bool:

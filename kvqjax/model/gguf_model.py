@@ -4,9 +4,13 @@ llama.cpp writes Llama, Mistral and Mixtral as one architecture, "llama". Its ro
 side by side, so rows of that architecture's queries and keys lie in another order than Hugging Face's:
 
     row h * D + 2 * j + s of the file  =  row h * D + s * D / 2 + j of the checkpoint,  s = 0, 1
+
+Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. Of recurrent layers it has -exp(rate) in place of the
+rate, and heads of values in another order: the first head of every key head, then the second of each.
 """
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,15 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.model.gguf_file import BLOCKS, Entry, Header, read_header, require_decoder
 from kvqjax.model.hf_families import FAMILIES
+from kvqjax.model.tensor_rows import Order
 
 __all__ = ["find_tensors", "read_fields"]
 
 ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
+
+# Layers of the one published model of a family whose scores are divided by the root of width / heads, not of a head's
+# width: Gemma 2 and Gemma 3 of 27B.
+_DIVIDED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 # Frequencies of Llama 3's rotary embedding are divided by the numbers of this tensor.
 _DIVISORS = "rope_freqs.weight"
@@ -53,20 +62,21 @@ def read_fields(file: Path) -> dict[str, Any]:
         "architectures": [name],
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
-        "num_hidden_layers": integer("block_count"),
+        "num_hidden_layers": _count_layers(header, family),
         "num_attention_heads": heads,
         "num_key_value_heads": integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": header.number(f"{family}.attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": integer("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_parameters": _rope(header, family, head_dim),
+        **_ropes(header, family, name, rotary or head_dim),
         "bos_token_id": header.values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(header),
         "sliding_window": header.values.get(f"{family}.attention.sliding_window") or None,
     }
-    if rotary and rotary != head_dim:
+    if rotary and (rotary != head_dim or FAMILIES[name].recurrent):
         fields["partial_rotary_factor"] = rotary / head_dim
+    fields |= _scores(header, family, name, width // max(1, heads)) | _layer_kinds(header, family, name)
     experts = _experts(header, family, name)
     inner = integer("feed_forward_length", experts.get("moe_intermediate_size"))
     return fields | experts | {"intermediate_size": inner}
@@ -86,14 +96,85 @@ def _architecture(header: Header) -> str:
     return ARCHITECTURES[family]
 
 
+def _count_layers(header: Header, family: str) -> int:
+    """How many layers the model has without those behind them that draft tokens."""
+    return header.integer(f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
+
+
+def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
+    """How scores are scaled and capped, and logits; `width` is that of the model for each of its heads."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    fields: dict[str, Any] = {
+        cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
+    }
+    if FAMILIES[name].query_scale:
+        # The file does not say it. Of the published models only the one with so many layers divides by another number.
+        head_dim = header.integer(f"{family}.attention.key_length", width)
+        widest = _count_layers(header, family) == _DIVIDED_BY_WIDTH[family]
+        fields["query_pre_attn_scalar"] = width if widest else head_dim
+    return fields
+
+
+def _layer_kinds(header: Header, family: str, name: str) -> dict[str, Any]:
+    """Which layers are recurrent and of which sizes, or which have a window."""
+    kinds = FAMILIES[name]
+    if kinds.recurrent:
+        return _recurrence(header, family)
+    key, fields = f"{family}.attention.sliding_window", {}
+    if kinds.slides_by != "sliding_window_pattern":
+        return fields
+    if not kinds.rope_by_type:  # a Gemma 3 without the key has no window, the others have that of their family
+        fields["sliding_window"] = header.integer(key, kinds.defaults["sliding_window"])
+    if isinstance(header.values.get(f"{key}_pattern"), np.ndarray):
+        marks = header.numbers(f"{key}_pattern", _count_layers(header, family)).astype(bool)
+        fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in marks]
+    elif f"{key}_pattern" in header.values:
+        fields["sliding_window_pattern"] = header.integer(f"{key}_pattern")
+    return fields
+
+
+def _recurrence(header: Header, family: str) -> dict[str, Any]:
+    """The recurrent layers and their sizes."""
+    values = header.integer(f"{family}.ssm.time_step_rank")
+    inner = header.integer(f"{family}.ssm.inner_size")
+    if not values or inner % values:
+        raise UserError(f"{header.file}: {family}.ssm.inner_size = {inner} is no multiple of its {values} heads")
+    fields: dict[str, Any] = {
+        "linear_conv_kernel_dim": header.integer(f"{family}.ssm.conv_kernel"),
+        "linear_key_head_dim": header.integer(f"{family}.ssm.state_size"),
+        "linear_num_key_heads": header.integer(f"{family}.ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": inner // values,
+        "full_attention_interval": header.integer(f"{family}.full_attention_interval", 4),
+    }
+    key = f"{family}.attention.recurrent_layers"
+    if key in header.values:
+        marks = header.numbers(key, header.integer(f"{family}.block_count")).astype(bool)
+        marks = marks[: _count_layers(header, family)]
+        fields["layer_types"] = ["linear_attention" if on else "full_attention" for on in marks]
+    return fields
+
+
 def _end_tokens(header: Header) -> list[int]:
     """Tokens that end a text, a turn, or a message."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(header.integer(key) for key in keys if key in header.values))
 
 
+def _ropes(header: Header, family: str, name: str, turned: int) -> dict[str, Any]:
+    """The rotary embedding of `turned` channels, or that of layers without a window beside that of the others."""
+    rope = _rope(header, family, turned)
+    if name == "GptOssForCausalLM" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # so it is in the published models; a file does not say it
+    if not FAMILIES[name].rope_by_type:
+        return {"rope_parameters": rope}
+    local = header.number(f"{family}.rope.freq_base_swa", 10000.0)
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return {"rope_parameters": ropes}
+
+
 def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding."""
+    """One rotary embedding of `head_dim` channels."""
     key = f"{family}.rope."
     rope: dict[str, Any] = {"rope_theta": header.number(f"{key}freq_base", 10000.0)}
     older = header.number(f"{key}scale_linear", 1.0)  # before there were other kinds
@@ -113,11 +194,11 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
         return rope
     length = header.integer(f"{family}.context_length")
     rope["original_max_position_embeddings"] = header.integer(f"{key}scaling.original_context_length", length)
-    # llama.cpp multiplies yarn's own factor on cos and sin by this one.
-    names = (f"{key}scaling.attn_factor", f"{key}scaling.yarn_attn_factor")
-    multiple = header.number(names[0], header.number(names[1], 1.0))
-    if multiple != 1:
-        rope["attention_factor"] = multiple * (0.1 * float(np.log(max(1.0, rope["factor"]))) + 1.0)
+    # Converters write the factor on cos and sin where a config has one. Another key multiplies it.
+    multiple, stated = header.number(f"{key}scaling.attn_factor", 1.0), f"{key}scaling.yarn_attn_factor"
+    if multiple != 1 or stated in header.values:
+        factor = 0.1 * float(np.log(max(1.0, rope["factor"]))) + 1.0
+        rope["attention_factor"] = multiple * header.number(stated, factor)
     for beta in ("beta_fast", "beta_slow"):
         if f"{key}scaling.yarn_{beta}" in header.values:
             rope[beta] = header.number(f"{key}scaling.yarn_{beta}")
@@ -144,7 +225,7 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
         names.count: header.integer(f"{family}.expert_count"),
         "num_experts_per_tok": header.integer(f"{family}.expert_used_count"),
     }
-    if names.in_every_layer:
+    if names.width == "intermediate_size":
         return fields
 
     def width(key: str, tensor: str) -> int:
@@ -154,8 +235,8 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
     fields[names.width] = width("expert_feed_forward_length", "ffn_gate_exps")
     if names.shared_width is not None:
         fields[names.shared_width] = width("expert_shared_feed_forward_length", "ffn_gate_shexp")
-    # What llama.cpp computes for each of the two; the file does not say it.
-    return fields | {"norm_topk_prob": family == "qwen3moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    # What llama.cpp computes for each of them; the file does not say it.
+    return fields | {"norm_topk_prob": family != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 # --- Tensors ---
@@ -167,17 +248,37 @@ _OUTER = {
 }
 _LAYER = {
     "attn_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    "attn_sinks.weight": "self_attn.sinks",
+    "attn_output.bias": "self_attn.o_proj.bias",
     "attn_output.weight": "self_attn.o_proj.weight",
     **{f"attn_{n}.{part}": f"self_attn.{n}_proj.{part}" for n in "qkv" for part in ("weight", "bias")},
     **{f"attn_{n}_norm.weight": f"self_attn.{n}_norm.weight" for n in "qk"},
     **{f"ffn_{n}.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
     **{f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+    **{f"ffn_{n}_exps.bias": f"mlp.experts.{n}_proj_bias" for n in ("gate", "up", "down")},
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
 }
 _EXPERT = {
     **{f"layers/experts_{n}": f"mlp.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")},
     "layers/router": "mlp.gate.weight",
+    "layers/router_bias": "mlp.gate.bias",
+    "layers/mlp_norm": "post_attention_layernorm.weight",
+}
+_OURS = {  # tensors that a family may name otherwise
+    "ffn_norm.weight": "layers/mlp_norm",
+    "ffn_gate_inp.weight": "layers/router",
+    "ffn_gate_inp.bias": "layers/router_bias",
 }
 _TURNED = ("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")
 
@@ -207,13 +308,48 @@ def find_tensors(file: Path) -> dict[str, Entry]:
             require_decoder(file, entry.kind)
         front, _, rest = stored.partition(".")
         number, _, part = rest.partition(".")
+        if stored.endswith("norm.weight") and part != "ssm_norm.weight" and FAMILIES[name].norm_offset:
+            entry = entry._replace(undo=_less_one)
         if front != "blk" or not number.isdecimal():
             tensors[_OUTER.get(stored, stored)] = entry
             continue
+        if int(number) >= fields["num_hidden_layers"]:
+            continue  # a layer that drafts tokens, which is not computed here
         if family == "llama" and part in _TURNED:
-            entry = entry._replace(head_dim=fields["head_dim"])
+            entry = entry._replace(order=Order(2, fields["head_dim"] // 2))
+        if FAMILIES[name].recurrent:
+            entry = _of_recurrence(fields, part, entry)
         tensors |= _layer_tensors(file, name, f"model.layers.{number}.", part, entry)
     return tensors
+
+
+def _less_one(x: np.ndarray) -> np.ndarray:
+    return x - 1
+
+
+def _rate_of(decay: np.ndarray) -> np.ndarray:
+    """The logarithm of a decay that a file has with a minus before it."""
+    with np.errstate(all="ignore"):  # a damaged one is no reason to warn; weights that are no numbers show in logits
+        return np.log(-decay)
+
+
+def _of_recurrence(fields: dict[str, Any], part: str, entry: Entry) -> Entry:
+    """A tensor of a recurrent layer, with what llama.cpp's converter did to it.
+
+    Each head of keys serves several heads of values. They lie together in a checkpoint. In a file the first ones of all
+    heads of keys come first.
+    """
+    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    dim, before = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]
+    places = {
+        **{tensor: {"size": dim, "first": before} for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")},
+        "attn_gate.weight": {"size": dim},
+        "ssm_out.weight": {"size": dim, "axis": 1},
+        **{tensor: {} for tensor in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")},
+    }
+    if part in places and keys and values % keys == 0:
+        entry = entry._replace(order=Order(keys, values // keys, **places[part]))
+    return entry._replace(undo=_rate_of) if part == "ssm_a" else entry
 
 
 def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -> dict[str, Entry]:
@@ -222,6 +358,8 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
     stem = part.removesuffix(".weight").removeprefix("ffn_")
     kind, _, expert = stem.partition("_exps" if stem.endswith("_exps") else ".")
     pattern = names.get(f"layers/experts_{kind}")
+    if part == "ffn_gate_up_exps.weight" and len(entry.shape) == 3 and entry.shape[1] % 2 == 0:
+        return _halves(file, name, layer, entry)
     if stem.endswith("_exps") and pattern is not None:
         if len(entry.shape) != 3 or 0 in entry.shape:
             raise UserError(f"{file}: {part!r} has shape {list(entry.shape)}, wanted [experts, outputs, inputs]")
@@ -234,11 +372,23 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
         }
     if expert.isdecimal() and pattern is not None:  # files from before all experts were one tensor
         return {layer + pattern.format(int(expert)): entry}
-    if part == "ffn_gate_inp.weight":
-        return {layer + names["layers/router"]: entry}
+    if part in _OURS:
+        return {layer + names[_OURS[part]]: entry}
     if part == "ffn_gate_inp_shexp.weight" and len(entry.shape) == 1:
         entry = entry._replace(shape=(1, *entry.shape))
     return {layer + _LAYER.get(part, part): entry}
+
+
+def _halves(file: Path, name: str, layer: str, entry: Entry) -> dict[str, Entry]:
+    """The two inner matrices of all experts out of one tensor: of each expert the rows of the gate come first."""
+    count, rows, columns = entry.shape
+    nbytes = entry.nbytes // max(1, 2 * count)
+    half = entry._replace(shape=(rows // 2, columns), nbytes=nbytes)
+    tensors: dict[str, Entry] = {}
+    for number, kind in itertools.product(range(count), ("gate", "up")):
+        start = entry.start + (2 * number + (kind == "up")) * nbytes
+        tensors |= _layer_tensors(file, name, layer, f"ffn_{kind}.{number}.weight", half._replace(start=start))
+    return tensors
 
 
 def _refuse_type(file: Path, name: str, entry: Entry):

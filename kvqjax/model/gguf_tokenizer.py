@@ -14,7 +14,7 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.model.gguf_file import Header, read_header
 
-__all__ = ["QWEN_PATTERN", "build_tokenizer", "has_tokenizer", "use_metaspace"]
+__all__ = ["O200K_PATTERN", "QWEN35_PATTERN", "QWEN_PATTERN", "build_tokenizer", "has_tokenizer", "use_metaspace"]
 
 _MODEL = "tokenizer.ggml.model"
 
@@ -25,12 +25,20 @@ _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_PATTERN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
+QWEN35_PATTERN = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3_PATTERN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FRONT = r"[^\r\n\p{L}\p{N}]?"
 TEKKEN_PATTERN = (
     rf"{_FRONT}{_UPPER}*{_LOWER}+|{_FRONT}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K_PATTERN = (
+    rf"{_FRONT}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_FRONT}{_UPPER}+{_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -55,6 +63,7 @@ class _Split(NamedTuple):
 _GPT2, _DIGITS = _Split(), _Split(digits=True)
 _LLAMA3 = _Split(LLAMA3_PATTERN, whole=True, begins=True)
 _QWEN = _Split(QWEN_PATTERN, composed=True)
+_QWEN35 = _Split(QWEN35_PATTERN, composed=True)
 _SPLITS = {
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
@@ -64,6 +73,8 @@ _SPLITS = {
     "dbrx": _Split(LLAMA3_PATTERN),
     "smaug-bpe": _Split(LLAMA3_PATTERN),
     "qwen2": _QWEN,
+    "qwen35": _QWEN35,
+    "gpt-4o": _Split(O200K_PATTERN, whole=True),
     "deepseek-r1-qwen": _Split(QWEN_PATTERN),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
@@ -146,7 +157,8 @@ def _split_of(header: Header) -> _Split:
     name = header.text("tokenizer.ggml.pre", "")
     if name in _UNNAMED:
         # Older files of Qwen's models have no name; GPT-2's splitting is what is left for the others.
-        return _QWEN if header.text("general.architecture", "").startswith("qwen") else _GPT2
+        family = header.text("general.architecture", "")
+        return _QWEN35 if family.startswith("qwen35") else _QWEN if family.startswith("qwen") else _GPT2
     if name not in _SPLITS:
         known = ", ".join((*_SPLITS, *filter(None, _UNNAMED)))
         shown = " ".join(name.split())[:40]

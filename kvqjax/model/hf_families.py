@@ -394,6 +394,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
+        gguf="gemma2",
         defaults=_GEMMA_DEFAULTS
         | {
             "vocab_size": 256000,
@@ -407,6 +408,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
+        gguf="gemma3",
         defaults=_GEMMA_DEFAULTS
         | {
             "vocab_size": 262208,
@@ -421,6 +423,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GptOssForCausalLM": Family(
         model_type="gpt_oss",
+        gguf="gpt-oss",
         defaults={
             "vocab_size": 201088,
             "hidden_size": 2880,
@@ -546,6 +549,7 @@ FAMILIES |= {
     ),
     "Qwen3_5ForCausalLM": Family(
         model_type="qwen3_5_text",
+        gguf="qwen35",
         defaults=_RECURRENT_DEFAULTS
         | {
             "vocab_size": 248320,
@@ -558,6 +562,7 @@ FAMILIES |= {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         model_type="qwen3_5_moe_text",
+        gguf="qwen35moe",
         defaults=_RECURRENT_DEFAULTS
         | {
             "vocab_size": 248320,

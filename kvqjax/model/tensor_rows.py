@@ -15,7 +15,36 @@ from jaxtyping import Int
 from kvqjax.model.config import ModelConfig, RecurrentConfig
 from kvqjax.model.rope import channel_order
 
-__all__ = ["TensorRows", "rows_of"]
+__all__ = ["Order", "TensorRows", "rows_of"]
+
+
+class Order(NamedTuple):
+    """In which order the rows of a file's tensor lie, or its columns.
+
+    From the row `first` on, groups of [outer, inner, size] rows lie as [inner, outer, size]. The two halves of a head
+    whose rotary pairs lie side by side are such a group (`Order(2, D // 2)`).
+
+    Attributes:
+        outer: the parts of a group, in Hugging Face's order.
+        inner: runs of rows in each part.
+        size: rows of a run, which stay together.
+        first: the rows before it lie as they are read.
+        axis: 0 for rows, 1 for columns.
+    """
+
+    outer: int
+    inner: int
+    size: int = 1
+    first: int = 0
+    axis: int = 0
+
+    def places(self, rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Give the places in the file of some rows in Hugging Face's order."""
+        run, within = divmod(rows - self.first, self.size)
+        part, number = divmod(run, self.inner)
+        group, part = divmod(part, self.outer)
+        moved = ((group * self.inner + number) * self.outer + part) * self.size + within
+        return np.where(rows < self.first, rows, self.first + moved)
 
 
 class TensorRows(NamedTuple):

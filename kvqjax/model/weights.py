@@ -32,7 +32,6 @@ from kvqjax.model.checkpoint import (
     Tensor,
     decode_slice,
     find_weight,
-    in_pairs,
     open_checkpoint,
     read_slice,
     sample,
@@ -40,7 +39,7 @@ from kvqjax.model.checkpoint import (
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import Scheme, config_to_hf, read_scheme
 from kvqjax.model.hf_families import FAMILIES
-from kvqjax.model.tensor_rows import TensorRows, rows_of
+from kvqjax.model.tensor_rows import Order, TensorRows, rows_of
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.model.weight_trees import (
     CHOSEN,
@@ -193,10 +192,15 @@ def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text
     family = FAMILIES.get(config.architecture)
     if family is not None and family.paired_rope:  # rows are read as pairs of halves, which turn alike
         checkpoint = {
-            name: dataclasses.replace(tensor, head_dim=config.head_dim if name.endswith(_TURNED) else 0)
+            name: dataclasses.replace(tensor, order=_pairs(config) if name.endswith(_TURNED) else None)
             for name, tensor in checkpoint.items()
         }
     return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
+
+
+def _pairs(config: ModelConfig) -> Order:
+    """Rows of heads whose rotary pairs lie side by side."""
+    return Order(2, config.head_dim // 2)
 
 
 def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
@@ -588,7 +592,10 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
                     tensors[name][rows] = array
                     continue
                 paired = family is not None and family.paired_rope and name.endswith(_TURNED)
-                tensors[name] = in_pairs(array, config.head_dim) if paired else array
+                tensors[name] = array
+                if paired:
+                    tensors[name] = np.empty_like(array)
+                    tensors[name][_pairs(config).places(np.arange(len(array)))] = array
     tensors = {name: x[:, None] if name.endswith(_CONVOLUTION) else x for name, x in tensors.items()}
     fields = None if family is None or config.experts is None else family.experts
     if fields is not None and fields.together:

@@ -22,7 +22,7 @@ from gguf_files import write_gguf, write_vocabulary  # noqa: E402
 import kvqjax as kvq  # noqa: E402
 from kvqjax.cache.artifacts import Artifact  # noqa: E402
 from kvqjax.model.checkpoint import fingerprint, open_checkpoint, read_slice  # noqa: E402
-from kvqjax.model.config import ExpertConfig, ModelConfig, RopeConfig  # noqa: E402
+from kvqjax.model.config import ExpertConfig, ModelConfig, RecurrentConfig, RopeConfig  # noqa: E402
 from kvqjax.model.decoder import logits  # noqa: E402
 from kvqjax.model.gguf_file import BLOCKS, read_header  # noqa: E402
 from kvqjax.model.gguf_model import find_tensors  # noqa: E402
@@ -65,6 +65,57 @@ FAMILIES = {
 }
 
 
+GEMMA = {
+    "norm_offset": 1.0,
+    "post_norms": True,
+    "activation": "gelu_tanh",
+    "embedding_scale": 32**0.5,
+    "tied_embeddings": True,
+}
+RECURRENT = {
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "output_gate": True,
+    "head_dim": 16,
+    "rope": RopeConfig(theta=1e6, fraction=0.25),
+    "recurrent": RecurrentConfig(layers=(0, 2, 3), key_heads=2, value_heads=6, key_dim=4, value_dim=4, kernel=4),
+}
+LINEAR = RopeConfig(theta=1e6, kind="linear", factor=8.0, original_max_position=16)
+# What the converters of these do besides renaming stands in tests/gguf_files.py.
+CONVERTED = {
+    "gemma2": family("Gemma2", softcap=50.0, logit_softcap=30.0, sliding_window=(16, None), **GEMMA),
+    "gemma3": family(
+        "Gemma3",
+        qk_norm=True,
+        num_layers=6,
+        sliding_window=(*[16] * 5, None),
+        rope=(*[RopeConfig()] * 5, LINEAR),
+        **GEMMA,
+    ),
+    "gpt-oss": family(
+        "GptOss",
+        qkv_bias=True,
+        output_bias=True,
+        score_sinks=True,
+        sliding_window=(16, None),
+        mlp_width=32,
+        experts=ExpertConfig(count=3, per_token=2, width=32, biases=True, swiglu_limit=7.0),
+        rope=RopeConfig(
+            kind="yarn",
+            theta=150000.0,
+            factor=32.0,
+            original_max_position=32,
+            truncate=False,
+            attention_factor=1.5,
+        ),
+    ),
+    "qwen3.5": family("Qwen3_5", **RECURRENT),
+    "qwen3.5-moe": family(
+        "Qwen3_5Moe", mlp_width=32, experts=ExpertConfig(count=3, per_token=2, width=32, shared_width=64), **RECURRENT
+    ),
+}
+
+
 def made(config: ModelConfig, tmp_path: Path, **options) -> tuple[Path, Path]:
     """A random checkpoint as a Hugging Face folder, and as a GGUF file."""
     save_params(tmp_path / "hf", random_params(config), config)
@@ -80,6 +131,91 @@ def test_weights_and_config_are_those_of_the_checkpoint(name, tmp_path):
     parts, theirs = (dict(p.split("=") for p in fingerprint(x, config).split(",")) for x in (file, folder))
     assert parts["config"] == theirs["config"]
     assert parts["samples"] == fingerprint(file, config).rpartition("=")[2]
+
+
+def assert_close(got, wanted):
+    """Equal but for the rounding of 1 + weight, and of a logarithm of an exponential, of numbers below 5."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, wanted)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_weights_that_are_stored_in_another_form(name, tmp_path):
+    folder, file = made(CONVERTED[name], tmp_path)
+    config = read_config(file)
+    assert config == read_config(folder) == CONVERTED[name]
+    assert_close(load_params(file, config), load_params(folder, config))
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False]])
+def test_which_layers_slide(pattern, tmp_path):
+    config = CONVERTED["gemma3"]
+    add = lambda w: (w.add_array if isinstance(pattern, list) else w.add_uint32)(  # noqa: E731
+        "gemma3.attention.sliding_window_pattern", pattern
+    )
+    _, file = made(config, tmp_path, extra=add)
+    assert read_config(file).windows == (16, 16, None) * 2
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemma(name, layers, tmp_path):
+    """No file says what scores are divided by: in the models of 27B it is the root of width / heads."""
+
+    def extra(writer):
+        for data in writer.kv_data:
+            data.pop(f"{name}.block_count")
+        writer.add_block_count(layers)
+
+    config = dataclasses.replace(CONVERTED[name], head_dim=16)
+    assert read_config(made(config, tmp_path / "small")[1]).scale is None
+    assert read_config(made(config, tmp_path / "large", extra=extra)[1]).scale == (32 / 4) ** -0.5
+
+
+def test_heads_of_values_in_blocks(tmp_path):
+    """Columns in another order within blocks of codes: each head of values is half a block."""
+    shape = RecurrentConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=16, kernel=4)
+    config = dataclasses.replace(CONVERTED["qwen3.5"], recurrent=shape, num_layers=1)
+    folder, file = made(config, tmp_path, kind="Q8_0")
+    got, wanted = open_checkpoint(file), open_checkpoint(folder)
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    exact = read_slice(wanted[name], (slice(None), slice(None)))
+    rounded = read_slice(got[name], (slice(None), slice(None)))
+    np.testing.assert_allclose(rounded, exact, rtol=0, atol=np.abs(exact).max() / 127 * 0.51 + 2**-11)
+    part = (slice(3, 20), slice(5, 41))
+    np.testing.assert_array_equal(read_slice(got[name], part), rounded[part])
+
+
+def test_layers_that_draft_tokens_are_left_out(tmp_path):
+    """A file may have them behind the others, and count them."""
+    config = CONVERTED["qwen3.5"]
+    folder, _ = made(config, tmp_path)
+
+    def extra(writer):
+        count = config.depth
+        for data in writer.kv_data:
+            data.pop("qwen35.block_count"), data.pop("qwen35.attention.recurrent_layers")
+        writer.add_block_count(count + 1)
+        writer.add_array("qwen35.attention.recurrent_layers", [index in (0, 2, 3) for index in range(count + 1)])
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+
+    def change(tensors):
+        drafting = f"blk.{config.depth}."
+        tensors[f"{drafting}attn_norm.weight"] = tensors["blk.0.attn_norm.weight"]
+        tensors[f"{drafting}nextn.eh_proj.weight"] = np.zeros((32, 64), np.float32)
+
+    file = write_gguf(folder, tmp_path / "drafting.gguf", extra=extra, change=change)
+    assert read_config(file) == config
+    assert_close(load_params(file, config), load_params(folder, config))
+
+
+def test_gates_of_experts_beside_their_inner_matrices(tmp_path):
+    def together(tensors):
+        for name in [name for name in tensors if "ffn_gate_exps" in name]:
+            pair = [tensors.pop(name), tensors.pop(name.replace("gate", "up"))]
+            tensors[name.replace("gate", "gate_up")] = np.concatenate(pair, 1)
+
+    folder, file = made(FAMILIES["qwen3-moe"], tmp_path, change=together)
+    assert_same(load_params(file, read_config(file)), load_params(folder, read_config(folder)))
 
 
 def test_old_files_have_a_tensor_for_every_expert(tmp_path):
@@ -100,26 +236,25 @@ YARN = RopeConfig(kind="yarn", theta=1000.0, factor=4.0, original_max_position=3
 YARN_FACTOR = float(0.1 * np.log(4.0) + 1.0)
 
 
-def say(kind: str, **values):
-    def extra(writer):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        for name, value in values.items():
-            getattr(writer, f"add_rope_scaling_{name}")(value)
+def without_factor(writer):
+    for data in writer.kv_data:
+        data.pop("llama.rope.scaling.yarn_attn_factor", None)
 
-    return extra
+
+def multiplied(writer):
+    without_factor(writer)
+    writer.add_rope_scaling_attn_factors(1.5)
 
 
 @pytest.mark.parametrize(
     ("rope", "extra"),
     [
-        (RopeConfig(kind="linear", theta=500.0, factor=4.0), say("linear", factor=4.0)),
-        (dataclasses.replace(YARN, attention_factor=YARN_FACTOR), say("yarn", factor=4.0, orig_ctx_len=32)),
-        (
-            dataclasses.replace(YARN, attention_factor=1.5 * YARN_FACTOR, beta_fast=8.0, beta_slow=2.0),
-            say("yarn", factor=4.0, orig_ctx_len=32, attn_factors=1.5, yarn_beta_fast=8.0, yarn_beta_slow=2.0),
-        ),
+        (RopeConfig(kind="linear", theta=500.0, factor=4.0), lambda writer: None),
+        (dataclasses.replace(YARN, attention_factor=YARN_FACTOR), without_factor),
+        (dataclasses.replace(YARN, attention_factor=1.25, beta_fast=8.0, beta_slow=2.0), lambda writer: None),
+        (dataclasses.replace(YARN, attention_factor=1.5 * YARN_FACTOR), multiplied),
     ],
-    ids=["linear", "yarn", "yarn-factors"],
+    ids=["linear", "yarn", "yarn-stated", "yarn-multiplied"],
 )
 def test_rope_scaling(rope, extra, tmp_path):
     _, file = made(dataclasses.replace(BASE, rope=rope), tmp_path, extra=extra)
@@ -215,9 +350,12 @@ DECODE = {
     "Q4_K": lambda b: grouped(b, pairs_of_groups(b[16:])),
     "Q5_K": q5_k,
     "Q6_K": q6_k,
+    "MXFP4": lambda b: 2.0 ** (b[0] - 127) * E2M1[nibbles(b[1:])],
 }
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # Where a block has its float16 numbers, which random bytes would make infinite.
-HALVES = dict.fromkeys(BLOCKS, (0, 2)) | dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)) | {"Q6_K": (208,)}
+HALVES = dict.fromkeys(BLOCKS, (0, 2)) | dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,))
+HALVES |= {"Q6_K": (208,), "MXFP4": ()}
 
 
 def random_blocks(kind: str, rows: int, count: int) -> np.ndarray:
@@ -225,6 +363,8 @@ def random_blocks(kind: str, rows: int, count: int) -> np.ndarray:
     blocks = random.integers(0, 256, (rows, count, BLOCKS[kind][1]), np.uint8)
     for place in HALVES[kind]:
         blocks[..., place : place + 2] = random.normal(size=(rows, count, 1)).astype("<f2").view(np.uint8)
+    if kind == "MXFP4":  # the exponent of a power of two, of which the largest have no float32
+        blocks[..., 0] = random.integers(110, 140, (rows, count))
     return blocks
 
 
@@ -277,7 +417,7 @@ def write_blocks(folder, file, blocks, raw):
     return file
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "MXFP4"])
 def test_models_of_every_kind_of_numbers(kind, tmp_path):
     """Every matrix of a model with experts: what the file's codes stand for, in the checkpoint's order."""
     folder, file = made(FAMILIES["mixtral"], tmp_path, kind=kind)

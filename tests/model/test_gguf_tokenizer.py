@@ -14,7 +14,7 @@ from gguf_files import write_gguf, write_vocabulary  # noqa: E402
 
 import kvqjax as kvq  # noqa: E402
 from kvqjax.model.config import ModelConfig  # noqa: E402
-from kvqjax.model.gguf_tokenizer import LLAMA3_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN  # noqa: E402
+from kvqjax.model.gguf_tokenizer import LLAMA3_PATTERN, O200K_PATTERN, QWEN35_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN  # noqa: E402
 from kvqjax.model.tokenizer import open_tokenizer  # noqa: E402
 from kvqjax.model.weights import save_params  # noqa: E402
 
@@ -84,6 +84,8 @@ def of_tokenizer(tokenizer: Tokenizer, pre: str | None, **values):
 KINDS = {
     "llama-bpe": ({"split": LLAMA3_PATTERN}, "Llama"),
     "qwen2": ({"split": QWEN_PATTERN, "composed": True}, "Qwen2"),
+    "qwen35": ({"split": QWEN35_PATTERN, "composed": True}, "Qwen2"),
+    "gpt-4o": ({"split": O200K_PATTERN}, "Llama"),
     "smollm": ({"digits": True}, "Llama"),
     "tekken": ({"split": TEKKEN_PATTERN}, "Llama"),
     "default": ({}, "Llama"),
