@@ -22,13 +22,13 @@ from kvqjax.codecs.nuq_range import channel_range
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.model.config import KVShape
-from kvqjax.model.rope import inverse_frequencies
+from kvqjax.model.rope import inverse_frequencies, pair_factors
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
-__all__ = ["Packable", "Packed", "packed_form", "rope_of", "uniform_body"]
+__all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike", "uniform_body"]
 
 
 class Packed(NamedTuple):
@@ -68,16 +68,22 @@ def packed_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
         The kernel's spec, and the function that names the stored fields as it wants them. None where no kernel reads
         such keys beside such values.
     """
+    if rope == "pre" and not turns_alike(shape):
+        return None
     if isinstance(key, Packable):
         return key.packed(value, rope, shape)
     adapter = _ADAPTERS.get(type(key))
     return None if adapter is None else adapter(key, value, rope, shape)
 
 
+def turns_alike(shape: KVShape) -> bool:
+    """Say whether kernels can turn a shape's keys: they know one factor for all pairs."""
+    return shape.rope is None or isinstance(pair_factors(shape), float)
+
+
 def rope_of(shape: KVShape) -> Rope:
     """Make the kernels' description of a shape's RoPE."""
-    factor = 1.0 if shape.turning is None else shape.turning.attention_factor
-    return Rope(tuple(map(float, inverse_frequencies(shape))), factor)
+    return Rope(tuple(map(float, inverse_frequencies(shape))), float(pair_factors(shape)))
 
 
 def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **fields: Any) -> PackedSpec:

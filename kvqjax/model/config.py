@@ -20,7 +20,8 @@ class RopeConfig:
     """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope", or "none" for a layer
     that turns nothing (keys before and after it are the same); fields that a kind does not use stay at 0.
 
-    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope). The
+    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope) of the
+    pairs that turn. The
     frequencies of the last two kinds depend on how long a text becomes. A cached key is turned once, so that one
     `length` holds for all of a text, and is said beforehand: the least length that has these frequencies, 0 for those
     of texts up to `original_max_position`. The factors divide the frequency of every pair, for texts up to that length
@@ -60,9 +61,6 @@ class RopeConfig:
             raise UserError(f"theta={self.theta}; wanted a number above 0")
         if not 0 < self.fraction <= 1:
             raise UserError(f"fraction={self.fraction}; wanted a number above 0, of at most 1")
-        # Channels that do not turn would be multiplied by the factor of those that do.
-        if self.fraction < 1 and self.attention_factor != 1:
-            raise UserError(f"a rope of {self.fraction} of the channels has no attention_factor")
 
     def turned_channels(self, head_dim: int) -> int:
         """How many of a head's channels turn, an even number."""

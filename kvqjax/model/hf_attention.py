@@ -281,13 +281,11 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     theta = read_number(rope, "rope_theta", read_number(raw, "rope_theta", 10000.0), prefix)
     if kind == "default":
         return RopeConfig(theta=theta, fraction=share)
-    if share < 1 and not family.latent:
-        refuse(f"{prefix}rope_type", kind, f"wanted default where {share:g} of the channels are turned")
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
         # The length that Gemma 3 states is the one after scaling, other families' the one before it.
         original = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
-        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original, fraction=share)
     if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
 
@@ -300,9 +298,9 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         if family.latent and fields["attention_factor"] != 1:
             refuse(f"{prefix}mscale", rope.get("mscale"), f"wanted that of {_MSCALE}: cos and sin are not scaled")
     elif kind == "longrope":
-        fields = _longrope(rope, original, full / original, head_dim // 2, prefix)
+        fields = _longrope(rope, original, full / original, int(head_dim * share) // 2, prefix)
     else:
-        fields = _dynamic(rope, head_dim, prefix)
+        fields = _dynamic(rope, int(head_dim * share), prefix)
     config = RopeConfig(theta=theta, kind=kind, original_max_position=original, fraction=share, **fields)
     return config if length is None else config.for_length(length)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +20,9 @@ __all__ = [
     "following",
     "in_halves",
     "inverse_frequencies",
+    "pair_factors",
     "positions_of_layer",
     "rotate",
-    "turn",
 ]
 
 
@@ -107,6 +107,17 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
     return np.pad(freq, (0, config.head_dim // 2 - len(freq))).astype(np.float32)
 
 
+def pair_factors(config: KVShape) -> float | Float[np.ndarray, " P"]:
+    """What cos and sin of the pairs are multiplied by: the rope's factor, or 1 for those that never turn."""
+    rope, dim = config.turning, config.head_dim
+    if rope is None:
+        return 1.0
+    turned = rope.turned_channels(dim)
+    if rope.attention_factor == 1 or turned == dim:
+        return rope.attention_factor
+    return np.where(np.arange(dim // 2) < turned // 2, rope.attention_factor, 1).astype(np.float32)
+
+
 def channel_order(head_dim: int, turned: int, pairs: str) -> Int[np.ndarray, " D"]:
     """List the channels of a head in the order of caches, in which pair i is (i, i + D/2).
 
@@ -163,7 +174,10 @@ def _angles(positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B 
     return jnp.einsum("...,p->...p", positions.astype(jnp.float32), inverse_frequencies(config))
 
 
-def _waves(angles: Float[Array, "*B T P"], factor: Float[Array, ""] | float) -> Waves:
+def _waves(angles: Float[Array, "*B T P"], factor: Any) -> Waves:
+    """The waves of some angles times a factor, or one for each pair."""
+    if jnp.ndim(factor):
+        factor = jnp.expand_dims(factor, tuple(range(angles.ndim - 1)))
     return Waves(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
@@ -173,7 +187,7 @@ def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves
     products."""
     if config.turning is None:
         return lambda positions: positions
-    factor, table = config.turning.attention_factor, _waves(_angles(jnp.arange(size)[None], config), 1.0)
+    factor, table = pair_factors(config), _waves(_angles(jnp.arange(size)[None], config), 1.0)
 
     def waves(positions):
         first = _waves(_angles(positions[:, :1], config), factor)
@@ -193,7 +207,7 @@ def rotate(
     rope = config.turning
     if rope is None or rope.kind == "none":
         return x
-    return turn(x, _angles(positions, config), rope.attention_factor)
+    return _turned(x, _waves(_angles(positions, config), pair_factors(config)))
 
 
 def positions_of_layer(
@@ -208,17 +222,13 @@ def positions_of_layer(
     layers = [config.layer(number) for number in range(config.num_layers)]
     still = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
     freq = np.stack([still if layer.rope is None else inverse_frequencies(layer) for layer in layers])
-    factor = np.asarray([1.0 if layer.turning is None else layer.turning.attention_factor for layer in layers])
+    factor = np.stack([np.broadcast_to(pair_factors(layer), still.shape) for layer in layers]).astype(np.float32)
     angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
-    return _waves(angles, jnp.asarray(factor, jnp.float32)[index])
-
-
-def turn(x: Float[Array, "*B T N D"], angles: Float[Array, "*B T P"], factor: float) -> Float[Array, "*B T N D"]:
-    """Turn pair i of a token's heads by its angle i (P = D/2), times `factor`: in float32, the result in x.dtype."""
-    return _turned(x, _waves(angles, factor))
+    return _waves(angles, jnp.asarray(factor)[index])
 
 
 def _turned(x: Float[Array, "*B T N D"], waves: Waves) -> Float[Array, "*B T N D"]:
+    """Turn pair i of a token's heads by its wave i (P = D/2): in float32, the result in x.dtype."""
     cos, sin = (made_once(wave)[..., None, :] for wave in waves)
     # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

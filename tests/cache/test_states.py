@@ -2,6 +2,7 @@
 
 The decoder without a cache is the reference, which has no states."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,9 @@ import kvqjax as kvq
 from kvqjax import calibrate
 from kvqjax._errors import UserError
 from kvqjax.calibrate import activations
+from kvqjax.calibrate.xquant import prepared
 from kvqjax.model import decoder
+from kvqjax.model.config import RopeConfig
 from kvqjax.model.rope import positions_of_layer, rotate
 
 LENGTH, CAPACITY, BOUND = 160, 192, 3e-4
@@ -149,6 +152,28 @@ def test_every_method_caches_the_layers_of_attention(name):
     got = forward(model, newest, jnp.ones(2, jnp.int32), cache)[0][:, 0]
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(got, wanted, atol=5e-5 * np.abs(wanted).max())
+
+
+SCALED = RopeConfig(kind="yarn", factor=4.0, original_max_position=32, attention_factor=1.14, fraction=0.25)
+
+
+@pytest.mark.parametrize("spec", ["higgs:bits=4,window=32", "xquant:bits=4,group=32"])
+def test_a_scaled_rope_of_some_channels(spec):
+    """Keys cached before the rope, and in the layer's input: the factor is of the channels that turn."""
+    model = hybrid(rope=SCALED)
+    model, newest = prepared(model, kvq.parse(spec)), tokens(2, 1, 7)
+    cache = filled(model, spec)
+    wanted = next_logits(model, cache, newest)
+    got = forward(model, newest, jnp.ones(2, jnp.int32), cache)[0][:, 0]
+    np.testing.assert_allclose(got, wanted, atol=5e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("spec", ["higgs:bits=2", "xquant:bits=4,latent=true", "commvq:bits=1,levels=64"])
+def test_kernels_do_not_turn_some_channels_by_a_factor(spec):
+    config = hybrid().config
+    build = lambda rope: kvq.parse(spec).layer.build(dataclasses.replace(config, rope=rope))  # noqa: E731
+    assert build(SCALED).fast.packed is None
+    assert build(dataclasses.replace(SCALED, attention_factor=1.0)).fast.packed is not None
 
 
 @pytest.mark.parametrize("keep", ["streaming:64", "h2o:64"])

@@ -510,7 +510,6 @@ def test_text_of_qwen_vl(kind):
         (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate = false"),
         (QWEN3_5 | {"output_gate_type": "sigmoid"}, 'output_gate_type = "sigmoid"'),
         (QWEN3_5 | {"rope_parameters": QUARTER | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor = 0.2"),
-        (QWEN3_5 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}, 'rope_type = "yarn"'),
         (QWEN3 | {"attn_output_gate": True}, "attn_output_gate = true"),
     ],
 )

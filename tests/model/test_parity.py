@@ -177,6 +177,17 @@ MODELS = {
         "rope",
     ),
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}, "rope"),
+    "qwen3.5-yarn": ("qwen3_5_text", {**DELTA, "rope_parameters": {**YARN, "partial_rotary_factor": 0.25}}, "rope"),
+    "qwen3.5-moe-linear": (
+        "qwen3_5_moe_text",
+        {**DELTA, **SHARED, "rope_parameters": {**FAR, "partial_rotary_factor": 0.5}},
+        "rope",
+    ),
+    "qwen3-next-llama3": (
+        "qwen3_next",
+        {**DELTA, **SHARED, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}},
+        "rope",
+    ),
 }
 
 NEWEST = (
@@ -188,6 +199,7 @@ NEWEST = (
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "qwen3.5-yarn",
 )  # each has parts that no other family has
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]}
@@ -201,6 +213,7 @@ BY_LENGTH = {  # (model type, fields)
         {**GQA, "sliding_window": None, "rope_parameters": {**LONGROPE, "attention_factor": 1.4}},
     ),
     "qwen3-dynamic": ("qwen3", {**GQA, "head_dim": 8, "rope_parameters": DYNAMIC, "max_position_embeddings": 48}),
+    "qwen3.5-longrope": ("qwen3_5_text", {**DELTA, "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5}}),
     "llama-dynamic": ("llama", {**GQA, "rope_parameters": DYNAMIC, "max_position_embeddings": 48}),
 }
 

@@ -22,7 +22,7 @@ from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until
 from kvqjax.methods.spec import Method, method_factory
 from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.words import PLANE
-from kvqjax.pallas_kernels.adapters import Packed, rope_of
+from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
 __all__ = ["CommVQLayer", "commvq"]
@@ -107,7 +107,11 @@ class CommVQLayer:
 
 def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
     """Say how kernels read codes that all rotation pairs of a head share. None for groups of fewer pairs."""
-    if key.pairs != config.head_dim // 2 or (key.dtype, value.dtype) != ("bfloat16", "bfloat16"):
+    if (
+        key.pairs != config.head_dim // 2
+        or not turns_alike(config)
+        or (key.dtype, value.dtype) != ("bfloat16", "bfloat16")
+    ):
         return None
     heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
     width = value.bits * config.kv_width

@@ -44,7 +44,7 @@ from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.packing.words import PLANE
 from kvqjax.ops.xla_workarounds import row_major
-from kvqjax.pallas_kernels.adapters import Packed, rope_of, uniform_body
+from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike, uniform_body
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -200,6 +200,8 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
 def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
     """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None for others."""
     if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
+        return None
+    if not turns_alike(config):
         return None
     stored = PackedSpec(
         key_bits=key.bits,
