@@ -107,6 +107,24 @@ def test_a_long_prompt_in_chunks_of_a_prefill():
     near(cache.states, step.states, 5e-5)
 
 
+def test_a_chunk_of_a_thousand_tokens():
+    """No multiple of the tokens whose updates are put together in one; a row of another length, and an empty one that
+    goes on when the others are done."""
+    model, text = hybrid(UNEVEN), tokens(3, 1000, 4)
+    wanted = np.asarray(plain_logits(model.params, text, model.config))
+    cache, counts = kvq.init_cache(model, "exact", 3, 1088), jnp.asarray([1000, 613, 0])
+    logits, cache = forward(model, text, counts, cache)
+    for row, count in enumerate(counts):
+        np.testing.assert_allclose(logits[row, :count], wanted[row, :count], atol=2 * BOUND)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(row_of(cache, 2)))
+    later = jnp.stack([text[0], jnp.roll(text[1], -613), text[2]])
+    counts = jnp.asarray([0, 387, 1000])
+    before, (logits, cache) = row_of(cache, 0), forward(model, later, counts, cache)
+    equal(row_of(cache, 0), before)
+    np.testing.assert_allclose(logits[1, :387], wanted[1, 613:], atol=2 * BOUND)
+    np.testing.assert_allclose(logits[2], wanted[2], atol=2 * BOUND)
+
+
 def next_logits(model, cache, newest):
     """Logits of one new token a row by attention in float64 over what `dense` decodes, and by the rule's own loop."""
     config, one = model.config, jnp.ones(cache.batch, jnp.int32)
