@@ -30,6 +30,7 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984, "gpt-oss-20b": 20_914_757_184,
     "gemma-3-27b": 27_009_346_304, "qwen3-vl-8b": 8_190_735_360, "llama-4-scout": 107_769_861_120,  # language parts
     "qwen3.5-9b": 8_953_803_264, "qwen3.6-27b": 26_895_998_464, "qwen3.6-35b-a3b": 34_660_610_688,  # likewise
+    "mistral-small-4-119b": 118_972_826_624,  # the language part; transformers' model of its config class has as many
     "qwen3-next-80b-a3b": 79_674_391_296,  # without the layers that draft tokens
 }  # fmt: skip
 
