@@ -62,7 +62,8 @@ def _check_needed(method: Method, shape: KVShape) -> None:
         if any(run.wiring.wanted() for run in runs_for(method, shape)):
             raise UserError(f"{method} has constants, and no `fit` of its codecs or layers says what finds them")
         names = ", ".join(_calibrated_methods(shape))
-        raise UserError(f"{method} needs no calibration; calibrated: {names}, rotate=fitted, and keys with centre=mean")
+        choices = f"calibrated: {names}, rotate=fitted, and keys with centre=mean"
+        raise UserError(f"{method} needs no calibration; {choices if names else 'nothing is calibrated on this model'}")
 
 
 def learns(method: Method, shape: KVShape) -> bool:

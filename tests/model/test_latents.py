@@ -16,6 +16,7 @@ from recurrent import drawn
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax import calibrate
 from kvqjax.cache.state import Cache
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.model import decoder
@@ -260,6 +261,11 @@ REFUSED = [
 def test_what_reads_heads_is_refused_at_the_door(method):
     with pytest.raises(kvq.UserError, match=r"(?:reads|on) keys and values by head.* a latent that all heads share$"):
         kvq.init_cache(latent_model(), method, 1, CAPACITY)
+
+
+def test_a_calibration_of_what_needs_none_says_that_there_is_none():
+    with pytest.raises(kvq.UserError, match="kivi:bits=4 needs no calibration; nothing is calibrated on this model"):
+        calibrate.run(latent_model(), "kivi:bits=4", tokens(2, 96))
 
 
 def test_shapes_that_no_latent_has_are_refused():

@@ -1,5 +1,6 @@
 """Weight-only quantisation: bounds, packing, loading, every kind of cache, and no second copy of the weights."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from cases import CASES, model_and_method, thinned
 from jax.sharding import NamedSharding, PartitionSpec
+from recurrent import PARTS, drawn, recurrent
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -16,7 +18,7 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
-from kvqjax.model.config import ExpertConfig
+from kvqjax.model.config import ExpertConfig, LatentHeads, RopeConfig
 from kvqjax.model.weight_codes import CodedWeight, code_weight, pack_nibbles, place_codes, unpack_nibbles
 from kvqjax.model.weights import load_params, save_params
 
@@ -119,6 +121,68 @@ def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, 
         for m in (coded, coded.replace(params=meant))
     )
     assert np.abs(one - other).max() < 1e-4  # the same products in another fusion
+
+
+YARN = RopeConfig(kind="yarn", factor=4.0, original_max_position=32, truncate=False)
+OTHERS = {
+    "Qwen3_5": PARTS | {"recurrent": recurrent()},
+    "GptOss": {
+        "sliding_window": (8, None),
+        "rope": YARN,
+        "qkv_bias": True,
+        "output_bias": True,
+        "score_sinks": True,
+        "mlp_width": 24,
+        "experts": ExpertConfig(count=4, per_token=2, width=24, biases=True, swiglu_limit=1.0),
+    },
+    "Gemma3": {
+        "sliding_window": (8, None),
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": 32**0.5,
+        "tied_embeddings": True,
+    },
+    "Llama4": {
+        "sliding_window": (8, None),
+        "chunked": (True, False),
+        "rope": (RopeConfig(), RopeConfig(kind="none")),
+        "qk_norm": (True, False),
+        "qk_gain": False,
+        "mlp_width": 24,
+        "experts": ExpertConfig(
+            count=4, per_token=1, width=24, shared_width=24, normalised=False, sigmoid=True, shared_gate=False
+        ),
+    },
+    "Mistral4": {
+        "num_kv_heads": 1,
+        "head_dim": 40,
+        "latent": 32,
+        "latent_heads": LatentHeads(query_rank=20, key_dim=10, value_dim=12),
+        "rope": dataclasses.replace(YARN, truncate=True, fraction=0.2),
+        "scale": 18**-0.5,
+        "query_growth": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_parts_of_other_families_load_as_codes(family, tmp_path):
+    """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded matrices."""
+    model = drawn(tiny(architecture=f"{family}ForCausalLM", **OTHERS[family]))
+    save_params(tmp_path, model.params, model.config)
+    found = kvq.load(tmp_path, weights="int4", dtype="f32")
+    assert found.config == model.config
+    is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
+    meant = jax.tree.map(lambda x: x.decoded() if is_coded(x) else x, found.params, is_leaf=is_coded)
+    logits = jax.jit(decoder.logits, static_argnums=2)
+    codes, decoded, plain = (
+        np.asarray(logits(params, tokens(1, 24), model.config)) for params in (found.params, meant, model.params)
+    )
+    # As above: the same products in another fusion, of logits of up to 10 times their size.
+    assert np.abs(codes - decoded).max() < 1e-4 * max(1, np.abs(decoded).max())
+    assert np.abs(codes - plain).max() > 2e-2
 
 
 @pytest.mark.parametrize("weights", ["int3", 8, ["int8"], ""])
