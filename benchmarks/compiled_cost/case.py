@@ -99,6 +99,15 @@ def _compile(case: Case, config: ModelConfig, folder: Path, dump: Path | None) -
     return record | {f"{name}_gb": size / 1e9 for name, size in sizes.items()} | {"compile_s": seconds}
 
 
+def _shallow(config: ModelConfig, depth: int) -> ModelConfig:
+    """The first `depth` layers of attention, with the recurrent ones before each."""
+    recurrent = config.recurrent
+    if recurrent is not None and depth < config.num_layers:
+        layers = tuple(layer for layer in recurrent.layers if layer < config.attention_layers[depth - 1])
+        recurrent = dataclasses.replace(recurrent, layers=layers) if layers else None
+    return dataclasses.replace(config, num_layers=depth, sliding_window=config.windows[:depth], recurrent=recurrent)
+
+
 def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict:
     """Compile a case and return its account.
 
@@ -112,8 +121,7 @@ def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path |
     for depth in depths or (config.num_layers,):
         for file in folder.iterdir():  # of the depth before
             file.unlink()
-        shallow = dataclasses.replace(config, num_layers=depth, sliding_window=config.windows[:depth])
-        records.append(_compile(case, shallow, folder, dump))
+        records.append(_compile(case, _shallow(config, depth), folder, dump))
     record = records[0]
     if depths:
         record = extrapolate(*records, (config.num_layers - depths[0]) / (depths[1] - depths[0]))
