@@ -33,7 +33,7 @@ from kvqjax.parallel.mesh_size import MeshSize
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
 SIX = ExpertConfig(count=6, per_token=2, width=24)
-GEMMA = b"\6\0\0\0\0\0\0\0gemma3"  # an architecture in the header of a GGUF file
+LLAMA4 = b"\6\0\0\0\0\0\0\0llama4"  # an architecture in the header of a GGUF file
 BY_LENGTH = RopeConfig(kind="dynamic", factor=2.0, original_max_position=256)
 CONFIG = json.loads((locate("recall") / "config.json").read_text())
 
@@ -308,7 +308,7 @@ CASES = {
     "shard index that leaves the folder": index_outside,
     "model that was not fetched": not_fetched,
     "truncated GGUF file": gguf_file(lambda data: data[:-1000]),
-    "GGUF file of another architecture": gguf_file(lambda data: data.replace(b"\5\0\0\0\0\0\0\0llama", GEMMA, 1)),
+    "GGUF file of another architecture": gguf_file(lambda data: data.replace(b"\5\0\0\0\0\0\0\0llama", LLAMA4, 1)),
     "GGUF codes without their decoder": gguf_file(lambda data: data, installed=False),
     "no tokenizer": no_tokenizer,
     "tokenizer of another model": foreign_tokenizer,
