@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._arguments import check_counts, check_integer, check_integers
 from kvqjax._errors import UserError
+from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.page_counts import table_width
 from kvqjax.cache.run_layout import RunLayout
@@ -85,7 +86,7 @@ class PagedLayer(struct.PyTreeNode):
     def block_bytes(self) -> int:
         """What a block takes in this layer, in bytes, with its tail where it has one: what the engine counts with."""
         parts = self.body if self.by_slot else (self.body, self.tails, self.ends)
-        return sum(x.size * x.dtype.itemsize // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(parts))
+        return sum(array_bytes(x) // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(parts))
 
     @property
     def run(self) -> RunLayout:
