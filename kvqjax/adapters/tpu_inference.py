@@ -85,8 +85,8 @@ class PagedLayer(struct.PyTreeNode):
     @property
     def block_bytes(self) -> int:
         """What a block takes in this layer, in bytes, with its tail where it has one: what the engine counts with."""
-        parts = self.body if self.by_slot else (self.body, self.tails, self.ends)
-        return sum(array_bytes(x) // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(parts))
+        arrays = self.body if self.by_slot else (self.body, self.tails, self.ends)
+        return sum(array_bytes(x) // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(arrays))
 
     @property
     def run(self) -> RunLayout:
@@ -160,8 +160,7 @@ def create_kv_caches(
     method, pool = parse(method), {"pages": num_blocks, "page_tokens": block_size}
 
     def layer(index: int) -> PagedLayer:
-        own = shape.layer(index), _layer_method(method, shape, index)
-        cache = init_cache(*own, 1, max_model_len, **pool, **options)
+        cache = init_cache(shape.layer(index), _layer_method(method, shape, index), 1, max_model_len, **pool, **options)
         _check_method(cache.layout)
         if cache.layout.rules is not None:
             raise UserError("a cache of blocks lies on one device; leave mesh= and sharding= out")
@@ -269,8 +268,8 @@ def _check_asked(mesh: Mesh | None, metadata: Any, others: dict[str, Any]) -> No
         raise UserError(f"a mesh of {mesh.size} devices; caches of blocks lie on one device")
     for name, value in others.items():
         if name not in UNREAD and not any(value is nothing for nothing in NOTHING.get(name, ())):
-            known = f"; left out, or {NOTHING[name][-1]}" if name in NOTHING else ", which is no argument"
-            raise UserError(f"attention over our blocks has no {name}={value!r}{known}")
+            hint = f"; left out, or {NOTHING[name][-1]}" if name in NOTHING else ", which is no argument"
+            raise UserError(f"attention over our blocks has no {name}={value!r}{hint}")
     if getattr(metadata, "pcp", None) is not None or not getattr(metadata, "use_causal_mask", True):
         raise UserError("attention over our blocks is causal and of one device; the metadata ask for another")
 
@@ -297,10 +296,13 @@ def _metadata(kv_cache: Any, given: Any) -> Metadata:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a call: how many tokens each held before it, where its new ones begin in the flat array, how
-    many they are, its blocks, and where its tail lies before the call and after it."""
+    """The sequences of a call.
 
-    held: Int[Array, " S"]
+    - `cached` is how many tokens each had before it.
+    - `first` is where its new tokens begin in the flat array, and `count` how many they are.
+    - `table` has its blocks. `source` and `target` say where its tail lies before the call and after it."""
+
+    cached: Int[Array, " S"]
     first: Int[Array, " S"]
     count: Int[Array, " S"]
     table: Int[Array, "S N"]
@@ -316,7 +318,7 @@ def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences
     table = table.reshape(number, -1)
     real = jnp.arange(number) < md.request_distribution[-1]
     first, count = start[:-1], jnp.where(real, start[1:] - start[:-1], 0)
-    held = jnp.where(real, lengths - count, 0)
+    cached = jnp.where(real, lengths - count, 0)
 
     def tail(tokens: Int[Array, " S"]) -> Int[Array, " S"]:
         """Find where the tail of a sequence of so many tokens lies: by default in the block of the last one."""
@@ -324,66 +326,71 @@ def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences
             return md.mamba_state_indices.astype(jnp.int32)
         return jnp.take_along_axis(table, (jnp.maximum(tokens - 1, 0) // size)[:, None], 1, mode="clip")[:, 0]
 
-    source, target, unit, tails = tail(held), tail(lengths), layer.run.ring, layer.ends.shape[0]
+    source, target, unit, tails = tail(cached), tail(lengths), layer.run.ring, layer.ends.shape[0]
     needed = jnp.arange(table.shape[1])[None] < -(-lengths // size)[:, None]
     missing = (needed & ((table < 0) | (table >= blocks))).any(1) | (target < 0) | (target >= tails)
-    beyond = (first < 0) | (count < 0) | (first + count > length) | (held < 0) | (lengths > layer.layout.capacity)
+    beyond = (first < 0) | (count < 0) | (first + count > length) | (cached < 0) | (lengths > layer.layout.capacity)
     # Tokens of a unit that is not full lie in the tail, unless it went on to another unit or another sequence.
     end = layer.ends.at[source].get(mode="clip")
-    lost = (held % unit > 0) & ((end < held) | ((end - 1) // unit != held // unit))
+    lost = (cached % unit > 0) & ((end < cached) | ((end - 1) // unit != cached // unit))
     wrong = real & (missing | beyond | lost)
     tokens = jnp.arange(length)[None]
     marked = (wrong[:, None] & (tokens >= first[:, None]) & (tokens < start[1:, None])).any(0)
-    held, count = (jnp.where(wrong, 0, x) for x in (held, count))
+    cached, count = (jnp.where(wrong, 0, x) for x in (cached, count))
     table = jnp.where(needed & ~wrong[:, None], table, NO_PAGE)[:, : table_width(layer.layout)]
-    return _Sequences(held, first, count, table, source, target), marked
+    return _Sequences(cached, first, count, table, source, target), marked
 
 
-Part = tuple[dict, dict]  # the body, and the tails of the sequences
-Step = Callable[..., tuple[Part, Float[Array, "B T H D"]]]
+Stored = tuple[dict, dict]  # the body, and the tails of the sequences
+Step = Callable[..., tuple[Stored, Float[Array, "B T H D"]]]
 
 
-def _step(layout: CacheLayout, constants, options: dict, part: Part, rows: _Sequences, new) -> tuple[Part, Any]:
-    """Attend with new tokens q, k and v [B, T, heads, D] of some sequences, and store them: (their part, output)."""
-    (body, tails), (q, k, v) = part, new
-    (run,), none = runs_of(layout), jnp.zeros(rows.held.shape, bool)
-    state = Run(body, {}, tails, (rows.held // run.ring,))
-    cache = Cache((state,), rows.held, none, rows.held, layout, pages=rows.table)
+def _step(layout: CacheLayout, constants, options: dict, stored: Stored, rows: _Sequences, new) -> tuple[Stored, Any]:
+    """Attend with new tokens q, k and v [B, T, heads, D] of some sequences. Gives (stored with them, output)."""
+    (body, tails), (q, k, v) = stored, new
+    (run,), none = runs_of(layout), jnp.zeros(rows.cached.shape, bool)
+    state = Run(body, {}, tails, (rows.cached // run.ring,))
+    cache = Cache((state,), rows.cached, none, rows.cached, layout, pages=rows.table)
     options = {"below": None, "constants": constants, "within": "chunk", "mask": None, **options}
     partial, sources = attend_checked(cache, 0, q, k, v, rows.count, **options)
     (state,) = append(cache, [sources], rows.count, constants=constants).runs
     return (state.body, state.window), partial.out
 
 
-def _single_tokens(step: Step, part: Part, sequences: _Sequences, new, size: int) -> tuple[Part, Float[Array, "N H D"]]:
-    """Work off the sequences with one new token: (the part, output of all tokens with room for a chunk behind)."""
+def _single_tokens(
+    step: Step, stored: Stored, sequences: _Sequences, new, size: int
+) -> tuple[Stored, Float[Array, "N H D"]]:
+    """Work off the sequences with one new token. Gives (stored with them, output of all tokens with room for a chunk
+    behind)."""
     single, length = sequences.count == 1, new[0].shape[0]
     # The others are empty rows, of which nothing is read or written.
     rows = sequences._replace(
-        held=jnp.where(single, sequences.held, 0),
+        cached=jnp.where(single, sequences.cached, 0),
         count=single.astype(jnp.int32),
         table=jnp.where(single[:, None], sequences.table, NO_PAGE),
     )
     at = jnp.clip(rows.first, 0, length - 1)
-    (body, tails), out = step(part, rows, [x[at][:, None] for x in new])
-    tails = {name: jnp.where(single[None, :, None, None], x, part[1][name]) for name, x in tails.items()}
+    (body, tails), out = step(stored, rows, [x[at][:, None] for x in new])
+    tails = {name: jnp.where(single[None, :, None, None], x, stored[1][name]) for name, x in tails.items()}
     flat = jnp.zeros((length + size, *out.shape[2:]), out.dtype)
     return (body, tails), flat.at[jnp.where(single, at, length + size)].set(out[:, 0], mode="drop")
 
 
 def _chunks(
-    step: Step, part: Part, sequences: _Sequences, new, size: int, out: Float[Array, "N H D"]
-) -> tuple[Part, Float[Array, "N H D"]]:
-    """Work off the sequences with several new tokens, chunk by chunk of `size` tokens: (the part, the output)."""
+    step: Step, stored: Stored, sequences: _Sequences, new, size: int, out: Float[Array, "N H D"]
+) -> tuple[Stored, Float[Array, "N H D"]]:
+    """Work off the sequences with several new tokens, chunk by chunk of `size` tokens. Gives (stored with them, `out`
+    with theirs)."""
     several = jnp.where(sequences.count > 1, -(-sequences.count // size), 0)
     last = jnp.cumsum(several)
     new = [jnp.pad(x, ((0, size), (0, 0), (0, 0))) for x in new]  # a chunk that is not full may begin at the last token
 
     def chunk(number, loop):
         ((body, tails), flat), row = loop, jnp.searchsorted(last, number, side="right")
-        done = (number - (last[row] - several[row])) * size
+        offset = (number - (last[row] - several[row])) * size
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), sequences)
-        rows = rows._replace(held=rows.held + done, first=rows.first + done, count=jnp.minimum(rows.count - done, size))
+        count = jnp.minimum(rows.count - offset, size)
+        rows = rows._replace(cached=rows.cached + offset, first=rows.first + offset, count=count)
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, rows.first[0], size)  # noqa: E731
         tail = {name: jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for name, x in tails.items()}
         (body, tail), out = step((body, tail), rows, [cut(x)[None] for x in new])
@@ -392,7 +399,7 @@ def _chunks(
         out = jnp.where((jnp.arange(size) < rows.count)[:, None, None], out[0], cut(flat))
         return (body, tails), jax.lax.dynamic_update_slice_in_dim(flat, out, rows.first[0], 0)
 
-    return jax.lax.fori_loop(0, last[-1], chunk, (part, out))
+    return jax.lax.fori_loop(0, last[-1], chunk, (stored, out))
 
 
 def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, softcap: float | None):
@@ -402,12 +409,12 @@ def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, so
     step = functools.partial(_step, layer.layout, constants, {"sinks": sinks, "softcap": softcap})
     # Tails are put in the sequences' order, so that these are the rows of a cache, and go back at the end.
     tails = {name: jnp.take(x, sequences.source, axis=1, mode="clip") for name, x in layer.tails.items()}
-    part, out = _single_tokens(step, (layer.body, tails), sequences, new, size)
-    (body, tails), out = _chunks(step, part, sequences, new, size, out)
+    stored, out = _single_tokens(step, (layer.body, tails), sequences, new, size)
+    (body, tails), out = _chunks(step, stored, sequences, new, size, out)
     # A sequence without new tokens leaves its tail where it is.
     target = jnp.where(sequences.count > 0, sequences.target, layer.ends.shape[0])
     tails = {name: x.at[:, target].set(tails[name], mode="drop") for name, x in layer.tails.items()}
-    ends = layer.ends.at[target].set(sequences.held + sequences.count, mode="drop")
+    ends = layer.ends.at[target].set(sequences.cached + sequences.count, mode="drop")
     out = jnp.where(wrong[:, None, None], jnp.nan, out[:length])
     return layer.replace(body=body, tails=tails, ends=ends), out
 

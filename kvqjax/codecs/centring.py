@@ -86,22 +86,23 @@ class BlockCentred:
             x = wide(x)
             mean = saturated(self._blocks(x).mean(1), field.dtype)
             # The mean as it is stored comes off, so that the codes take in what rounding it has left.
-            rest = self._blocks(x) - mean[:, None].astype(jnp.float32)
-            return inner.encode(constants, rest.reshape(x.shape)) | {"mean": mean}
+            deviations = self._blocks(x) - mean[:, None].astype(jnp.float32)
+            return inner.encode(constants, deviations.reshape(x.shape)) | {"mean": mean}
 
         def decode(constants, tile):
-            rest = inner.decode(constants, {name: a for name, a in tile.items() if name != "mean"})
-            return self._with_mean(rest.astype(jnp.float32), tile["mean"].astype(jnp.float32))
+            deviations = inner.decode(constants, {name: a for name, a in tile.items() if name != "mean"})
+            return self._with_mean(deviations.astype(jnp.float32), tile["mean"].astype(jnp.float32))
 
         # Tokens leave the window a block at a time, whatever `inner` would be content with.
         return inner._replace(unit=self.block, fields=inner.fields | {"mean": field}, encode=encode, decode=decode)
 
     def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
-        """Describe vectors before heads are mixed (`BetweenHeads`): the mean is mixed back, once a block."""
+        """Describe vectors before heads are mixed (`BetweenHeads`)."""
         form = self.inner.mixed_form(heads, head_dim) if isinstance(self.inner, BetweenHeads) else None
         if form is None:
             return None
         mix, read = form
+        # `read` gives the deviations before the matrix, so that the mean must be taken there too: once a block.
         back = np.linalg.inv(mix)
 
         def with_mean(tile):
@@ -116,8 +117,9 @@ class BlockCentred:
         """Split the tokens' axis alone, whatever axes stand before it."""
         return x.reshape(*x.shape[:-2], -1, self.block, x.shape[-1])
 
-    def _with_mean(self, rest: Float[Array, "*B u W"], mean: Float[Array, "*B n W"]) -> Float[Array, "*B u W"]:
-        return (self._blocks(rest) + mean[..., None, :]).reshape(rest.shape)
+    def _with_mean(self, deviations: Float[Array, "*B u W"], mean: Float[Array, "*B n W"]) -> Float[Array, "*B u W"]:
+        """Add every block's mean to its tokens."""
+        return (self._blocks(deviations) + mean[..., None, :]).reshape(deviations.shape)
 
 
 def centred(spec: CodecSpec, centre: str) -> CodecSpec:

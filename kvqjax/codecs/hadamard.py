@@ -1,4 +1,4 @@
-"""Hadamard matrices, and the transform M x that HIGGS takes: a Hadamard matrix wherever that splits into heads.
+"""Hadamard matrices, and the transform M x that HIGGS takes, which for most models is one between heads and one within.
 
 A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j). The base is Paley's, over a prime p: of order
 p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
@@ -118,11 +118,11 @@ def _odd_factors(order: int) -> tuple[list[int], int]:
 def transform_factors(order: int) -> list[np.ndarray]:
     """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of `order` channels.
     Those of an odd order come first."""
-    odd, rest = _odd_factors(order)
-    if rest.bit_count() > 1:
+    odd, quotient = _odd_factors(order)
+    if quotient.bit_count() > 1:  # 7, 11 or another odd number is left
         return _hadamard_factors(order)
     between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
-    return between + _sylvester_factors(rest.bit_length() - 1)
+    return between + _sylvester_factors(quotient.bit_length() - 1)
 
 
 def has_transform(order: int) -> bool:
@@ -138,8 +138,8 @@ def transform_matrix(order: int) -> np.ndarray:
 
 def splits(order: int, head_dim: int) -> bool:
     """Say whether the transform of `order` channels is one between heads of `head_dim` after one within each."""
-    rest = _odd_factors(order)[1]
-    return rest.bit_count() == head_dim.bit_count() == 1 and order % head_dim == 0
+    quotient = _odd_factors(order)[1]
+    return quotient.bit_count() == head_dim.bit_count() == 1 and order % head_dim == 0
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:

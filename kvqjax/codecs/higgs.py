@@ -93,8 +93,8 @@ class Higgs:
     def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
         """Describe vectors before heads are mixed (`BetweenHeads` of kvqjax.codecs.base)."""
         group = self.size(heads * head_dim)
-        known = not self.rotated and self.seed is None and head_dim % self.dim == 0
-        if not (known and splits(group, head_dim) and heads * head_dim % group == 0):
+        plain = not self.rotated and self.seed is None and head_dim % self.dim == 0
+        if not (plain and splits(group, head_dim) and heads * head_dim % group == 0):
             return None
         between = _gain(group) * transform_matrix(group // head_dim)
         return np.kron(np.eye(heads * head_dim // group), between), functools.partial(_within_heads, self, group, heads)
@@ -116,13 +116,13 @@ def _pad(x, axis_size: int):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, axis_size - x.shape[-1])])
 
 
-def _correction(norm: str, found: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
-    """Compute the factor of the stored scale for grid points `found` of the normalised group `aim` (`norm`: see the
-    module)."""
-    group = found.shape[-1]
+def _correction(norm: str, numbers: Float[Array, "u n h"], aim: Float[Array, "u n h"]) -> Float[Array, "u n"]:
+    """Compute the factor of the stored scale. `numbers` are those of the grid points that stand for the normalised
+    group `aim` (`norm`: see the module)."""
+    group = numbers.shape[-1]
     if norm == "corrected":
-        return (group / jnp.square(found).sum(-1)) ** 0.5
-    return group / jnp.maximum((found * aim).sum(-1), group / 4)
+        return (group / jnp.square(numbers).sum(-1)) ** 0.5
+    return group / jnp.maximum((numbers * aim).sum(-1), group / 4)
 
 
 def _fields(spec: Higgs, groups: int, vectors: int, bits: int) -> dict[str, Field]:
@@ -156,9 +156,9 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
         if spec.norm != "plain":
-            found = points_of(points, codes)[..., :group]
-            aim = y.reshape(*found.shape[:-1], -1)[..., :group]
-            scale = (length * _correction(spec.norm, found, aim)).astype(spec.dtype)
+            numbers = points_of(points, codes)[..., :group]
+            aim = y.reshape(*numbers.shape[:-1], -1)[..., :group]
+            scale = (length * _correction(spec.norm, numbers, aim)).astype(spec.dtype)
         return {"codes": codes.reshape(-1, groups * vectors), "scale": scale.T}
 
     def gathered(codes):

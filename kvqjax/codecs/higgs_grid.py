@@ -48,10 +48,8 @@ def points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[
     """Look up the grid points of codes, side by side. A CPU copies a point at a time."""
     if points.shape[1] == 1:
         return look_up(codes, jnp.asarray(points[:, 0]))
-    found = (
-        jnp.asarray(points).at[codes].get(mode="promise_in_bounds")
-    )  # a code has no more values than there are points
-    return found.reshape(*codes.shape[:-1], -1)
+    # A code has as many values as there are points, so that none is out of bounds.
+    return jnp.asarray(points).at[codes].get(mode="promise_in_bounds").reshape(*codes.shape[:-1], -1)
 
 
 def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:

@@ -62,6 +62,7 @@ def _slabs(ref, plan: Plan, place: Place, index, i: int):
 def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
     """Turn the codes of column `i` of block `index` into keys, [column/2, W] float32 for the tokens in the lower halves
     of words and for those in the upper halves."""
+    # A code is a bfloat16 number, which is the upper half of a float32 one.
     words = pltpu.bitcast(codes, jnp.uint32)
     parts = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
     return [_half(part, refs, plan, place, index, i, n) for n, part in enumerate(parts)]
@@ -73,6 +74,7 @@ def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
     groups = (plan.order[i * plan.column : (i + 1) * plan.column][n::2] // plan.group).reshape(-1, PLANE)
     first = plan.groups(index)[0]
 
+    # A row is loaded once for every group, and stands on the registers of all of the group's tokens.
     def rows(ref):
         by_group = {
             group: load_row(ref, first + group if plan.spec.key_group else 0, plan.key_rows, place.column, plan.lanes)

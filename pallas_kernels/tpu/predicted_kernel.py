@@ -44,6 +44,7 @@ def kernel(refs: Refs, ends, plan):
         write_limits(refs, plan, tile)
         _reconstruct(refs, plan, "key", refs.keys[1], (refs.keys[0],))
         _reconstruct(refs, plan, "value", refs.values[1], (refs.keys[1], refs.values[0]))
+        # All of a tile's scores come first, so that its running sums are rescaled once.
         refs.top[...] = jnp.full(refs.top.shape, NEVER)
         loop(plan.blocks * plan.lane_groups, functools.partial(_score, refs, plan))
         to_weights(refs)
@@ -58,6 +59,8 @@ def _reconstruct(refs: Refs, plan, source: str, new, inputs):
     bits, scale = getattr(codes, f"{source}_bits"), getattr(body, f"{source}_scale")
     predict = functools.partial(_predict, refs, plan, source, inputs)
 
+    # A column is turned back by one product for each of the two pieces of its numbers, which are exact in bfloat16.
+    # Its prediction is made beside it, since both meet in `_add`.
     def use(chunk, first, words):
         for i in range(plan.beside):
             lanes = aligned(first + i, COLUMN)
@@ -100,6 +103,7 @@ def _spread_scales(refs: Refs, plan, scale, chunk):
         stored = from_bits(scale[0, 0, :, aligned(chunk * columns + number, LANES)], codes.scales).astype(jnp.float32)
         for group in range(codes.groups):
             diagonal = jnp.where(row == lane, jnp.broadcast_to(stored[group : group + 1], (LANES, LANES)), 0.0)
+            # A transposition would move every number by itself. The product puts each token's scale on all its lanes.
             spread = dot(diagonal.astype(jnp.bfloat16), jnp.ones((LANES, LANES), jnp.bfloat16), 0)
             refs.scales[group, aligned(number, LANES)] = spread * (STEP / codes.group)
 
@@ -122,6 +126,7 @@ def _add(refs: Refs, plan, source: str, new, chunk):
         rows, tokens = aligned(piece, PIECE), aligned(chunk * (plan.chunk // PIECE) + piece, PIECE)
         for group in range(plan.spec.codes.groups):
             lanes = [slice(i * COLUMN, (i + 1) * COLUMN) for i in range(group * columns, (group + 1) * columns)]
+            # Sylvester's matrix of a group's columns comes after that of 256 within each (`_reconstruct`).
             scale = jnp.concatenate([refs.scales[group, rows]] * (COLUMN // LANES), axis=1)
             for part, mixed in zip(lanes, _mixed([refs.residuals[rows, part] for part in lanes]), strict=True):
                 total = mixed * scale
@@ -143,6 +148,7 @@ def _score(refs: Refs, plan, number):
     turns = refs.table[:, :LANES], refs.table[:, LANES:]
     waves = [keys[:, first : first + LANES] * turn for turn in turns for first in range(0, plan.lanes, LANES)]
     scores = dot(queries.astype(jnp.bfloat16), jnp.concatenate(waves, axis=1).astype(jnp.bfloat16), 1)
+    # Tokens that a query does not see have a limit of NEVER, the others none.
     scores = jnp.minimum(scores, refs.limits[:, tokens])
     refs.scores[rows, tokens] = scores
     refs.top[rows] = jnp.maximum(refs.top[rows], scores.max(-1, keepdims=True))

@@ -43,7 +43,7 @@ def table(plan: Plan) -> Float[Array, "block C"]:
     """Return cos | sin (C = 2W) of every token of a block, counted from its first, in lane order. As float32 (`wide`)
     the tokens of a product that lie in lower halves of words come first: `rotated` takes them apart."""
     order = plan.order
-    if plan.wide:
+    if plan.wide:  # a word has the tokens of two consecutive places: the even ones in lower halves
         order = order.reshape(-1, plan.column // 2, 2).swapaxes(1, 2).reshape(-1)
     angles = order[:, None] * _across(plan.frequencies, plan)
     cells = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
@@ -54,6 +54,7 @@ def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"
     """Multiply positions by rates [C], modulo full turns. A position is split into two digits, because float32 resolves
     the angle of position 2^19 to no more than 2^-5."""
     high, low = (x[:, None].astype(jnp.float32) for x in (positions >> DIGIT, positions & (1 << DIGIT) - 1))
+    # The upper digit's turn is reduced on the host, in float64, where no digit is lost.
     turn = (1 << DIGIT) * rates % (2 * np.pi)
     return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
 
@@ -64,17 +65,21 @@ def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
     stretch = plan.slots // len(positions)
     if stretch % plan.block:
         raise ValueError(f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row")
+    # `positions` has the first token of every stretch. Its blocks follow it in a row.
     first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
     turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
     cells = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
+    # The last tile may reach beyond the last block. What stands there is never read.
     cells = jnp.pad(cells, ((0, plan.tiles * plan.blocks - len(cells)), (0, 0)))
     return cells.reshape(plan.tiles, -1, LANES)
 
 
 def turned(refs, plan, group, index):
     """Rotate the queries of a lane group back to the first position of a block: y and y~, [M, W] float32 each."""
+    # The queries come with q~ beside them, so that no lanes are exchanged here.
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
     q, partner = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
+    # Of each block `turns` has the rows of cos, and below them those of sin.
     columns = plan.lanes // LANES
     rows = ([refs.turns[0, pl.ds((2 * index + i) * columns + n, 1)] for n in range(columns)] for i in range(2))
     cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)
@@ -89,6 +94,7 @@ def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
     if not plan.wide:
         keys = slab_keys(codes, refs, plan, place, index, i)
         return jnp.concatenate([keys * cells[:, part] for part in parts], axis=1)
+    # Products in float32 are of the tokens of one half each. Only then are the halves words again.
     low, high = halves(codes, refs, plan, place, index, i)
     first, second = jnp.split(cells, 2)
     return jnp.concatenate([packed(low * first[:, part], high * second[:, part]) for part in parts], axis=1)
