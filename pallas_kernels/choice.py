@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kvqjax._errors import UserError
-from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
+from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
 
 __all__ = ["BY_TABLE", "KERNELS", "OFF", "Kernels", "check_name"]
 
@@ -12,7 +12,7 @@ KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 class Kernels(NamedTuple):
     """Say which kernels may run, and why. `asked` is the user's word. `forms` are the kernel forms that may run, SPLASH
-    among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip), "forced"
+    and CUDNN among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip), "forced"
     or "off"."""
 
     asked: str = "auto"
@@ -28,8 +28,9 @@ class Kernels(NamedTuple):
         if self.forms is None:
             reason = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
             return f"kernels {self.asked} for {target} ({reason})"
-        ours = [str(form) for form in self.forms if form != SPLASH]
-        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours) + ["splash for chunks"] * (SPLASH in self.forms)
+        ours = [str(form) for form in self.forms if form not in (SPLASH, CUDNN)]
+        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours)
+        runs += ["splash for chunks"] * (SPLASH in self.forms) + ["cuDNN for prompts"] * (CUDNN in self.forms)
         return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
 
 

@@ -13,7 +13,7 @@ from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedSpec
 
-__all__ = ["SPLASH", "KernelForm", "Spec", "form_of"]
+__all__ = ["CUDNN", "SPLASH", "KernelForm", "Spec", "form_of"]
 
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
@@ -55,7 +55,9 @@ class KernelForm:
         return ", ".join(parts + ["outliers"] * self.outliers + ["QK-norm"] * self.qk_norm)
 
 
-SPLASH = KernelForm("splash")  # JAX's own kernel, for prompts and chunks on TPUs
+# Kernels of others, which read no body.
+SPLASH = KernelForm("splash")  # JAX's, for prompts and chunks on TPUs
+CUDNN = KernelForm("cudnn")  # NVIDIA's, for prompts on GPUs
 
 
 def _packed_form(spec: PackedSpec) -> KernelForm | None:

@@ -1,6 +1,6 @@
 """What a GPU does with this library, in order of worth, within the minutes there are.
 
-    python -m benchmarks.hardware --out DIR --minutes 8 [--blocks ceilings,steps] [--tiny]
+    python -m benchmarks.hardware --out DIR --minutes 8 [--blocks ceilings,steps] [--only PART] [--tiny]
 
 Nothing is installed, nothing is downloaded: a machine without network is enough, and the source tree. Every block is a
 process of its own with a time limit. One that hangs is killed; one that dies is followed by another that goes on behind
@@ -120,6 +120,7 @@ def run_block(block: Block, hard: float, options: argparse.Namespace, gpu: bool)
             break
         command = [sys.executable, "-m", "benchmarks.hardware.child", block.name, "--out", str(options.out)]
         command += ["--limit", str(max(1.0, left - 2)), "--commit", options.commit, "--run", options.run]
+        command += [word for part in options.only for word in ("--only", part)]
         state = run_child(command + ["--tiny"] * options.tiny, left, gpu, options.out / "log.txt", block.name)
         if not state.startswith("died"):
             break
@@ -167,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=8, help="no block begins later")
     parser.add_argument("--blocks", type=lambda text: text.split(","), default=[], help=", ".join(b.name for b in PLAN))
     parser.add_argument("--commit", default="", help="what the measured tree is, where git cannot say")
+    parser.add_argument("--only", action="append", default=[], help="of each block the items whose name has this part")
     parser.add_argument("--tiny", action="store_true", help="small sizes: a dry run")
     options = parser.parse_args(arguments)
     if unknown := set(options.blocks) - {block.name for block in PLAN}:

@@ -34,9 +34,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, required=True, help="seconds after which this process ends itself")
     parser.add_argument("--commit", required=True)
     parser.add_argument("--run", required=True)
+    parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    log = Log(options.out, options.block, options.commit, options.run)
+    log = Log(options.out, options.block, options.commit, options.run, options.only)
     faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.stderr)  # says where it hung
     module, function = BLOCKS[options.block].split(":")
     getattr(importlib.import_module(f"benchmarks.hardware.{module}"), function)(log, options)

@@ -12,9 +12,11 @@ from benchmarks.hardware.timing import relative
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.kernel_checks.check import check
 from kvqjax.kernel_checks.compare import Speed
+from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kernel
 from kvqjax.kernel_checks.report import SHAPES as CHECKED
 from kvqjax.kernel_checks.trial import candidates
 from kvqjax.methods import parse
+from kvqjax.pallas_kernels.forms import CUDNN
 
 __all__ = ["kernel_steps", "kernels"]
 
@@ -29,6 +31,7 @@ def kernels(log, options) -> None:
     if not on_gpu():
         log.write({"item": "kernels", "state": "skipped", "short": "no GPU"})
         return
+    log.item("check cudnn", _check_cudnn)
     bench = Bench(options)
     for text in METHODS:
         log.item(f"check {text}", lambda: _check(text))  # noqa: B023
@@ -41,6 +44,14 @@ def kernels(log, options) -> None:
                 item = f"{name} {text} {context} x {batch}"
                 measure = lambda: _row(item, text, tiles[name], context, batch, bench, form, outputs)  # noqa: B023, E731
                 log.item(item, measure)
+
+
+def _check_cudnn() -> dict:
+    """Do what `kvqjax doctor` does for cuDNN, with its timing: milliseconds for 2048 tokens, twice."""
+    shape = CHECKED[0]
+    found = check_prompt_kernel(PromptKernel(CUDNN, shape.num_heads, shape.num_kv_heads, shape.head_dim))
+    short = f"{found.outcome}, error {found.error}, {found.kernel_ms} ms, products {found.plain_ms} ms, {found.note}"
+    return {"state": "done" if found.outcome == "faster" else "wrong", "short": short}
 
 
 def _check(text: str) -> dict:

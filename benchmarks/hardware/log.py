@@ -6,7 +6,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class Log:
     """Rows of one block. What is done for this commit is not done again; what failed or ended its process is tried
     again by the next run, but not by this one."""
 
-    def __init__(self, out: Path, block: str, commit: str, run: str) -> None:
+    def __init__(self, out: Path, block: str, commit: str, run: str, only: Sequence[str] = ()) -> None:
+        self.only = only  # parts of names: other items are left out
         self.out, self.block, self.path = out, block, out / "rows.jsonl"
         self.about = {"block": block, "commit": commit, "run": run}
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):  # cut off by a crash
@@ -66,7 +67,7 @@ class Log:
 
     def new(self, item: str) -> bool:
         """Say whether an item is still to be measured."""
-        return item not in self.closed
+        return item not in self.closed and (not self.only or any(part in item for part in self.only))
 
     def item(self, name: str, measure: Callable[[], Row]) -> None:
         """Measure one item. What it raises becomes its row, and the traceback goes to errors.txt."""

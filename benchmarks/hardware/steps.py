@@ -142,21 +142,26 @@ def steps(log, options) -> None:
 
 
 def prompts(log, options) -> None:
-    """Measure the exact prefill of one prompt."""
+    """Measure the exact prefill of one prompt, with and without cuDNN."""
     config = small_config() if options.tiny else config_of("llama-3.1-8b")
-    wanted = [("exact", 256)] if options.tiny else [("exact", 8192), (METHODS[-1], 8192), ("exact", 32768)]
+    lengths = (256,) if options.tiny else (8192, 32768)
+    wanted = [("exact", length, "off") for length in lengths]
+    if on_gpu():
+        wanted += [("exact", length, "cudnn") for length in lengths] + [(METHODS[-1], 8192, "cudnn")]
     shapes = abstract_model(config)
     with ThreadPoolExecutor(3) as pool:
         made = {one: pool.submit(_compiled_prompt, shapes, *one) for one in wanted}
         model = random_weights(shapes)
         for future in made.values():
             future.exception()
-        for (text, length), future in made.items():
-            log.item(f"{text} {length}", lambda: _prompt(model, future, length, options))  # noqa: B023
+        for (text, length, kernels), future in made.items():
+            name = f"{text} {length}" + ", cuDNN" * (kernels == "cudnn")
+            log.item(name, lambda: _prompt(model, future, length, options))  # noqa: B023
 
 
-def _compiled_prompt(shapes: kvq.Model, text: str, length: int) -> tuple:
-    cache, begun = abstract_cache(shapes, text, 1, length + 256), time.monotonic()
+def _compiled_prompt(shapes: kvq.Model, text: str, length: int, kernels: str) -> tuple:
+    cache = abstract_cache(shapes, text, 1, length + 256, form="heads", kernels=kernels)
+    begun = time.monotonic()
     ids, counts = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     program = jax.jit(kvq.prefill, donate_argnums=3).lower(shapes, ids, counts, cache).compile()
     return program, cache, time.monotonic() - begun

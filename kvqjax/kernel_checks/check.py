@@ -12,7 +12,7 @@ import jaxlib
 from kvqjax._folders import user_folder
 from kvqjax._version import __version__
 from kvqjax.kernel_checks.compare import Attention, Speed, examine
-from kvqjax.kernel_checks.splash import Splash, check_splash
+from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kernel
 from kvqjax.kernel_checks.store import Key, Verdict, begin, died, find, keep
 from kvqjax.kernel_checks.trial import LENGTHS, Candidate, Trial, by_kernel, by_plain_path, make, queries, speed
 from kvqjax.pallas_kernels.choice import OFF, Kernels
@@ -25,7 +25,7 @@ COMMAND = "kvqjax doctor"
 CRASHED = "an earlier check ended with its process"
 
 # (candidate, target, how the plain path stores bodies) -> verdict
-Checker = Callable[[Candidate | Splash, str, str], Verdict]
+Checker = Callable[[Candidate | PromptKernel, str, str], Verdict]
 
 
 def verdict_folder() -> Path:
@@ -33,7 +33,7 @@ def verdict_folder() -> Path:
     return user_folder("kernels")
 
 
-def key_of(candidate: Candidate | Splash, chip: str) -> Key:
+def key_of(candidate: Candidate | PromptKernel, chip: str) -> Key:
     """Name what a verdict on `candidate` on a chip of this name holds for."""
     return Key(chip, jax.__version__, jaxlib.__version__, __version__, candidate.name)
 
@@ -68,9 +68,9 @@ def check(
     return dataclasses.replace(verdict, error=error, seconds=time.perf_counter() - start)
 
 
-def check_either(candidate: Candidate | Splash, target: str, stored: str) -> Verdict:
-    """Try the kernel of `candidate`, ours or JAX's own, on this process's default device."""
-    return check_splash(candidate) if isinstance(candidate, Splash) else check(candidate, target, stored)
+def check_either(candidate: Candidate | PromptKernel, target: str, stored: str) -> Verdict:
+    """Try the kernel of `candidate`, ours or another's, on this process's default device."""
+    return check_prompt_kernel(candidate) if isinstance(candidate, PromptKernel) else check(candidate, target, stored)
 
 
 def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]) -> Verdict | None:

@@ -17,12 +17,12 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.kernel_checks.check import check_either, key_of, obtain, verdict_folder
-from kvqjax.kernel_checks.splash import Splash, splash_form
+from kvqjax.kernel_checks.prompt_kernels import MOST_CUDNN, PromptKernel, prompt_kernel
 from kvqjax.kernel_checks.store import find
 from kvqjax.kernel_checks.trial import Candidate, candidates
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
-from kvqjax.pallas_kernels.forms import SPLASH, KernelForm
+from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
 from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
@@ -31,7 +31,7 @@ __all__ = ["choose", "over_devices"]
 
 
 @functools.lru_cache(maxsize=256)
-def _usable(folder: Path, chip: str, candidate: Candidate | Splash, target: str, stored: str, hosts: bool) -> bool:
+def _usable(folder: Path, chip: str, candidate: Candidate | PromptKernel, target: str, stored: str, hosts: bool) -> bool:
     """Whether the kernel may run, asked once a process. On several `hosts` the verdict of process 0 counts."""
     verdict = None
     if not hosts or jax.process_index() == 0:
@@ -62,7 +62,7 @@ def _tracing() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _has_verdict(folder: Path, chip: str, candidate: Candidate | Splash) -> bool:
+def _has_verdict(folder: Path, chip: str, candidate: Candidate | PromptKernel) -> bool:
     """Whether a verdict that lets the kernel run is kept already."""
     try:
         verdict = find(folder, key_of(candidate, chip))
@@ -71,7 +71,7 @@ def _has_verdict(folder: Path, chip: str, candidate: Candidate | Splash) -> bool
     return verdict is not None and verdict.usable
 
 
-def _forms(kernels: Iterable[Candidate | Splash | None]) -> tuple[KernelForm, ...]:
+def _forms(kernels: Iterable[Candidate | PromptKernel | None]) -> tuple[KernelForm, ...]:
     """List the kernel forms of candidates, each once, in their order."""
     return tuple(dict.fromkeys(kernel.form for kernel in kernels if kernel is not None and kernel.form is not None))
 
@@ -88,21 +88,26 @@ def _forced(layout: CacheLayout, form: str | None, readers: list[Candidate | Non
     return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(readers), "forced"))
 
 
-CUDNN = "no cache here is read by cuDNN yet: JAX rounds its log-sum-exp to 16 bits, too few to merge by"
+WHERE = {
+    SPLASH: f"on TPUs, with {' or '.join(map(str, HEAD_DIMS))} channels a head",
+    CUDNN: f"on GPUs from compute capability 8.0 on, in 16 bits, with up to {MOST_CUDNN} channels a head",
+}
 
 
-def _splash_only(layout: CacheLayout, form: Splash | None) -> CacheLayout:
-    """Return the layout with splash attention for prompts and chunks, checked or not. Raise UserError where it cannot
-    run."""
-    if form is None:
+def _prompts_only(layout: CacheLayout, form: KernelForm, found: PromptKernel | None) -> CacheLayout:
+    """Return the layout with the kernel `form` for prompts, checked or not, and none for decode steps. Raise UserError
+    where it cannot run."""
+    if found is None or found.form != form:
         raise UserError(
-            f"kernels='splash': it runs on TPUs, with {' or '.join(map(str, HEAD_DIMS))} channels a head; here are "
-            f"{layout.shape.head_dim}, for {layout.target}"
+            f"kernels='{form}': it runs {WHERE[form]}; here are {layout.shape.head_dim} of {layout.dtype}, for "
+            f"{layout.target}"
         )
-    return dataclasses.replace(layout, kernels=Kernels("splash", (SPLASH,), "forced"))
+    return dataclasses.replace(layout, kernels=Kernels(str(form), (form,), "forced"))
 
 
-def _checked(layout: CacheLayout, tried: list[Candidate | Splash], chip: str, hosts: bool) -> set[Candidate | Splash]:
+def _checked(
+    layout: CacheLayout, tried: list[Candidate | PromptKernel], chip: str, hosts: bool
+) -> set[Candidate | PromptKernel]:
     """Return the candidates whose kernels this chip checked, now or before, and found right and faster."""
     try:
         folder = verdict_folder()
@@ -147,12 +152,10 @@ def choose(
     if isinstance(request, Kernels):
         return dataclasses.replace(layout, kernels=request)
     check_name(request)
-    if request == "cudnn":
-        raise UserError(f"kernels='cudnn': {CUDNN}; known to run: auto, off, pallas, splash")
     shape = local or layout.shape
-    splash = splash_form(layout, shape)
-    if request == "splash":
-        return _splash_only(layout, splash)
+    for_prompts = prompt_kernel(layout, shape)
+    if request in ("splash", "cudnn"):
+        return _prompts_only(layout, SPLASH if request == "splash" else CUDNN, for_prompts)
     if request == "off":
         return dataclasses.replace(layout, kernels=OFF)
     if request == "auto" and (layout.target == "cpu" or form == "stripes"):  # spares caches on CPUs a second plan
@@ -160,7 +163,7 @@ def choose(
     readers = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
     if request == "pallas":
         return _forced(layout, form, readers)
-    tried = [candidate for candidate in (*readers, splash) if candidate is not None]
+    tried = [candidate for candidate in (*readers, for_prompts) if candidate is not None]
     if target_of(array) != layout.target or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
     usable = _checked(layout, tried, _chip_of(array), hosts)

@@ -16,7 +16,7 @@ from kvqjax.cache.encoding import at_layer
 from kvqjax.cache.state import body_tokens
 from kvqjax.kernel_checks.check import TIMED, Checker, check_either, key_of, obtain
 from kvqjax.kernel_checks.compare import MOST, Attention, worst_error
-from kvqjax.kernel_checks.splash import Splash, splash_form
+from kvqjax.kernel_checks.prompt_kernels import PromptKernel, prompt_kernel
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candidates, make, speed
 from kvqjax.methods import exact, parse
@@ -60,9 +60,9 @@ FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128), _shap
 SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 
-def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate | Splash]:
+def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate | PromptKernel]:
     """List everything that has a kernel for `target`, once."""
-    by_name: dict[str, Candidate | Splash] = {}
+    by_name: dict[str, Candidate | PromptKernel] = {}
     for shape in shapes:
         for text in METHODS:
             layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
@@ -71,14 +71,14 @@ def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate |
                 by_name.setdefault(candidate.name, candidate)
     for shape in shapes:
         layout = CacheLayout(shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target)
-        if splash := splash_form(layout, shape):
-            by_name.setdefault(splash.name, splash)
+        if kernel := prompt_kernel(layout, shape):
+            by_name.setdefault(kernel.name, kernel)
     return list(by_name.values())
 
 
-def _level(candidate: Candidate | Splash, target: str, chip: str, verdict: Verdict | None) -> str:
-    """Name the level of a kernel: verified where this chip found it right, else the table's. Splash is not in the
-    table: it is compiled."""
+def _level(candidate: Candidate | PromptKernel, target: str, chip: str, verdict: Verdict | None) -> str:
+    """Name the level of a kernel: verified where this chip found it right, else the table's. Others' kernels are not
+    in the table: they are compiled."""
     if verdict is not None and verdict.sound:
         return verified(chip)
     entry = lookup(candidate.form, target)
@@ -180,7 +180,7 @@ def unchecked(platform: str) -> str:
     """Say in one line what this machine cannot check."""
     if platform == "cpu":
         return (
-            "not checked on a CPU: Pallas kernels for TPUs and GPUs, their speed, and anything of cuDNN; methods whose "
+            "not checked on a CPU: Pallas kernels for TPUs and GPUs, their speed, and cuDNN; methods whose "
             "layers feed each other (aqua, xquant_cl) are left to the tests"
         )
     return "not checked here: kernels for other chips; methods whose layers feed each other (aqua, xquant_cl)"

@@ -78,7 +78,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     tokens = padding.begun(tokens)
     counts, overflow = admitted(cache, padding.counts, tokens.shape[1])
     tokens, foreign = known_ids(tokens, counts, model.config)
-    path = path_of(layout, *tokens.shape)
+    path = path_of(layout, *tokens.shape, score_sinks=model.config.score_sinks)
     # Whole chunks: loops over a prompt cut pieces of one static size.
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)

@@ -22,7 +22,9 @@ from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.attention import merged, with_sinks
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
+from kvqjax.ops.whole_prompts import attend_by_cudnn
 from kvqjax.pallas_kernels import splash
+from kvqjax.pallas_kernels.forms import CUDNN
 from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
 from kvqjax.step.recurrence import Recurrence
 
@@ -30,29 +32,53 @@ __all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
 CHUNK, LARGE = 512, 1024  # prompt tokens at a time: where one core does the work, and where a matrix unit does
 LARGEST = 4096  # the same where every chunk costs launches
+AT_ONCE = ("tiles", "cudnn")  # kernels that are given the queries of a whole prompt
 
 
 class Path(NamedTuple):
     """How a prompt attends to itself: `chunk` tokens at a time, by which of `kernels`: "off" (blocks of a chunk),
-    "tiles" (few large tiles, on GPUs), "splash" (on TPUs), "interpret" (splash in the interpreter)."""
+    "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs whose check it passed), "splash" (on TPUs),
+    "interpret" (splash in the interpreter)."""
 
     kernels: str
     chunk: int
 
 
-def path_of(layout: CacheLayout, batch: int, length: int) -> Path:
-    """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for."""
+def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = False) -> Path:
+    """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for.
+
+    Args:
+        layout: The cache's layout.
+        batch: Prompts.
+        length: Tokens of each, with padding.
+        score_sinks: Whether query heads have logits beside their scores.
+
+    Returns:
+        The kernels and the chunk."""
     small, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
     # A large product takes no cap between a score and its exponential, and no chunk that begins inside a piece.
     special = layout.shape.softcap is not None or layout.shape.chunked is not False
     if kernels == "off" or length <= CHUNK or (kernels == "tiles" and special):
         return small
+    if kernels == "tiles" and _by_cudnn(layout) and not score_sinks:
+        return Path("cudnn", _even(length, LARGEST))
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
     most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
-    chunk = -(-length // -(-length // max(CHUNK, most)) // CHUNK) * CHUNK  # as even as chunks of CHUNK can be
+    chunk = _even(length, max(CHUNK, most))
     whole = -(-length // chunk) * chunk
     there = kernels == "tiles" or splash.fits(chunk, whole, layout.shape.head_dim)
     return Path(kernels, chunk) if there else small
+
+
+def _even(length: int, most: int) -> int:
+    """Choose chunks of at most `most` tokens, as even as multiples of CHUNK can be."""
+    return -(-length // -(-length // most) // CHUNK) * CHUNK
+
+
+def _by_cudnn(layout: CacheLayout) -> bool:
+    """Whether cuDNN passed this chip's check, or is forced. The table's word is not enough: a program that is compiled
+    for a GPU that is not here cannot take it in."""
+    return layout.kernels.forms is not None and CUDNN in layout.kernels.forms
 
 
 def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], recurrence: Recurrence):
@@ -124,7 +150,7 @@ def exact_layer(
     def keys(start):
         positions, own, projected = project(h, start)
         found = _captured(run, constants, own, projected, positions, config)
-        return *found, projected.q if path.kernels == "tiles" else ()
+        return *found, projected.q if path.kernels in AT_ONCE else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     kept, attending = kept_apart((keep(new, finite), attending))
@@ -150,6 +176,9 @@ def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Calla
     token). Its queries are cut out of all `queries` where they are there, else `make()` makes them. `sinks(n)` gives
     the logits of score sinks of n query heads."""
     length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
+    if path.kernels == "cudnn":
+        whole = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
+        return lambda start, make, mass: (cut(whole, start), mass)
     before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 

@@ -54,7 +54,7 @@ def chip(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
         monkeypatch.setattr(check_module, "check", fake)
-        monkeypatch.setattr(choose, "splash_form", lambda layout, shape: None)  # tests/kernels/test_splash.py has those
+        monkeypatch.setattr(choose, "prompt_kernel", lambda layout, shape: None)  # tests/kernels/test_splash.py has those
         choose._usable.cache_clear()
         return checked
 
@@ -112,7 +112,8 @@ def test_off_and_forced_ask_nobody(chip):
     [
         ({"kernels": "triton"}, "kernels='triton'; known: auto, off, splash, cudnn, pallas"),
         ({"kernels": "splash"}, "it runs on TPUs"),
-        ({"kernels": "cudnn"}, "no cache here is read by cuDNN"),
+        ({"kernels": "cudnn"}, "it runs on GPUs from compute capability 8.0 on"),
+        ({"kernels": "cudnn", "target": "sm75"}, "here are 128 of float32, for sm75"),
         ({"kernels": "pallas"}, "no Pallas kernel reads the bodies of kivi.* on cpu"),
         ({"kernels": "pallas", "target": "sm80"}, "on sm80"),
         ({"kernels": "pallas", "target": "sm90", "form": "heads"}, "form='heads'"),

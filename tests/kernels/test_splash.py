@@ -11,10 +11,11 @@ import pytest
 import kvqjax as kvq
 from kvqjax.cache.runs import tiles_of
 from kvqjax.kernel_checks import check, choose
-from kvqjax.kernel_checks import splash as splash_check
+from kvqjax.kernel_checks import prompt_kernels
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.ops.attention import segment_attention
+from kvqjax.pallas_kernels.forms import CUDNN, SPLASH
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
 from kvqjax.step import new_cache
 
@@ -113,11 +114,11 @@ def test_it_is_checked_as_our_kernels_are(fault, outcome):
     """In the interpreter as it is, and with every output 2 % too large."""
 
     def kernel(body, q):
-        found = splash_check._by_splash(body, q, interpret=True)
+        found = prompt_kernels._by_splash(body, q, interpret=True)
         return found._replace(out=found.out * (1 + fault))
 
-    form = splash_check.Splash(num_heads=4, num_kv_heads=2, head_dim=64)
-    found = splash_check.check_splash(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    form = prompt_kernels.PromptKernel(SPLASH, num_heads=4, num_kv_heads=2, head_dim=64)
+    found = prompt_kernels.check_prompt_kernel(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
     assert found.outcome == outcome
     assert outcome == "wrong" or found.error < 0.01
 
@@ -132,11 +133,23 @@ def tpu(tmp_path, monkeypatch):
 
     def become(outcome: str):
         verdict = Verdict(outcome=outcome, error=0.0, seconds=0.1)
-        monkeypatch.setattr(check, "check_splash", lambda form: verdict)
+        monkeypatch.setattr(check, "check_prompt_kernel", lambda form: verdict)
         choose._usable.cache_clear()
 
     yield become
     choose._usable.cache_clear()
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
+def test_cudnn_is_checked_by_the_same_rule(fault, outcome):
+    """XLA's products stand in for cuDNN on a CPU, as they are and with every output 2 % too large."""
+
+    def kernel(body, q):
+        found = prompt_kernels._by_cudnn(body, q)
+        return found._replace(out=found.out * (1 + fault))
+
+    form = prompt_kernels.PromptKernel(CUDNN, num_heads=4, num_kv_heads=2, head_dim=64)
+    assert prompt_kernels.check_prompt_kernel(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0)).outcome == outcome
 
 
 def test_a_cache_says_whether_chunks_take_it(tpu):
@@ -147,7 +160,7 @@ def test_a_cache_says_whether_chunks_take_it(tpu):
     assert tiles_of(make(kernels="off").layout) == "off"
     assert make(kernels="splash").layout.kernels.basis == "forced"
     other = dataclasses.replace(SHAPE, head_dim=80)
-    with pytest.raises(kvq.UserError, match="here are 80, for v6e"):
+    with pytest.raises(kvq.UserError, match="here are 80 of float32, for v6e"):
         kvq.init_cache(other, "exact", 1, 2048, kernels="splash")
 
 

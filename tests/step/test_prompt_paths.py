@@ -1,4 +1,5 @@
-"""A prompt attends to itself alike on every path: blocks, a GPU's large tiles, splash attention in the interpreter."""
+"""A prompt attends to itself alike on every path: blocks, a GPU's large tiles, all queries at once as by cuDNN, splash
+attention in the interpreter."""
 
 import dataclasses
 
@@ -12,6 +13,8 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import runs
 from kvqjax.cache.readers import tiles
+from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.forms import CUDNN
 from kvqjax.step import forward, prefill
 from kvqjax.step.prompt import Path, path_of
 
@@ -19,13 +22,13 @@ from kvqjax.step.prompt import Path, path_of
 def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
     model = tiny(head_dim=64, **changes)
     cache = kvq.init_cache(model, "kivi:bits=4,window=32,sinks=2", len(counts), length)
-    patch.setattr(prefill, "path_of", lambda layout, batch, length: path)
+    patch.setattr(prefill, "path_of", lambda *_, **__: path)
     run = jax.jit(lambda *arguments: prefill._prefill(*arguments))
     logits, cache = run(model, cache, tokens(len(counts), length), jnp.asarray(counts))
     return logits, cache
 
 
-@pytest.mark.parametrize("path", [Path("tiles", 128), Path("interpret", 128)])
+@pytest.mark.parametrize("path", [Path(name, 128) for name in ("tiles", "cudnn", "interpret")], ids=lambda path: path.kernels)
 @pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
 def test_paths_agree(monkeypatch, path, sliding):
     """On ragged and padded rows, one of them empty, with and without sliding windows, which are shorter than a part of
@@ -44,8 +47,8 @@ def test_paths_agree(monkeypatch, path, sliding):
 def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
     model = tiny(head_dim=64)
     spoilt = model.replace(params=model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)})
-    for path in (Path("tiles", 128), Path("interpret", 128)):
-        monkeypatch.setattr(prefill, "path_of", lambda layout, batch, length, path=path: path)
+    for path in (Path("tiles", 128), Path("cudnn", 128), Path("interpret", 128)):
+        monkeypatch.setattr(prefill, "path_of", lambda *_, path=path, **__: path)
         prompt = jnp.full((2, 128), 3, jnp.int32).at[0, 5].set(7)
         cache = kvq.init_cache(spoilt, "exact", 2, 128)
         logits, cache = jax.jit(lambda *a: prefill._prefill(*a))(spoilt, cache, prompt, jnp.full((2,), 128))
@@ -61,6 +64,12 @@ def test_the_chip_and_the_length_choose_the_path():
     assert path_of(on("sm90"), 1, 32768) == Path("tiles", 4096)
     assert path_of(on("sm90"), 1, 4608) == Path("tiles", 2560)  # no more padding than there must be
     assert path_of(on("sm90"), 512, 32768) == Path("tiles", 512)  # as memory allows
+    # Of a program that is compiled elsewhere cuDNN is no part; a check on the chip itself lets it in.
+    found = dataclasses.replace(on("sm90"), kernels=Kernels("auto", (CUDNN,), "checked"))
+    assert path_of(found, 512, 32768) == Path("cudnn", 4096)
+    assert path_of(found, 1, 32768, score_sinks=True) == Path("tiles", 4096)
+    capped = dataclasses.replace(found, shape=dataclasses.replace(found.shape, softcap=30.0))
+    assert path_of(capped, 1, 32768) == Path("off", 512)
     assert path_of(on("v6e"), 1, 32768) == Path("splash", 1024)
     assert path_of(on("v6e"), 1, 1536) == Path("splash", 1024)
     assert path_of(on("v6e"), 1, 256) == Path("off", 256)
