@@ -12,8 +12,8 @@ KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 class Kernels(NamedTuple):
     """Say which kernels may run, and why. `asked` is the user's word. `forms` are the kernel forms that may run, SPLASH
-    and CUDNN among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip), "forced"
-    or "off"."""
+    and CUDNN among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip),
+    "forced" or "off"."""
 
     asked: str = "auto"
     forms: tuple[KernelForm, ...] | None = None

@@ -23,9 +23,9 @@ LIMITS |= {"higgs:bits=2": 0.13, "turboquant:bits=2": 0.15}
 # number between two codes the other one: an H100 gave 0.0215, 0.0076 and 0.0052 with 2-bit KIVI, 4-bit KIVI and
 # KVQuant, and 0.0018 with the first two's codes of a CPU (the block `words`).
 ATTENDED = dict.fromkeys((*LIMITS, "klt:bits=2", "commvq:bits=1"), 0.01) | {"kivi:bits=2,group=128": 0.04}
-ATTENDED |= {"kivi:bits=4,group=128": 0.02}
+ATTENDED |= {"kivi:bits=4,group=128": 0.02, "klt:bits=2": 0.02}  # klt: 0.0104
 SAME_WORDS = 0.005  # of one layer's attention to the same words
-WORDS = ("kivi:bits=2,group=128", "kivi:bits=4,group=128", "kvquant:bits=3", "higgs:bits=2")
+WORDS = ("kivi:bits=2,group=128", "kivi:bits=4,group=128", "kvquant:bits=3", "higgs:bits=2", "klt:bits=2")
 THETA = 5e5
 HELD, STEPS, TOKENS = (640, 500), 8, 768  # tokens of each row, decoded ones, and tokens that there are
 REFERENCE = {"layers": "unroll", "target": "cpu", "kernels": "off"}

@@ -314,12 +314,12 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
 
     def into_window(name, old):
         if new[name].shape[2] == 1:
-            put = _put_one_at_once if run.scattered else _put_one
+            put = _put_one_at_once if run.on_gpu else _put_one
             return put(old, new[name], modulo(body_lengths, run.ring), (counts > 0) & (body_lengths >= 0))
         return _put(old, new[name], oldest, is_new(slots), body_lengths)
 
     def into_sinks(name, old):
-        if run.scattered and new[name].shape[2] == 1:
+        if run.on_gpu and new[name].shape[2] == 1:
             return _put_one_at_once(old, new[name], lengths, (counts > 0) & (body_lengths < 0))
         return _put(old, new[name], body_lengths, is_new(sink_tokens), body_lengths)
 

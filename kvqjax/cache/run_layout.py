@@ -72,8 +72,7 @@ class RunLayout(NamedTuple):
     - The window is a ring of `ring` tokens.
     - `static_loops`: how many blocks a few new tokens read is bounded by the slots and not by data, because a GPU's
       host decides on every turn of a loop that data bounds.
-    - `scattered`: the one new token of every row of a decode step is put into window and sinks by one scatter, which a
-      GPU runs in place as one kernel. Elsewhere rows are put one by one.
+    - `on_gpu`: programs are for a GPU, or a CPU stands in for one.
     - `lanes`: so many tokens are read at a time by a few queries, which meet all heads' channels in one product (0:
       head by head).
     - `carrying`: so many tokens of all rows are read at a time by a few queries where layers feed each other
@@ -91,7 +90,7 @@ class RunLayout(NamedTuple):
     deal: Deal = Deal()
     budget: int = 0
     static_loops: bool = False
-    scattered: bool = False
+    on_gpu: bool = False
     lanes: int = 0
     carrying: int = 0
     tiles: str = "off"

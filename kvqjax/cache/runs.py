@@ -57,7 +57,7 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
         wraps=blocks < linear_blocks,
         budget=budget,
         static_loops=keep is None and layout.form == "heads",
-        scattered=layout.form == "heads" or family(layout.target) == "gpu",
+        on_gpu=layout.form == "heads" or family(layout.target) == "gpu",
         lanes=lanes,
         carrying=_carrying(layout, wiring),
         tiles=tiles_of(layout),

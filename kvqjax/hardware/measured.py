@@ -1,8 +1,9 @@
 """What was measured on chips and a plan's bounds cannot know (`python -m benchmarks.hardware`, docs/speed.md).
 
 `measured.json` has for a chip and a method attention's time in one layer of Llama-3.1-8B, in times of what reading
-bfloat16 keys and values takes at the chip's bandwidth: one new token in each of 8 rows of 32768, XLA's path. The H100's
-are of jax 0.11.2 (benchmarks/records/hardware.jsonl, block "attention"); JAX's attention by cuDNN takes 1.08 there.
+bfloat16 keys and values takes at the chip's bandwidth: one new token in each of 8 rows of 32768, by the path that
+`kernels="auto"` takes there. The H100's are of jax 0.11.2 (benchmarks/records/hardware.jsonl, blocks "attention" and
+"kernels"); JAX's attention by cuDNN takes 1.08 there.
 """
 
 import functools

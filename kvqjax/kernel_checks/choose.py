@@ -31,7 +31,9 @@ __all__ = ["choose", "over_devices"]
 
 
 @functools.lru_cache(maxsize=256)
-def _usable(folder: Path, chip: str, candidate: Candidate | PromptKernel, target: str, stored: str, hosts: bool) -> bool:
+def _usable(
+    folder: Path, chip: str, candidate: Candidate | PromptKernel, target: str, stored: str, hosts: bool
+) -> bool:
     """Whether the kernel may run, asked once a process. On several `hosts` the verdict of process 0 counts."""
     verdict = None
     if not hosts or jax.process_index() == 0:
@@ -90,7 +92,7 @@ def _forced(layout: CacheLayout, form: str | None, readers: list[Candidate | Non
 
 WHERE = {
     SPLASH: f"on TPUs, with {' or '.join(map(str, HEAD_DIMS))} channels a head",
-    CUDNN: f"on GPUs from compute capability 8.0 on, in 16 bits, with up to {MOST_CUDNN} channels a head",
+    CUDNN: f"on GPUs from compute capability 8.0 on, in bfloat16, with up to {MOST_CUDNN} channels a head",
 }
 
 

@@ -1,4 +1,5 @@
-"""Check kernels of others as ours are: splash attention, for prompts and chunks on TPUs, and cuDNN's, for prompts on GPUs."""
+"""Check kernels of others as ours are: splash attention, for prompts and chunks on TPUs, and cuDNN's, for prompts
+on GPUs."""
 
 import dataclasses
 import functools
@@ -50,7 +51,7 @@ def prompt_kernel(layout: CacheLayout, shape: KVShape) -> PromptKernel | None:
     if kind == "tpu" and dim in HEAD_DIMS:
         return PromptKernel(SPLASH, shape.num_heads, shape.num_kv_heads, dim)
     fits = kind == "gpu" and layout.target != "sm75" and dim % 8 == 0 and dim <= MOST_CUDNN
-    if fits and layout.dtype in ("bfloat16", "float16"):
+    if fits and layout.dtype == "bfloat16":
         return PromptKernel(CUDNN, shape.num_heads, shape.num_kv_heads, dim)
     return None
 

@@ -178,9 +178,7 @@ def times_matrix(
         return plain(x, w)
 
     # XLA for TPUs multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a
-    # v5e or v6e; of two rows it makes a product. XLA for GPUs writes all terms of a single row and a small matrix to
-    # memory, rounded to 16 bits, and adds them up: the keys' and values' matrices of an 8B model took 32 us a layer,
-    # a tenth of a step, where their bytes take 5 (H100, jax 0.11.2). Of two rows it makes one product with the queries'.
+    # v5e or v6e; of two rows it makes a product.
     def two_rows(x, w):
         pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
         return plain(jnp.pad(x, pad), w)[..., :1, :]
@@ -193,12 +191,14 @@ def times_matrix(
         return out.reshape(*x.shape[:-1], -1)
 
     cut = not turned and x.shape[-1] % 4 == 0 and x.dtype == w.dtype == jnp.float32
-    return jax.lax.platform_dependent(x, w, tpu=two_rows, cuda=two_rows, cpu=quarters if cut else plain, default=plain)
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
 
 
 def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
     """Return `make(*rows)` for arrays of one row, computed as the first of two equal ones."""
     # Of a vector times a small matrix XLA for GPUs makes two kernels: one writes all products, the other adds them up.
+    # Keys' and values' matrices of an 8B model took 32 us a layer, a tenth of a step, where their bytes take 5 (H100,
+    # jax 0.11.2). Of two rows it makes one product with the queries' matrix, 19 us for all three.
     pairs = make(*(jnp.broadcast_to(x, (2, *x.shape[1:])) for x in rows))
     return jax.tree.map(lambda x: x[:1], pairs)
 

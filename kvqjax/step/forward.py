@@ -83,7 +83,7 @@ def _attend_begun(
     positions, config = call.tokens.positions, model.config
     tokens = known_ids(tokens, padding.counts, config)[0]  # `forward` alone returns a cache, and so raises its flag
     # A single row's step on a GPU: a product of one row is a slow kernel of its own (`of_two`).
-    alone = positions.size == 1 and call.runs[0].static_loops
+    alone = positions.size == 1 and call.runs[0].on_gpu
 
     def project(weights, h, first):  # a run's layers are like its first one
         make = functools.partial(decoder.project, weights, config=config, index=first)

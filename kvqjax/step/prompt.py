@@ -21,8 +21,8 @@ from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.attention import merged, with_sinks
 from kvqjax.ops.finite import found_finite, spoiled, zeroed
-from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.ops.whole_prompts import attend_by_cudnn
+from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import CUDNN
 from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
@@ -37,8 +37,8 @@ AT_ONCE = ("tiles", "cudnn")  # kernels that are given the queries of a whole pr
 
 class Path(NamedTuple):
     """How a prompt attends to itself: `chunk` tokens at a time, by which of `kernels`: "off" (blocks of a chunk),
-    "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs whose check it passed), "splash" (on TPUs),
-    "interpret" (splash in the interpreter)."""
+    "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs whose check it passed), "splash" (on
+    TPUs), "interpret" (splash in the interpreter)."""
 
     kernels: str
     chunk: int

@@ -54,7 +54,9 @@ def chip(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
         monkeypatch.setattr(check_module, "check", fake)
-        monkeypatch.setattr(choose, "prompt_kernel", lambda layout, shape: None)  # tests/kernels/test_splash.py has those
+        monkeypatch.setattr(
+            choose, "prompt_kernel", lambda layout, shape: None
+        )  # tests/kernels/test_splash.py has those
         choose._usable.cache_clear()
         return checked
 

@@ -10,8 +10,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache.runs import tiles_of
-from kvqjax.kernel_checks import check, choose
-from kvqjax.kernel_checks import prompt_kernels
+from kvqjax.kernel_checks import check, choose, prompt_kernels
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.ops.attention import segment_attention

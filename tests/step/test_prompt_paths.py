@@ -28,7 +28,9 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
     return logits, cache
 
 
-@pytest.mark.parametrize("path", [Path(name, 128) for name in ("tiles", "cudnn", "interpret")], ids=lambda path: path.kernels)
+@pytest.mark.parametrize(
+    "path", [Path(name, 128) for name in ("tiles", "cudnn", "interpret")], ids=lambda path: path.kernels
+)
 @pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
 def test_paths_agree(monkeypatch, path, sliding):
     """On ragged and padded rows, one of them empty, with and without sliding windows, which are shorter than a part of
