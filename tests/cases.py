@@ -13,6 +13,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
+from kvqjax.calibrate.xquant import prepared
 from kvqjax.kernel_checks.trial import made_up
 
 # name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
@@ -97,8 +98,14 @@ def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
     )
 
 
+def with_constants(model: kvq.Model, method: kvq.Method) -> kvq.Model:
+    """The model with the method's constants: made up, or those that follow from its weights."""
+    known = prepared(model.replace(constants=()), method)
+    return known if known.constants else model.replace(constants=_constants(model, method))
+
+
 @functools.cache
 def model_and_method(name: str, **more) -> tuple[kvq.Model, kvq.Method]:
     spec, changes = CASES[name]
     model, method = tiny(**changes, **more), kvq.parse(spec)
-    return model.replace(constants=_constants(model, method)), method
+    return with_constants(model, method), method

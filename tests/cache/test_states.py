@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method
+from cases import CASES, CORE, model_and_method, with_constants
 from recurrent import EVEN, PARTS, UNEVEN, drawn, hybrid, recurrent
 from tiny import in_form as form_of
 from tiny import tokens
@@ -154,7 +154,7 @@ def next_logits(model, cache, newest):
 def case(name: str) -> tuple[kvq.Model, kvq.Method]:
     changes = {field: value for field, value in PARTS.items() if field not in CASES[name][1]}
     model, method = model_and_method(name, recurrent=recurrent(), **changes)
-    return drawn(model), method
+    return with_constants(drawn(model), method), method
 
 
 @pytest.mark.parametrize(

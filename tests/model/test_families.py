@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method
+from cases import CASES, CORE, model_and_method, with_constants
 from checkpoints import random_params
 from families import EXPERTS, FAMILIES, FAR
 from tiny import tiny, tokens
@@ -31,7 +31,7 @@ LENGTH, CAPACITY = 160, 256
 COUNTS = (160, 77)
 BOUND = 2e-4
 
-SAME_WINDOWS = ("aqua", "xquant-cl")  # their layers feed each other, so that all must see the same tokens
+SAME_WINDOWS = ("aqua", "aqua-klt", "xquant-cl")  # their layers feed each other, so that all must see the same tokens
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 plain_logits = jax.jit(decoder.logits, static_argnums=2)
@@ -152,7 +152,7 @@ def case(name: str, family: str) -> tuple[kvq.Model, kvq.Method]:
     if name in SAME_WINDOWS:
         changes["sliding_window"] = None
     model, method = model_and_method(name, **changes)
-    return drawn(model), method
+    return with_constants(drawn(model), method), method
 
 
 @pytest.mark.parametrize(("name", "family"), PAIRS)
