@@ -1,5 +1,6 @@
 """Whole decode steps and prompts of Llama-3.1-8B's geometry with random weights, through `generate`'s own loop."""
 
+import dataclasses
 import gzip
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ FEW, MANY, REPEATS = 4, 20, 5  # steps of a slope's ends
 PROFILED = 2
 ROOM = (REPEATS + 1) * (FEW + MANY) + PROFILED + 2  # tokens that rows get in all
 LISTED = {"exact 131072 x 1": "step_exact.hlo.gz", f"{METHODS[-1]} 131072 x 1": "step_kivi2.hlo.gz"}  # texts to keep
+PROMPT_LAYERS = 8  # five programs of 32 layers were not compiled after 80 s on 16 cores
 WARMED = 1  # calls of a prompt before those that count
 
 
@@ -142,8 +144,10 @@ def steps(log, options) -> None:
 
 
 def prompts(log, options) -> None:
-    """Measure the exact prefill of one prompt, with and without cuDNN."""
-    config = small_config() if options.tiny else config_of("llama-3.1-8b")
+    """Measure the exact prefill of one prompt by some of the model's layers, with and without cuDNN."""
+    config = (
+        small_config() if options.tiny else dataclasses.replace(config_of("llama-3.1-8b"), num_layers=PROMPT_LAYERS)
+    )
     lengths = (256,) if options.tiny else (8192, 32768)
     wanted = [("exact", length, "off") for length in lengths]
     if on_gpu():
@@ -155,7 +159,7 @@ def prompts(log, options) -> None:
         for future in made.values():
             future.exception()
         for (text, length, kernels), future in made.items():
-            name = f"{text} {length}" + ", cuDNN" * (kernels == "cudnn")
+            name = f"{text} {length}, {config.num_layers} layers" + ", cuDNN" * (kernels == "cudnn")
             log.item(name, lambda: _prompt(model, future, length, options))  # noqa: B023
 
 
