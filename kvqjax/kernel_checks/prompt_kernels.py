@@ -94,12 +94,11 @@ def _plain(body: _Body, q, dtype: str) -> Partial:
         return segment_attention(q, k, v, seen)
 
 
-# Of cuDNN's log-sum-exp JAX gives 16 bits, which are not compared.
-
-
 @jax.jit
 def _by_cudnn(body: _Body, q) -> Partial:
-    """Attend by cuDNN to the newest KEYS tokens before each query, and to SLIDING of them."""
+    """Attend by cuDNN from every token to all before it, and to the newest SLIDING of them. Log-sum-exps are not
+    compared: both sides give zeros."""
+    # JAX gives 16 bits of cuDNN's log-sum-exp.
     found = [attend_by_cudnn(q, body.k, body.v, sliding) for sliding in (None, SLIDING)]
     return Partial(jnp.concatenate(found), jnp.zeros((2, *q.shape[1:3])))
 
