@@ -16,7 +16,7 @@ def spec_of(form: str, bits: int, kv_heads: int, target: str) -> PackedSpec:
     groups = {"key_group": GROUP, "value_group": GROUP, "datatype": "uniform"}
     if form == "kvquant":
         groups = {"key_group": 0, "value_group": kv_heads * HEAD_DIM, "datatype": "nuq"}
-    shape = {"kv_heads": kv_heads, "head_dim": HEAD_DIM, "block": STRETCH, "target": target}
+    shape = {"kv_heads": kv_heads, "head_dim": HEAD_DIM, "target": target}
     return PackedSpec(key_bits=bits, value_bits=bits, rope=rope, **groups, **shape)
 
 
