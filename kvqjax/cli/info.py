@@ -2,6 +2,7 @@
 
 import inspect as introspect
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.output import show
+from kvqjax.hardware.measured import measured_text
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
 from kvqjax.model.loading import config_of
@@ -52,6 +54,7 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     show(rows, as_json)
     if not as_json:
         typer.echo(NOTE)
+        typer.echo("\n" + textwrap.fill(measured_text(), 80, break_on_hyphens=False))
 
 
 def inspect(folder: Path, as_json: Json = False) -> None:

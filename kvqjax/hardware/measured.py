@@ -10,12 +10,21 @@ import functools
 import json
 from pathlib import Path
 
-__all__ = ["attention_over_16_bits"]
+__all__ = ["attention_over_16_bits", "measured_text"]
 
 
 @functools.cache
 def _measured() -> dict[str, dict[str, float]]:
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def measured_text() -> str:
+    """Say for every chip how long attention takes with each method that was measured there, a line a chip."""
+    lines = []
+    for chip, found in _measured().items():
+        times = ", ".join(f"{method} {times:g}" for method, times in sorted(found.items(), key=lambda pair: pair[1]))
+        lines.append(f"Attention of a decode step on an {chip}, in times of 16-bit keys and values (measured): {times}.")
+    return "\n".join(lines)
 
 
 def attention_over_16_bits(method: str, chip: str) -> float | None:

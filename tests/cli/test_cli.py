@@ -102,6 +102,8 @@ def test_methods_and_help(call):
     facts = {row["method"]: (row["bits"], row["needs"]) for row in rows}
     assert (facts["exact"], facts["kivi"]) == ((16, "nothing"), (3, "nothing"))
     assert (facts["kvquant"][1], facts["xquant"][1]) == ("text", "weights")
+    said = " ".join(call("methods")[1].split())
+    assert "Attention of a decode step on an h100, in times of 16-bit keys and values (measured): kivi:bits=2" in said
     assert call("--help")[0] == 0
     assert "generate" in call()[1]
 
