@@ -23,7 +23,9 @@ def measured_text() -> str:
     lines = []
     for chip, found in _measured().items():
         times = ", ".join(f"{method} {times:g}" for method, times in sorted(found.items(), key=lambda pair: pair[1]))
-        lines.append(f"Attention of a decode step on an {chip}, in times of 16-bit keys and values (measured): {times}.")
+        lines.append(
+            f"Attention of a decode step on an {chip}, in times of 16-bit keys and values (measured): {times}."
+        )
     return "\n".join(lines)
 
 
