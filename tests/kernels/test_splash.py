@@ -17,6 +17,7 @@ from kvqjax.ops.attention import segment_attention
 from kvqjax.pallas_kernels.forms import CUDNN, SPLASH
 from kvqjax.pallas_kernels.splash import Blocks, block_sizes, fits, seen_blocks, splash_attention
 from kvqjax.step import new_cache
+from kvqjax.step.prompt import path_of
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
 
@@ -149,6 +150,15 @@ def test_cudnn_is_checked_by_the_same_rule(fault, outcome):
 
     form = prompt_kernels.PromptKernel(CUDNN, num_heads=4, num_kv_heads=2, head_dim=64)
     assert prompt_kernels.check_prompt_kernel(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0)).outcome == outcome
+
+
+def test_a_cache_for_a_gpu_says_that_prompts_take_cudnn():
+    cache = kvq.init_cache(SHAPE, "exact", 1, 2048, kernels="cudnn", target="sm90", dtype="bf16")
+    assert "kernels cudnn: cuDNN for prompts (forced)" in repr(cache)
+    assert path_of(cache.layout, 1, 8192).kernels == "cudnn"
+    # Nobody checked it where the chip is not here.
+    planned = kvq.init_cache(SHAPE, "exact", 1, 2048, target="sm90", dtype="bf16")
+    assert path_of(planned.layout, 1, 8192).kernels == "tiles"
 
 
 def test_a_cache_says_whether_chunks_take_it(tpu):
