@@ -105,7 +105,7 @@ def test_a_block_that_hangs_is_killed_and_one_that_dies_is_begun_again(
         return run_child([sys.executable, "-c", code], min(seconds, 4.0), *rest)
 
     monkeypatch.setattr(parent, "run_child", run)
-    options = type("Options", (), {"out": tmp_path, "commit": "a", "run": "1", "tiny": True})
+    options = type("Options", (), {"out": tmp_path, "commit": "a", "run": "1", "only": [], "tiny": True})
     block = parent.Block("steps", 30, 5)
     assert parent.run_block(block, float("inf"), options, False) == state
     assert len(begun) == times
