@@ -100,8 +100,8 @@ def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
 
 def with_constants(model: kvq.Model, method: kvq.Method) -> kvq.Model:
     """The model with the method's constants: made up, or those that follow from its weights."""
-    known = prepared(model.replace(constants=()), method)
-    return known if known.constants else model.replace(constants=_constants(model, method))
+    from_weights = prepared(model.replace(constants=()), method)
+    return from_weights if from_weights.constants else model.replace(constants=_constants(model, method))
 
 
 @functools.cache

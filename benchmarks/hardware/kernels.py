@@ -49,9 +49,10 @@ def kernels(log, options) -> None:
 def _check_cudnn() -> dict:
     """Do what `kvqjax doctor` does for cuDNN, with its timing: milliseconds for 2048 tokens, twice."""
     shape = CHECKED[0]
-    found = check_prompt_kernel(PromptKernel(CUDNN, shape.num_heads, shape.num_kv_heads, shape.head_dim))
-    short = f"{found.outcome}, error {found.error}, {found.kernel_ms} ms, products {found.plain_ms} ms, {found.note}"
-    return {"state": "done" if found.outcome == "faster" else "wrong", "short": short}
+    verdict = check_prompt_kernel(PromptKernel(CUDNN, shape.num_heads, shape.num_kv_heads, shape.head_dim))
+    times = f"{verdict.kernel_ms} ms, products {verdict.plain_ms} ms"
+    short = f"{verdict.outcome}, error {verdict.error}, {times}, {verdict.note}"
+    return {"state": "done" if verdict.outcome == "faster" else "wrong", "short": short}
 
 
 def _check(text: str) -> dict:

@@ -145,8 +145,8 @@ def steps(log, options) -> None:
 
 def prompts(log, options) -> None:
     """Measure the exact prefill of one prompt by some of the model's layers, with and without cuDNN."""
-    whole = config_of("llama-3.1-8b")
-    config = small_config() if options.tiny else dataclasses.replace(whole, num_layers=PROMPT_LAYERS)
+    geometry = config_of("llama-3.1-8b")
+    config = small_config() if options.tiny else dataclasses.replace(geometry, num_layers=PROMPT_LAYERS)
     lengths = (256,) if options.tiny else (8192, 32768)
     wanted = [("exact", length, "off") for length in lengths]
     if on_gpu():

@@ -21,8 +21,8 @@ def _measured() -> dict[str, dict[str, float]]:
 def measured_text() -> str:
     """Say for every chip how long attention takes with each method that was measured there, a line a chip."""
     lines = []
-    for chip, found in _measured().items():
-        times = ", ".join(f"{method} {times:g}" for method, times in sorted(found.items(), key=lambda pair: pair[1]))
+    for chip, factors in _measured().items():
+        times = ", ".join(f"{method} {times:g}" for method, times in sorted(factors.items(), key=lambda pair: pair[1]))
         lines.append(
             f"Attention of a decode step on an {chip}, in times of 16-bit keys and values (measured): {times}."
         )

@@ -96,13 +96,13 @@ WHERE = {
 }
 
 
-def _prompts_only(layout: CacheLayout, form: KernelForm, found: PromptKernel | None) -> CacheLayout:
+def _prompts_only(layout: CacheLayout, form: KernelForm, kernel: PromptKernel | None) -> CacheLayout:
     """Return the layout with the kernel `form` for prompts, checked or not, and none for decode steps. Raise UserError
     where it cannot run."""
-    if found is None or found.form != form:
+    if kernel is None or kernel.form != form:
         raise UserError(
-            f"kernels='{form}': it runs {WHERE[form]}; here are {layout.shape.head_dim} of {layout.dtype}, for "
-            f"{layout.target}"
+            f"kernels='{form}': it runs {WHERE[form]}; here: {layout.shape.head_dim} channels in {layout.dtype}, "
+            f"for {layout.target}"
         )
     return dataclasses.replace(layout, kernels=Kernels(str(form), (form,), "forced"))
 

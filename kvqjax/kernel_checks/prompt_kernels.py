@@ -99,8 +99,8 @@ def _by_cudnn(body: _Body, q) -> Partial:
     """Attend by cuDNN from every token to all before it, and to the newest SLIDING of them. Log-sum-exps are not
     compared: both sides give zeros."""
     # JAX gives 16 bits of cuDNN's log-sum-exp.
-    found = [attend_by_cudnn(q, body.k, body.v, sliding) for sliding in (None, SLIDING)]
-    return Partial(jnp.concatenate(found), jnp.zeros((2, *q.shape[1:3])))
+    outputs = [attend_by_cudnn(q, body.k, body.v, sliding) for sliding in (None, SLIDING)]
+    return Partial(jnp.concatenate(outputs), jnp.zeros((2, *q.shape[1:3])))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -110,8 +110,8 @@ def _plain_causal(body: _Body, q, dtype: str) -> Partial:
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         q, k, v = (x.astype(dtype) for x in (q, body.k, body.v))
         masks = [visible(places, places, valid, sliding) for sliding in (None, SLIDING)]
-        found = [segment_attention(q, k, v, mask).out for mask in masks]
-    return Partial(jnp.concatenate(found), jnp.zeros((2, *q.shape[1:3])))
+        outputs = [segment_attention(q, k, v, mask).out for mask in masks]
+    return Partial(jnp.concatenate(outputs), jnp.zeros((2, *q.shape[1:3])))
 
 
 def _speed(kernel: Attention, plain: Attention, q) -> Speed:

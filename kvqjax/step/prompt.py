@@ -177,8 +177,8 @@ def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Calla
     the logits of score sinks of n query heads."""
     length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
-        whole = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
-        return lambda start, make, mass: (cut(whole, start), mass)
+        output = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
+        return lambda start, make, mass: (cut(output, start), mass)
     before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 

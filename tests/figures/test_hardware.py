@@ -113,6 +113,13 @@ def test_a_block_that_hangs_is_killed_and_one_that_dies_is_begun_again(
     assert rows_of(tmp_path)["steps", "(block)"]["state"] == ("empty" if state == "done" else "failed")
 
 
+def test_items_may_be_chosen_by_a_part_of_their_names(hardware, tmp_path):
+    log = hardware("log").Log(tmp_path, "steps", "a", "1", ["exact", "8 rows"])
+    for name in ("exact 1 row", "kivi 8 rows", "kivi 1 row"):
+        log.item(name, dict)
+    assert [item for _, item in rows_of(tmp_path)] == ["exact 1 row", "kivi 8 rows"]
+
+
 def test_a_block_without_time_is_dropped(hardware, tmp_path, capsys):
     hardware("__main__").main(["--minutes", "0", "--out", str(tmp_path), "--tiny", "--blocks", "steps"])
     assert rows_of(tmp_path)["steps", "(block)"]["state"] == "dropped"

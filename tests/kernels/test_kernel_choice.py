@@ -115,7 +115,7 @@ def test_off_and_forced_ask_nobody(chip):
         ({"kernels": "triton"}, "kernels='triton'; known: auto, off, splash, cudnn, pallas"),
         ({"kernels": "splash"}, "it runs on TPUs"),
         ({"kernels": "cudnn"}, "it runs on GPUs from compute capability 8.0 on"),
-        ({"kernels": "cudnn", "target": "sm75"}, "here are 128 of float32, for sm75"),
+        ({"kernels": "cudnn", "target": "sm75"}, "here: 128 channels in float32, for sm75"),
         ({"kernels": "pallas"}, "no Pallas kernel reads the bodies of kivi.* on cpu"),
         ({"kernels": "pallas", "target": "sm80"}, "on sm80"),
         ({"kernels": "pallas", "target": "sm90", "form": "heads"}, "form='heads'"),

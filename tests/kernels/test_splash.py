@@ -169,7 +169,7 @@ def test_a_cache_says_whether_chunks_take_it(tpu):
     assert tiles_of(make(kernels="off").layout) == "off"
     assert make(kernels="splash").layout.kernels.basis == "forced"
     other = dataclasses.replace(SHAPE, head_dim=80)
-    with pytest.raises(kvq.UserError, match="here are 80 of float32, for v6e"):
+    with pytest.raises(kvq.UserError, match="here: 80 channels in float32, for v6e"):
         kvq.init_cache(other, "exact", 1, 2048, kernels="splash")
 
 
