@@ -151,10 +151,13 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         blocks = (_pad(wide(x), groups * group) * signs[None]).reshape(-1, groups, group)
         length = jnp.sqrt((blocks * blocks).sum(-1))
         scale = length.astype(spec.dtype)
+        # Without a correction the stored, rounded scale is what decoding multiplies by, so that encoding divides by it.
         divisor = scale.astype(jnp.float32) if spec.norm == "plain" else length
+        # A group of zeros has no length; 1 stands for it, and its codes are multiplied by a scale of 0 later.
         y = transformed(blocks, False) / (jnp.where(divisor > 0, divisor, 1.0) / gain)[..., None]
         y = _pad(y, vectors * dim).reshape(*y.shape[:-1], vectors, dim)
         codes = nearest(jnp.asarray(points), y)
+        # The scale takes up what the chosen points are too long or too short.
         if spec.norm != "plain":
             numbers = points_of(points, codes)[..., :group]
             aim = y.reshape(*numbers.shape[:-1], -1)[..., :group]
@@ -172,6 +175,7 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
     def decode(_, tile):
         x = jax.lax.platform_dependent(tile["codes"].astype(jnp.uint32), **forms, default=gathered)
         lead = x.shape[:-1]
+        # x_hat = H^T (..) / h, where H is `gain` times the integers that `transformed` has multiplied by.
         scale = jnp.swapaxes(tile["scale"], -1, -2).astype(jnp.float32) / (group / gain)
         blocks = x.reshape(*lead, groups, group) * scale[..., None]
         return (blocks.reshape(*lead, groups * group) * signs.reshape((1,) * len(lead) + (-1,)))[..., :width]
