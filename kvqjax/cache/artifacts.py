@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ __all__ = [
     "Artifact",
     "flatten",
     "load_artifact",
+    "read_arrays",
     "read_description",
-    "require_shapes",
     "unflatten",
     "write_folder",
 ]
@@ -104,6 +105,7 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         part.mkdir(parents=True)
         if arrays:
             ocp.save((part / "arrays").absolute(), arrays)
+        description["files"] = _file_marks(part)
         (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         part.rename(path)
     except OSError as error:
@@ -131,7 +133,41 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
     return text
 
 
-def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+def _file_marks(path: Path) -> dict[str, str]:
+    """Give size and checksum of every file of a stored folder's arrays, by its name within the folder."""
+    marks = {}
+    for file in sorted((path / "arrays").rglob("*")):
+        if not file.is_file():
+            continue
+        checksum = 0
+        with file.open("rb") as content:
+            while block := content.read(2**24):  # bytes held at a time
+                checksum = zlib.crc32(block, checksum)
+        marks[file.relative_to(path).as_posix()] = f"{file.stat().st_size} bytes, crc32 {checksum:08x}"
+    return marks
+
+
+def _require_files(path: Path) -> None:
+    """Raise UserError unless every file of the arrays is as it was written.
+
+    Orbax reads a changed number without a word, and at a missing file it ends while its other readers still run: their
+    tracebacks would follow the one line. Folders that an earlier version wrote have no checksums; they are read as
+    they are.
+    """
+    written = read_json(path / "description.json").get("files", {})
+    if not isinstance(written, dict):
+        raise UserError(f"{path}: description.json has no usable 'files'")
+    try:
+        found = _file_marks(path) if written else {}
+    except OSError as error:
+        raise UserError(f"{path}: arrays cannot be read: {error.strerror or error}") from error
+    for name, mark in written.items():
+        if found.get(name) != mark:
+            what = "is damaged" if name in found else "is missing"
+            raise UserError(f"{path}: arrays cannot be read: {name} {what}")
+
+
+def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Read shape and dtype of every array of a stored folder, without its numbers."""
     if not (path / "arrays").exists():
         return {}
@@ -144,25 +180,34 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in stored.items()}
 
 
-def require_shapes(path: Path, shapes: Mapping[str, Any]) -> None:
-    """Raise UserError unless a stored folder holds arrays of these shapes and dtypes; others may be there too."""
-    arrays = read_shapes(path)
-    for name, leaf in shapes.items():
-        array = arrays.get(name)
-        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
-            stored = "nothing" if array is None else f"{array.dtype}{array.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {stored}")
-
-
 def read_arrays(
-    path: Path, places: Mapping[str, jax.sharding.Sharding] | None = None
+    path: Path,
+    *,
+    wanted: Mapping[str, Any] | None = None,
+    places: Mapping[str, jax.sharding.Sharding] | None = None,
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Read the arrays of a stored folder, onto the host; with `places`, every shard straight onto its devices."""
+    """Read the arrays of a stored folder.
+
+    Args:
+        path: of the folder, whose description was read.
+        wanted: arrays or shapes that must be there, by name; others may be there too.
+        places: where each array goes, every shard straight onto its devices; None: onto the host.
+
+    Raises:
+        UserError: a file is missing or damaged, or an array is not as wanted.
+    """
+    _require_files(path)
+    stored = _read_shapes(path)
+    for name, leaf in (wanted or {}).items():
+        array = stored.get(name)
+        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
+            found = "nothing" if array is None else f"{array.dtype}{array.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
     like: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
         if places is None
         else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name])
-        for name, a in read_shapes(path).items()
+        for name, a in stored.items()
     }
     if not like:
         return {}

@@ -72,5 +72,6 @@ def inspect(folder: Path, as_json: Json = False) -> None:
         typer.echo(json.dumps({"description": about, "arrays": rows}, indent=1))
         return
     for key, value in about.items():
-        typer.echo(f"{key}: {value}")
+        if key != "files":  # their checksums; --json prints them
+            typer.echo(f"{key}: {value}")
     show(rows, False)

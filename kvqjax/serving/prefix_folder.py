@@ -16,7 +16,7 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, CacheLayout
-from kvqjax.cache.artifacts import flatten, read_arrays, read_description, require_shapes, write_folder
+from kvqjax.cache.artifacts import flatten, read_arrays, read_description, write_folder
 from kvqjax.methods import spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.serving.prefixes import TRACE, Contents, SavedPrefix
@@ -90,8 +90,7 @@ def read_prefixes(
         lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), page if count else ()
     )
     wanted = flatten((rows, pages))
-    require_shapes(path, wanted)
-    arrays = read_arrays(path)
+    arrays = read_arrays(path, wanted=wanted)
     rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in wanted])
     contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
     prefixes = [

@@ -17,7 +17,6 @@ from kvqjax.cache.artifacts import (
     flatten,
     read_arrays,
     read_description,
-    require_shapes,
     write_folder,
 )
 from kvqjax.cache.cache_layout import stored_form
@@ -169,9 +168,9 @@ def load_cache(
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
-    require_shapes(path, flatten((shape,)))
     places = None if rules is None else rules.places(target)
-    arrays = read_arrays(path, flatten((places,)) if stored == layout and places is not None else None)
+    straight = flatten((places,)) if stored == layout and places is not None else None
+    arrays = read_arrays(path, wanted=flatten((shape,)), places=straight)
     leaves = [arrays[name] for name in flatten((shape,))]
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:

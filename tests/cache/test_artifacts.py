@@ -78,6 +78,37 @@ def test_refusals(saved, tmp_path):
         artifact.save(folder / "description.json" / "inside-a-file")
 
 
+def test_every_damaged_file_is_named(saved):
+    """A changed number would be read without a word; a file that is missing would leave Orbax's readers behind."""
+    _, folder = saved
+    files = [file for file in folder.glob("arrays/**/*") if file.is_file()]
+    assert any("/d/" in str(file) for file in files)
+    for file in files:
+        content = file.read_bytes()
+        name = file.relative_to(folder).as_posix()
+        if content:
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            with pytest.raises(kvq.UserError, match=f"{name} is damaged"):
+                kvq.load_artifact(folder)
+        file.unlink()
+        with pytest.raises(kvq.UserError, match=f"{name} is missing"):
+            kvq.load_artifact(folder)
+        file.write_bytes(content)
+    assert kvq.load_artifact(folder).fingerprint == "config=1,headers=2"
+
+
+def test_a_folder_without_checksums_is_read(saved):
+    """As versions before this one wrote it."""
+    artifact, folder = saved
+    text = json.loads((folder / "description.json").read_text())
+    assert all("crc32" in mark for mark in text.pop("files").values())
+    (folder / "description.json").write_text(json.dumps(text))
+    assert kvq.load_artifact(folder).fingerprint == artifact.fingerprint
+    (folder / "description.json").write_text(json.dumps(text | {"files": 1}))
+    with pytest.raises(kvq.UserError, match="no usable 'files'"):
+        kvq.load_artifact(folder)
+
+
 def test_a_method_without_its_constants_is_refused():
     with pytest.raises(kvq.UserError, match="calibrated constant"):
         kvq.generate(tiny(), [[1, 2, 3]], kvq.parse("kvquant:bits=3"), max_new_tokens=2)

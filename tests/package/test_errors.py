@@ -193,6 +193,12 @@ def described(**changes):
     return provoke
 
 
+def file_changed(tmp_path, monkeypatch, recall):
+    artifact().save(tmp_path / "a")
+    (tmp_path / "a" / "arrays" / "_CHECKPOINT_METADATA").write_bytes(b"x")
+    kvq.load_artifact(tmp_path / "a")
+
+
 def foreign_name(tmp_path, monkeypatch, recall):
     artifact().save(tmp_path / "a")
     monkeypatch.setattr("kvqjax.cache.artifacts.read_arrays", lambda path: {"../../x": np.ones(2)})
@@ -375,6 +381,7 @@ CASES = {
     "folder that is no artifact": lambda tmp_path, *_: kvq.load_artifact(tmp_path / "absent"),
     "description of something else": described(kind="picture"),
     "description with a part missing": described(about=None),
+    "stored file that was changed": file_changed,
     "array with a foreign name": foreign_name,
     "output that another run writes": held_twice,
     "folder of another format": described(format=99),
