@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, family
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 

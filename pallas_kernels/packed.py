@@ -22,39 +22,9 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from kvqjax.ops.packing import lines
 from kvqjax.ops.packing.words import slot_rows, split_bits
+from kvqjax.pallas_kernels.chips import TARGETS
 
-__all__ = ["KINDS", "TARGETS", "PackedBody", "PackedSpec", "Rope", "Signposts", "check", "family", "target_of"]
-
-TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100")
-# How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
-KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU7x": "v7x",
-    "Tesla T4": "sm75",
-    "NVIDIA A100": "sm80",
-    "NVIDIA A10": "sm86",
-    "NVIDIA L4": "sm89",
-    "NVIDIA GeForce RTX 40": "sm89",
-    "NVIDIA B200": "sm100",
-    "NVIDIA H100": "sm90",
-    "NVIDIA H200": "sm90",
-}
-
-
-def family(target: str) -> str:
-    """Say what kind of chip a target is: "cpu", "gpu" or "tpu"."""
-    return "cpu" if target == "cpu" else "gpu" if target.startswith("sm") else "tpu"
-
-
-def target_of(array) -> str:
-    """Return the target of the chip that an array lies on; "cpu" for abstract arrays and tracers, which lie nowhere."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-        return "cpu"
-    kind = next(iter(array.devices())).device_kind
-    return next((target for name, target in KINDS.items() if kind.startswith(name)), "cpu")
+__all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check"]
 
 
 class Rope(NamedTuple):

@@ -28,7 +28,8 @@ from kvqjax.ops.packing.lines import unpack_lines
 from kvqjax.ops.packing.words import PLANE, from_bits, split_bits, unpack
 from kvqjax.ops.xla_workarounds import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, family
+from kvqjax.pallas_kernels.chips import family
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["at_once", "packed_attention"]
 

@@ -13,8 +13,8 @@ table decides for programs that are compiled ahead of time: they take kernels of
 
 from typing import NamedTuple
 
+from kvqjax.pallas_kernels.chips import TARGETS
 from kvqjax.pallas_kernels.forms import KernelForm
-from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.work import (
     AHEAD,
     BEHIND,

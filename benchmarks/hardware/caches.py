@@ -18,7 +18,7 @@ from kvqjax.kernel_checks.trial import made_up
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import config_of
 from kvqjax.model.weight_trees import unrolled
-from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.pallas_kernels.chips import target_of
 
 __all__ = [
     "LAYER",

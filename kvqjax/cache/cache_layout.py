@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from kvqjax._errors import UserError
 from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
-from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["CacheLayout", "LengthBound", "Pool"]
 

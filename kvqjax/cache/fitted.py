@@ -23,9 +23,10 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
 from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.adapters import Packed
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import form_of
-from kvqjax.pallas_kernels.packed import PackedSpec, family
+from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 __all__ = ["fitted"]

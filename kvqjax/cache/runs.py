@@ -15,8 +15,8 @@ from kvqjax.methods.spec import Method
 from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.ops.packing.words import PLANE
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.forms import SPLASH
-from kvqjax.pallas_kernels.packed import family
 
 __all__ = ["chains", "page_for", "runs_for", "runs_of", "tiles_of"]
 

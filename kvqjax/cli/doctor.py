@@ -13,7 +13,7 @@ from kvqjax.cli.output import announce, show
 from kvqjax.hardware.install import Finding, Machine, findings, this_machine
 from kvqjax.kernel_checks import report, store
 from kvqjax.kernel_checks.check import verdict_folder
-from kvqjax.pallas_kernels.packed import target_of
+from kvqjax.pallas_kernels.chips import target_of
 
 __all__ = ["doctor"]
 

@@ -5,7 +5,7 @@ import os
 import jax
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.pallas_kernels.packed import family
+from kvqjax.pallas_kernels.chips import family
 
 __all__ = ["AUTO", "chunk_for", "free_memory"]
 

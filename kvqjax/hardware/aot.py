@@ -26,7 +26,7 @@ from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import as_multiplied, unrolled
-from kvqjax.pallas_kernels.packed import family
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for

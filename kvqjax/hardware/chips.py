@@ -2,47 +2,14 @@
 
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.experimental import topologies
 
 from kvqjax._errors import UserError
-from kvqjax.hardware.devices import DEVICES, GIB
+from kvqjax.hardware.devices import DEVICES, GIB, GPUS
 
 __all__ = ["chip_devices", "slice_of", "target_name"]
-
-
-class Gpu(NamedTuple):
-    """What XLA asks of a GPU: compute capability, multiprocessors, float32 units and resident threads of each, bytes of
-    shared memory each has and one block may take, bytes of second-level cache, clock in GHz; and our kernels' target.
-    """
-
-    capability: tuple[int, int]
-    cores: int
-    units: int
-    threads: int
-    shared: int
-    most_shared: int
-    cache: int
-    clock: float
-    target: str
-
-
-_A100 = Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41, "sm80")
-_HOPPER = Gpu((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98, "sm90")
-GPUS = {
-    "t4": Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59, "sm75"),
-    "a10g": Gpu((8, 6), 80, 128, 1536, 102400, 101376, 6291456, 1.71, "sm86"),
-    "l4": Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04, "sm89"),
-    "l40s": Gpu((8, 9), 142, 128, 1536, 102400, 101376, 100663296, 2.52, "sm89"),
-    "a100-40": _A100,
-    "a100-80": _A100,
-    "h100": _HOPPER,
-    "h200": _HOPPER,
-    "b200": Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132120576, 1.97, "sm100"),
-    "rtx3090": Gpu((8, 6), 82, 128, 1536, 102400, 101376, 6291456, 1.695, "sm86"),
-    "rtx4090": Gpu((8, 9), 128, 128, 1536, 102400, 101376, 75497472, 2.52, "sm89"),
-}
 
 
 def target_name(chip: str) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvqjax._errors import UserError, suggest
 from kvqjax.parallel.mesh_size import MOST_DEVICES
 
-__all__ = ["DEVICES", "GIB", "GPU_SHARE", "Device", "Named", "find_device", "program_share"]
+__all__ = ["DEVICES", "GIB", "GPUS", "GPU_SHARE", "Device", "Gpu", "Named", "find_device", "program_share"]
 
 GIB = 2**30
 GPU_SHARE = 0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
@@ -26,6 +26,22 @@ class Device(NamedTuple):
     tflops: int
     torus: tuple[str, int] = ("", 0)
     sold: int = 0
+
+
+class Gpu(NamedTuple):
+    """What XLA asks of a GPU: compute capability, multiprocessors, float32 units and resident threads of each, bytes of
+    shared memory each has and one block may take, bytes of second-level cache, clock in GHz; and our kernels' target.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    units: int
+    threads: int
+    shared: int
+    most_shared: int
+    cache: int
+    clock: float
+    target: str
 
 
 # Memory of TPUs is what libtpu 0.0.52 names as available where it refuses a program that is compiled for the chip
@@ -54,6 +70,23 @@ DEVICES = {
     "b200": Device(178.4, 8000, 2250, sold=180),
     "rtx3090": Device(23.6, 936, 71, sold=24),
     "rtx4090": Device(23.6, 1008, 165, sold=24),
+}
+
+# NVIDIA's figures, which XLA wants of a GPU that is not there.
+_A100 = Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41, "sm80")
+_HOPPER = Gpu((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98, "sm90")
+GPUS = {
+    "t4": Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59, "sm75"),
+    "a10g": Gpu((8, 6), 80, 128, 1536, 102400, 101376, 6291456, 1.71, "sm86"),
+    "l4": Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04, "sm89"),
+    "l40s": Gpu((8, 9), 142, 128, 1536, 102400, 101376, 100663296, 2.52, "sm89"),
+    "a100-40": _A100,
+    "a100-80": _A100,
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132120576, 1.97, "sm100"),
+    "rtx3090": Gpu((8, 6), 82, 128, 1536, 102400, 101376, 6291456, 1.695, "sm86"),
+    "rtx4090": Gpu((8, 9), 128, 128, 1536, 102400, 101376, 75497472, 2.52, "sm89"),
 }
 
 # What else the chips are called, without separators: by clouds, drivers and JAX (`device_kind`).

@@ -17,7 +17,7 @@ import jaxlib
 
 from kvqjax._timing import memory
 from kvqjax._version import __version__
-from kvqjax.pallas_kernels.packed import KINDS
+from kvqjax.pallas_kernels.chips import KINDS
 from kvqjax.pallas_kernels.support import TABLE
 
 __all__ = ["Finding", "Machine", "findings", "this_machine"]

@@ -21,9 +21,9 @@ from kvqjax.kernel_checks.prompt_kernels import MOST_CUDNN, PromptKernel, prompt
 from kvqjax.kernel_checks.store import find
 from kvqjax.kernel_checks.trial import Candidate, candidates
 from kvqjax.model.config import KVShape
+from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
 from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
-from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
 

@@ -20,8 +20,8 @@ from kvqjax.kernel_checks.store import Verdict
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, segment_attention, visible
 from kvqjax.ops.whole_prompts import attend_by_cudnn
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
-from kvqjax.pallas_kernels.packed import family
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
 
 __all__ = ["MOST_CUDNN", "PromptKernel", "check_prompt_kernel", "prompt_kernel"]

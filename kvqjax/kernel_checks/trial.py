@@ -28,11 +28,11 @@ from kvqjax.kernel_checks.compare import Attention, Speed
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, ScoreOptions
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels
 from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
-from kvqjax.pallas_kernels.packed import family
 
 __all__ = [
     "LENGTHS",

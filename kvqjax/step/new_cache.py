@@ -23,8 +23,8 @@ from kvqjax.model import weight_trees
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype, name_of
 from kvqjax.model.rope import check_length
+from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import Kernels
-from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import AxisNames, rules_on
 from kvqjax.step.doors import check_model, run_constants, with_own_constants

@@ -29,8 +29,8 @@ from kvqjax.methods import Method, parse, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
+from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
-from kvqjax.pallas_kernels.packed import target_of
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
 from kvqjax.step.doors import with_own_constants

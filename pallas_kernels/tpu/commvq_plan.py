@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 
 from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.commvq import CommVQSpec
-from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
+from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 
 __all__ = ["TILE", "CommVQPlan", "plan_commvq"]
@@ -88,5 +89,5 @@ def plan_commvq(spec: CommVQSpec, slots: int, stretch: int, per_head: int) -> Co
     if spec.head_dim % 16 or split_bits(spec.bits)[0] > 4 or spec.levels % 16 or spec.value_width % LANES:
         raise ValueError(f"{spec}: want head_dim and levels in 16s, 128 levels at most, value bits in {LANES}s")
     heads = next((n for n in (1, 2, 4, 8) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), 1)
-    ways, chunk = (2, 256) if spec.target in WIDE else (4, 512)
+    ways, chunk = (4, 512) if TPUS[spec.target].vector_bfloat16 else (2, 256)
     return CommVQPlan(spec, slots, heads, heads * per_head, ways, chunk, 8 * spec.levels, LANES)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.tpu.plan import lane_groups
 
@@ -9,9 +10,6 @@ __all__ = ["ExactPlan", "make_plan", "tile_of"]
 
 UNIT = 256  # tokens of the smallest tile
 SCORES, MOST_ROWS = 2**15, 64  # numbers, and query rows of 128 tokens, that the registers hold beside others
-# Bytes of a tile, of keys and values together. Larger tiles take fewer bundles a token, which counts where bundles are
-# the bound; smaller ones leave less of a row's last one empty.
-MOST_BYTES, SMALL = 2**23, {"v5e": 2**22, "v6e": 2**22}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def tile_of(spec: ExactSpec, slots: int) -> int:
     UNIT."""
     if slots % UNIT:
         raise ValueError(f"a body of {slots} slots; want a multiple of {UNIT}")
-    most = max(UNIT, SMALL.get(spec.target, MOST_BYTES) // (4 * spec.width))
+    most = max(UNIT, TPUS[spec.target].exact_tile_bytes // (4 * spec.width))
     return max(n for n in range(UNIT, most + 1, UNIT) if slots % n == 0)
 
 

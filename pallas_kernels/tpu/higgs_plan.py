@@ -14,8 +14,9 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from kvqjax.ops.packing.words import split_bits
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
+from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
 
@@ -89,7 +90,7 @@ class HiggsPlan:
     @property
     def wide(self) -> bool:
         """Whether keys are turned as float32."""
-        return self.spec.target in WIDE
+        return not TPUS[self.spec.target].vector_bfloat16
 
     @property
     def transform(self) -> np.ndarray:
@@ -113,7 +114,7 @@ def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: i
         raise ValueError(f"{spec}: want channels in {2 * LANES}s, heads of up to as many, codes of up to 8 bits")
     tile = min(tile or TILE, slots)
     chunk = 2 * LANES
-    if spec.target in WIDE:  # float32 wants twice the registers
+    if not TPUS[spec.target].vector_bfloat16:  # float32 wants twice the registers
         chunk = LANES if spec.kv_heads * per_head <= 32 else LANES // 2
     unit = max(SPREAD, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
     if tile % unit or stretch % chunk:

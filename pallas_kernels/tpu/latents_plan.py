@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from kvqjax.pallas_kernels.latents import LatentSpec
-from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE, Plan
+from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.planning import cheapest_ways
 
 __all__ = ["TILE", "LatentPlan", "plan_latents"]
@@ -52,8 +52,8 @@ class LatentPlan:
     @property
     def apart(self) -> bool:
         """Whether the minima of values are summed in a loop of their own. Slower, but with fewer registers: many query
-        rows need that, and two plane sets on a v6e."""
-        return self.parts.rows > 32 or (self.spec.target == "v6e" and self.spec.stored.value_bits == 3)
+        rows need that, and two plane sets on some chips."""
+        return self.parts.rows > 32 or (self.parts.chip.sums_3_bit_minima_apart and self.spec.stored.value_bits == 3)
 
     @property
     def pattern(self) -> np.ndarray:
@@ -81,7 +81,7 @@ def plan_latents(
     rows = spec.kv_heads // heads * -(-used // 8) * 8
     tile = min(tile or TILE, slots)
     parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES)
-    columns, stretch = LANES if spec.target in WIDE else 2 * LANES, min(stretch, tile)
+    columns, stretch = parts.chip.matrix_lanes, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
     limit = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice

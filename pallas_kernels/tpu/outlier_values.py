@@ -41,7 +41,7 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     for i in range(heads):
         refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
     weights = refs.weights.at[pl.ds(first, heads), :, lanes]
-    at_once = 2 if plan.spec.target in ("v6e", "v7x") else 1  # fills the matrix unit
+    at_once = plan.chip.matrix_lanes // LANES  # fills the matrix unit
     for slot in range(0, plan.spec.value_slots, at_once):
         slots = range(slot, min(slot + at_once, plan.spec.value_slots))
         scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in slots], axis=1)

@@ -6,18 +6,18 @@ import math
 import numpy as np
 
 from kvqjax.ops.packing.words import split_bits
+from kvqjax.pallas_kernels.chips import TPUS, Tpu
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 
-__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "WIDE", "Plan", "lane_groups", "members"]
+__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "lane_groups", "members"]
 
 LANES = 128
 LOG2E = math.log2(math.e)
-WIDE = "v5e", "v5p"  # chips whose vector units have no bfloat16
 SHARE = 8  # lane groups that share a one-hot matrix of outliers
-VMEM_BYTES = 64 * 2**20  # of a v7x core and of a v5p
+VMEM_BYTES = 64 * 2**20  # what a kernel may take; each of the chips has at least so much
 
 
 def members(number, count: int) -> list:
@@ -40,6 +40,11 @@ class Plan:
     splits: int = 1
     pieces: int = 1
     ahead: int | None = None
+
+    @property
+    def chip(self) -> Tpu:
+        """What is known of the chip."""
+        return TPUS[self.spec.target]
 
     @property
     def lane_groups(self) -> int:
@@ -84,7 +89,7 @@ class Plan:
     def column(self) -> int:
         """Tokens of one product: what a matrix unit takes at once. Signposts get fewer, because making them needs
         registers."""
-        widest = 256 if self.spec.target in ("v6e", "v7x") and self.spec.datatype == "uniform" else LANES
+        widest = self.chip.matrix_lanes if self.spec.datatype == "uniform" else LANES
         return max(32 * self.ways, widest)
 
     @property
@@ -95,7 +100,7 @@ class Plan:
     @property
     def mixed(self) -> bool:
         """Whether the matrix unit multiplies narrow codes by bfloat16 queries as fast as bfloat16 by bfloat16."""
-        return self.spec.target == "v7x" and self.ways > 2
+        return self.chip.narrow_products and self.ways > 2
 
     @property
     def spread(self) -> float:
@@ -106,13 +111,13 @@ class Plan:
     def paired(self) -> bool:
         """Whether signposts are gathered two at a time (`signposts`): where 16-bit numbers cannot be compared, or
         comparing them spills."""
-        scarce = self.spec.target == "v7x" and 3 in (self.spec.key_bits, self.spec.value_bits)
+        scarce = self.chip.pairs_3_bits and 3 in (self.spec.key_bits, self.spec.value_bits)
         return self.spec.datatype == "nuq" and (self.wide or scarce)
 
     @property
     def wide(self) -> bool:
         """Whether codes are multiplied as float32."""
-        return self.spec.target in WIDE
+        return not self.chip.vector_bfloat16
 
     @property
     def multiplied(self) -> bool:
@@ -170,6 +175,6 @@ class Plan:
 
 def lane_groups(spec: PackedSpec | ExactSpec) -> int:
     """Return how many groups of lanes are handled one after the other. A group is as few whole heads as fill 128 lanes.
-    The matrix units of v6e and v7x could take 256 lanes at once, but that spills registers."""
+    A matrix unit of 256 lanes could take twice as many, but that spills registers."""
     lanes = math.lcm(spec.head_dim, LANES)
     return spec.width // lanes if spec.width % lanes == 0 else 1

@@ -3,21 +3,23 @@
 import dataclasses
 import math
 
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.forms import form_of
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.support import lookup
-from kvqjax.pallas_kernels.tpu.plan import LANES, VMEM_BYTES, WIDE, Plan, lane_groups
+from kvqjax.pallas_kernels.tpu.plan import LANES, VMEM_BYTES, Plan, lane_groups
 from kvqjax.pallas_kernels.tpu.unpack import fitting_ways
-from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT, SHORT_IN_TURN, Work
+from kvqjax.pallas_kernels.work import SHORT, Work
 
 __all__ = ["cheapest_ways", "make_plan"]
 
 
 def cheapest_ways(spec: PackedSpec) -> int:
-    """Return how many fields a word is cut into: the cheapest by the records in benchmarks/records. v6e and v7x convert
-    narrow integers fast; v5e and v5p are faster at or-ing codes into a mantissa."""
+    """Return how many fields a word is cut into: the cheapest by the records in benchmarks/records. Chips
+    whose vector units have bfloat16 convert narrow integers fast; the others are faster at or-ing codes into a
+    mantissa."""
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
-    if spec.datatype == "nuq" or (spec.target in WIDE and most == 8):
+    if spec.datatype == "nuq" or (most == 8 and not TPUS[spec.target].vector_bfloat16):
         return 2
     by_token = spec.key_channels > 0
     # 8 spill where codes of keys are multiplied.
@@ -30,7 +32,7 @@ def work_of(spec: PackedSpec, per_head: int) -> Work:
     if per_head <= 8 and entry is not None and entry.work is not None:
         return entry.work
     if spec.rope is None and spec.key_group >= 128:
-        return {"v6e": HALVES_AHEAD, "v7x": HALVES_IN_TURN}.get(spec.target, SHORT_IN_TURN)
+        return TPUS[spec.target].usual_work
     return SHORT
 
 

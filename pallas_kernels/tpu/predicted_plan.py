@@ -11,8 +11,9 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from kvqjax.ops.packing.words import split_bits
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.predicted import PredictedSpec
-from kvqjax.pallas_kernels.tpu.plan import LANES, WIDE
+from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["TILE", "PredictedPlan", "plan_predicted"]
 
@@ -91,7 +92,7 @@ class PredictedPlan:
     @property
     def wide(self) -> bool:
         """Whether keys are turned as float32."""
-        return self.spec.target in WIDE
+        return not TPUS[self.spec.target].vector_bfloat16
 
     @property
     def transform(self) -> np.ndarray:

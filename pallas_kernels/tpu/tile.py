@@ -50,8 +50,7 @@ def order_scales(refs, plan, tile):
     key_count = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
     # With keys' numbers beside the values' the results of all lanes would fill the registers. So lanes come in parts.
     width = math.gcd(plan.tile, TOKENS // 2 if key_count and plan.wide else TOKENS)
-    most = {"v5e": 1, "v5p": 1, "v6e": 2}.get(plan.spec.target, 4) * LANES
-    parts = max(plan.period // most, 1) if key_count else 1
+    parts = max(plan.period // (plan.chip.scale_columns * LANES), 1) if key_count else 1
 
     def pieces(number, tokens, *stored):
         """Load what is stored by token, in stretches of `period` tokens."""

@@ -6,11 +6,11 @@ import pytest
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
 from kvqjax.cache.cache_layout import stored_form
-from kvqjax.hardware.chips import GPUS, slice_of, target_name
-from kvqjax.hardware.devices import DEVICES, GIB, Device
+from kvqjax.hardware.chips import slice_of, target_name
+from kvqjax.hardware.devices import DEVICES, GIB, GPUS, Device
 from kvqjax.hardware.planner import headroom, largest, parameter_shapes, plan_memory, step_bounds
 from kvqjax.model.loading import KNOWN, config_of
-from kvqjax.pallas_kernels.packed import TARGETS
+from kvqjax.pallas_kernels.chips import TARGETS
 from kvqjax.parallel.mesh_size import MeshSize
 
 # Parameters as the models' publishers count them (tied heads once).

@@ -22,12 +22,12 @@ from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.ops.attention import segment_attention
 from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
 from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import exact, exact_plan
 
 forward = jax.jit(kvq.forward)
-TPUS = "v5e", "v5p", "v6e", "v7x"
 
 
 def _case(length: int, heads: int, dim: int, slots: int):
@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize("sinks", [None, 0, 5], ids=["body", "recent", "recent and sinks"])
 def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, sinks, monkeypatch):
     """Layer 1 of 2, the body alone, or with a window, sinks and new tokens, of which the second row sees none."""
-    monkeypatch.setattr(exact_plan, "SMALL", {"v6e": 4 * heads * dim * tile})
+    monkeypatch.setitem(TPUS, "v6e", TPUS["v6e"]._replace(exact_tile_bytes=4 * heads * dim * tile))
     draw, q, k, v, start, stop = _case(length, heads, dim, slots)
     spec = ExactSpec(kv_heads=heads, head_dim=dim, dtype="bfloat16", target="v6e")
     assert exact_plan.tile_of(spec, slots) == tile

@@ -18,19 +18,22 @@ from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
 
 from kvqjax.pallas_kernels import dispatch, reference, support
+from kvqjax.pallas_kernels.chips import TARGETS, TPUS
 from kvqjax.pallas_kernels.forms import SPLASH, KernelForm, form_of
-from kvqjax.pallas_kernels.packed import TARGETS
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.pallas_kernels.tpu import rows as tpu_rows
 from kvqjax.pallas_kernels.tpu import tile as tpu_tile
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 from kvqjax.pallas_kernels.work import Work
 
-TPUS = "v5e", "v5p", "v6e", "v7x"
-FOUR = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512)
-TWO = Case(key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512)
-EIGHT = Case(
-    key_bits=8, value_bits=8, key_group=64, value_group=48, kv_heads=4, head_dim=96, group=1, length=2, slots=256
+FOUR = Case(
+    key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=2, head_dim=128, group=4, slots=512, target="v6e"
+)
+TWO = Case(
+    key_bits=2, value_bits=2, key_group=64, value_group=32, kv_heads=2, head_dim=64, group=2, slots=512, target="v6e"
+)
+EIGHT = dataclasses.replace(
+    TWO, key_bits=8, value_bits=8, value_group=48, kv_heads=4, head_dim=96, group=1, length=2, slots=256, target="v5p"
 )
 MIXED = Case(key_bits=3, value_bits=2, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=2, target="v5e")
 # KIVI's groups: key scales multiply the codes, in bfloat16 or (v5e) in float32
@@ -54,7 +57,7 @@ RUNS = [
     (dataclasses.replace(SMALL, target="v5p", kv_heads=2, head_dim=64), {}),
     (dataclasses.replace(SMALL4, value_bits=2, target="v7x"), {}),
     (SMALL4, {"work": Work(256), "splits": 2}),
-    (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256, target="v6e"), {}),
+    (dataclasses.replace(FOUR, kv_heads=1, group=16, slots=256), {}),
     (FOUR, {"work": Work(512, 2)}),
     (FOUR, {"work": Work(512, 2, -1)}),
     (dataclasses.replace(SMALL, target="v7x"), {}),
@@ -105,7 +108,7 @@ def test_scales_prepared_in_parts(monkeypatch):
     """As for tiles and heads too large for these tests."""
     monkeypatch.setattr(tpu_tile, "TOKENS", 256)
     monkeypatch.setattr(tpu_tile, "NUMBERS", 1024)
-    near(*attend(dataclasses.replace(FOUR, target="v6e", slots=1024), interpret=True, work=Work(1024, 1, 0)))
+    near(*attend(dataclasses.replace(FOUR, slots=1024), interpret=True, work=Work(1024, 1, 0)))
 
 
 @pytest.mark.parametrize(("base", "ways"), [(1, 8), (2, 2), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)])
@@ -140,7 +143,7 @@ def test_rows_that_start_to_see_beyond_the_body_fetch_within_it():
 
 def test_dispatch_guards_by_platform():
     """A program traced for a TPU but run here is the reference, and says so for what no kernel covers."""
-    case = Case(**{**vars(FOUR), "target": "v6e"})
+    case = FOUR
     body, key, value = make_body(case)
     q, start, stop = make_query(case)
     agree(
@@ -157,13 +160,13 @@ def test_dispatch_guards_by_platform():
     assert dispatch.path(case.spec, 16, case.slots, length=4) == dispatch.path(wide.spec, 16, case.slots) == "tpu"
     assert dispatch.path(case.spec, 16, case.slots, length=9) == "reference"
     assert dispatch.path(dataclasses.replace(case.spec, scales="float32"), 4, case.slots) == "reference"
-    assert dispatch.path(FOUR.spec, 4, case.slots) == "reference"
+    assert dispatch.path(dataclasses.replace(case.spec, target="cpu"), 4, case.slots) == "reference"
     assert form_of(dataclasses.replace(SMALL4, value_bits=2).spec) == KernelForm("kivi", 4, 2, group=32)
     assert form_of(dataclasses.replace(case, value_group=64).spec) is None
 
 
 def test_heads_are_shared_out_evenly_among_calls():
-    spec = dataclasses.replace(FOUR, target="v6e").spec  # up to 16 rows
+    spec = FOUR.spec  # up to 16 rows
     asked = (8,), (16,), (24,), (8, 4), (4, 16), (4, 17), (129,)
     assert [dispatch.at_once(spec, *sizes) for sizes in asked] == [8, 16, 12, 4, 1, 0, 0]
     assert dispatch.at_once(dataclasses.replace(spec, key_slots=13), 1) == 0
@@ -212,7 +215,7 @@ def test_printed_forms_are_all_different():
 
 def test_a_chip_that_found_a_kernel_right_is_named_by_its_level(monkeypatch):
     """Dispatch takes kernels of every level but `compiled`, unless they are trusted."""
-    form, spec = KernelForm("kivi", 4, 4), dataclasses.replace(FOUR, target="v6e").spec
+    form, spec = KernelForm("kivi", 4, 4), FOUR.spec
     levels = {support.COMPILED: "reference", support.SIMULATED: "tpu", support.verified("TPU v6 lite"): "tpu"}
     assert list(levels)[2] == "verified on TPU v6 lite"
     for level, path in levels.items():

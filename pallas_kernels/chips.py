@@ -1,0 +1,76 @@
+"""The chips that attention kernels know: how their names begin, and what the plans of TPU kernels ask of each.
+
+A new TPU is two lines here, a column of `kvqjax.pallas_kernels.support.TABLE`, and a line in
+`kvqjax.hardware.devices`, which plans memory. A new GPU is a line here and one there.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT_IN_TURN, Work
+
+__all__ = ["KINDS", "TARGETS", "TPUS", "Tpu", "family", "target_of"]
+
+TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100")
+# How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
+KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+    "Tesla T4": "sm75",
+    "NVIDIA A100": "sm80",
+    "NVIDIA A10": "sm86",
+    "NVIDIA L4": "sm89",
+    "NVIDIA GeForce RTX 40": "sm89",
+    "NVIDIA B200": "sm100",
+    "NVIDIA H100": "sm90",
+    "NVIDIA H200": "sm90",
+}
+
+
+class Tpu(NamedTuple):
+    """What plans ask of a TPU. The first three are the chip's; the others were chosen by compiling kernels for it
+    (`benchmarks/tpu_bundles.py`), and no chip has confirmed them.
+
+    - `vector_bfloat16`: whether its vector units compute with bfloat16. Without that, kernels use float32.
+    - `matrix_lanes`: lanes that its matrix unit multiplies at once.
+    - `narrow_products`: whether the matrix unit takes 8-bit codes beside bfloat16 queries at full speed.
+    - `usual_work`: how a tile is worked off where `support.TABLE` says nothing and 128 tokens share a key scale.
+    - `exact_tile_bytes`: bytes of a tile of exact keys and values together. Larger tiles take fewer bundles a token,
+      which counts where bundles are the bound. Smaller ones leave less of a row's last tile empty.
+    - `scale_columns`: 128-token columns of scales that are ordered at once. More of them spill registers.
+    - `pairs_3_bits`: whether signposts of 3 bits are gathered two at a time, because comparing codes spills registers.
+    - `sums_3_bit_minima_apart`: whether minima of 3-bit latents get a loop of their own, for the same reason."""
+
+    vector_bfloat16: bool
+    matrix_lanes: int
+    narrow_products: bool
+    usual_work: Work
+    exact_tile_bytes: int
+    scale_columns: int
+    pairs_3_bits: bool = False
+    sums_3_bit_minima_apart: bool = False
+
+
+TPUS = {
+    "v5e": Tpu(False, 128, False, SHORT_IN_TURN, 2**22, 1),
+    "v5p": Tpu(False, 128, False, SHORT_IN_TURN, 2**23, 1),
+    "v6e": Tpu(True, 256, False, HALVES_AHEAD, 2**22, 2, sums_3_bit_minima_apart=True),
+    "v7x": Tpu(True, 256, True, HALVES_IN_TURN, 2**23, 4, pairs_3_bits=True),
+}
+
+
+def family(target: str) -> str:
+    """Say what kind of chip a target is: "cpu", "gpu" or "tpu"."""
+    return "cpu" if target == "cpu" else "gpu" if target.startswith("sm") else "tpu"
+
+
+def target_of(array) -> str:
+    """Return the target of the chip that an array lies on; "cpu" for abstract arrays and tracers, which lie nowhere."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return "cpu"
+    kind = next(iter(array.devices())).device_kind
+    return next((target for name, target in KINDS.items() if kind.startswith(name)), "cpu")
