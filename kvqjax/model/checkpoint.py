@@ -79,7 +79,7 @@ class Tensor:
         nbytes: bytes of the data.
         blocks: the data is blocks of codes along the last axis (`BLOCKS`).
         order: the order of its rows or columns in the file; None: they lie as they are read.
-        undo: what makes Hugging Face's numbers of the file's, in float32; None: they are the same.
+        undo: turns the file's numbers into Hugging Face's, in float32; None: they are the same.
         stored: the shape of the tensor in the file that this one is a part of; (): it is no part.
         cut: which part.
         turned: the part's axes are swapped.
@@ -171,8 +171,8 @@ def _refuse_pickles(folder: Path):
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         text = "m = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); m.save_pretrained(NEW)"
-        why = "a .bin file can run code and is not read; convert it where you trust it"
-        raise UserError(f"{pickles[0]}: {why}, with torch and transformers: {text}")
+        reason = "a .bin file can run code and is not read; convert it where you trust it"
+        raise UserError(f"{pickles[0]}: {reason}, with torch and transformers: {text}")
 
 
 def _tensors(file: Path) -> Checkpoint:
@@ -309,11 +309,11 @@ class StoredWeight(NamedTuple):
 
     Attributes:
         name: the name that it has as plain numbers.
-        parts: its tensors by what they are to it.
+        parts: its tensors by their role ("weight", "scales", "qzeros").
         shape: the shape of the decoded weight, in Hugging Face's order.
         scheme: how its codes are packed; None: it is plain numbers.
         rows: which rows of the stored weight it is, in its order; None: it is all of them.
-        stored_rows: how many these are.
+        stored_rows: how many rows the stored weight has, where `rows` picks some of them.
     """
 
     name: str
@@ -367,8 +367,8 @@ def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | 
     tensor = checkpoint[name]
     if tensor.dtype != _FP8:
         if tensor.dtype not in _FLOATS and not tensor.blocks:
-            known = ", ".join(_FLOATS)
-            raise UserError(f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {known}")
+            names = ", ".join(_FLOATS)
+            raise UserError(f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {names}")
         return StoredWeight(name, {"weight": tensor}, tensor.shape)
     if scheme is None or scheme.method != "fp8":
         raise UserError(f"{tensor.file}: {name!r} is FP8, but config.json has no quantization_config of fp8")
@@ -453,12 +453,12 @@ def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
         UserError: for a file that cannot be read, or a group of inputs that does not exist.
     """
     if weight.rows is not None:
-        # Groups of a code's scales are of rows that lie beside each other, so all rows between are decoded.
-        wanted = weight.rows[index[0]]
-        first = int(wanted.min()) if len(wanted) else 0
-        every = weight._replace(rows=None, shape=(weight.stored_rows, *weight.shape[1:]))
-        block = decode_slice(every, (slice(first, int(wanted.max(initial=first)) + 1), *index[1:]))
-        return block[wanted - first]
+        # Scales are shared by rows that lie beside each other, so all rows from the first to the last are decoded.
+        row_numbers = weight.rows[index[0]]
+        first = int(row_numbers.min()) if len(row_numbers) else 0
+        matrix = weight._replace(rows=None, shape=(weight.stored_rows, *weight.shape[1:]))
+        block = decode_slice(matrix, (slice(first, int(row_numbers.max(initial=first)) + 1), *index[1:]))
+        return block[row_numbers - first]
     if weight.scheme is None:
         return read_slice(weight.parts["weight"], index)
     pairs = zip(index, weight.shape, strict=True)

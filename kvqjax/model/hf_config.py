@@ -81,8 +81,8 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
         raise UserError(f"{path}: no config.json in this folder")
-    beside = file.with_name("generation_config.json")
-    generation = read_object(beside) if beside.exists() else None
+    generation_file = file.with_name("generation_config.json")
+    generation = read_object(generation_file) if generation_file.exists() else None
     return parse_config(read_object(file), generation, rope_length)
 
 
@@ -170,8 +170,8 @@ def config_to_hf(config: ModelConfig) -> dict:
         UserError: for an unknown architecture, or one that has no such experts.
     """
     if config.architecture not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"architecture {config.architecture!r} is unknown; known: {known}")
+        families = ", ".join(FAMILIES)
+        raise UserError(f"architecture {config.architecture!r} is unknown; known: {families}")
     family = FAMILIES[config.architecture]
     raw = {
         "architectures": [config.architecture],
@@ -256,15 +256,15 @@ def _picture_family(names: Any, model_type: Any) -> PictureFamily | None:
 
 def _architecture(raw: dict) -> str:
     """The one architecture of the config; without `architectures` it follows from `model_type`."""
-    known = ", ".join(FAMILIES)
+    families = ", ".join(FAMILIES)
     names = raw.get("architectures")
     if not names:
         names = architectures_of(raw.get("model_type"))
         if not names:
-            refuse("model_type", raw.get("model_type"), f"known architectures: {known}")
+            refuse("model_type", raw.get("model_type"), f"known architectures: {families}")
     # A name from a file may be a list or an object, which a dictionary cannot look up.
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
-        refuse("architectures", names, f"known: {known}")
+        refuse("architectures", names, f"known: {families}")
     model_type = FAMILIES[names[0]].model_type
     if raw.get("model_type", model_type) != model_type:
         refuse("model_type", raw["model_type"], f"{names[0]} has {model_type!r}")

@@ -52,20 +52,20 @@ _ACCEPTED: dict[str, tuple] = {
 # --- Refusals, and numbers ---
 
 
-def refuse(field: str, value: Any, wanted: str) -> NoReturn:
+def refuse(field: str, value: Any, reason: str) -> NoReturn:
     """Raise the one-line UserError for a field of config.json.
 
     Args:
         field: the field's name, with the names of the objects that it lies in.
         value: the field's value; None: it is missing.
-        wanted: what is wanted instead, or why the value is refused.
+        reason: what is wanted instead, or why the value is refused.
 
     Raises:
         UserError: always.
     """
     problem = "is missing" if value is None else f"= {json.dumps(value)} is not supported"
     # A field's name comes from a file and may hold a line break.
-    raise UserError(" ".join(f"config.json: {field} {problem}; {wanted}".split()))
+    raise UserError(" ".join(f"config.json: {field} {problem}; {reason}".split()))
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -120,13 +120,13 @@ def read_number(raw: dict, field: str, default: float | None = None, prefix: str
     return float(value)
 
 
-def read_softcap(raw: dict, field: str, known: bool) -> float | None:
+def read_softcap(raw: dict, field: str, has_cap: bool) -> float | None:
     """Read a cap of scores or logits.
 
     Args:
         raw: the contents of config.json.
         field: `SCORE_CAP` or `LOGIT_CAP`.
-        known: the family computes this cap.
+        has_cap: whether the family computes this cap.
 
     Returns:
         The cap; None for a model without it.
@@ -134,7 +134,7 @@ def read_softcap(raw: dict, field: str, known: bool) -> float | None:
     Raises:
         UserError: for a cap that is no positive number.
     """
-    return read_number(raw, field) if known and raw.get(field) is not None else None
+    return read_number(raw, field) if has_cap and raw.get(field) is not None else None
 
 
 # --- Fields that are only checked ---

@@ -51,13 +51,13 @@ def windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int 
         refuse("sliding_window", window, f"{name} attends to everything; wanted null")
     if types is None:
         types = [FULL_ATTENTION] * num_layers if window is None else _default_types(raw, family, num_layers)
-    known = {FULL_ATTENTION: None, SLIDING_ATTENTION: window}
+    window_of = {FULL_ATTENTION: None, SLIDING_ATTENTION: window}
     fits = isinstance(types, list) and len(types) == num_layers
-    if not fits or any(name not in list(known) for name in types):
+    if not fits or any(name not in list(window_of) for name in types):
         refuse("layer_types", types, f"wanted {num_layers} of {FULL_ATTENTION} or {SLIDING_ATTENTION}")
     if window is None and SLIDING_ATTENTION in types:
         refuse("layer_types", types, f"{SLIDING_ATTENTION} without a sliding window")
-    windows = tuple(known[name] for name in types)
+    windows = tuple(window_of[name] for name in types)
     if not family.mixed_windows and windows != (window,) * num_layers:
         refuse("layer_types", types, f"all layers of {architecture} attend alike")
     return windows
@@ -218,9 +218,11 @@ def recurrent_to_hf(config: ModelConfig) -> dict:
         The fields that `recurrent_from_hf` reads, and the share of channels that attention's rope turns.
     """
     shape, ropes = config.recurrent, config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    others = () if shape is None else shape.layers
+    recurrent_layers = () if shape is None else shape.layers
     raw: dict[str, Any] = {
-        "layer_types": [_LINEAR_ATTENTION if index in others else FULL_ATTENTION for index in range(config.depth)],
+        "layer_types": [
+            _LINEAR_ATTENTION if index in recurrent_layers else FULL_ATTENTION for index in range(config.depth)
+        ],
         "partial_rotary_factor": 1.0 if ropes[0] is None else ropes[0].fraction,
     }
     return raw if shape is None else raw | {field: getattr(shape, name) for name, field in _DELTA_FIELDS.items()}

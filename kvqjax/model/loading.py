@@ -75,7 +75,7 @@ class Model(struct.PyTreeNode):
         config: the config.
         fingerprint: the checkpoint's digests (kvqjax/model/checkpoint.py); "" for a model that is not of a folder.
         folder: the folder, or the GGUF file, with its tokenizer; "" likewise.
-        rules: how it and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
+        rules: how the model and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
         calibrated: the methods of `constants` and `others`, in this order.
     """
 
@@ -139,8 +139,8 @@ class Model(struct.PyTreeNode):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            why = "half a surrogate pair, as bytes that are not UTF-8 give in an argument"
-            raise UserError(f"the text has no character at place {error.start}: {why}") from None
+            reason = "half a surrogate pair, as bytes that are not UTF-8 give in an argument"
+            raise UserError(f"the text has no character at place {error.start}: {reason}") from None
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):
             raise UserError(
@@ -151,18 +151,21 @@ class Model(struct.PyTreeNode):
     def with_artifact(self, artifact) -> "Model":
         """This model with the artifact's `constants` beside those of artifacts of other methods: each cache takes its
         method's. Raises UserError when the artifact's `fingerprint` differs."""
-        ours, theirs = (fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint))
-        for field in dict.fromkeys([*ours, *theirs]):
-            if ours.get(field) != theirs.get(field):
-                got, wanted = theirs.get(field, "none"), ours.get(field, "none")
-                raise UserError(f"artifact is for another model: fingerprint {field} is {got}, the model's is {wanted}")
-        others = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
-        others.pop(artifact.method, None)
+        model_parts, artifact_parts = (fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint))
+        for field in dict.fromkeys([*model_parts, *artifact_parts]):
+            if model_parts.get(field) != artifact_parts.get(field):
+                artifact_digest, model_digest = artifact_parts.get(field, "none"), model_parts.get(field, "none")
+                raise UserError(
+                    f"artifact is for another model: fingerprint {field} is {artifact_digest}, "
+                    f"the model's is {model_digest}"
+                )
+        constants_of = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
+        constants_of.pop(artifact.method, None)
         return dataclasses.replace(
             self,
             constants=artifact.constants,
-            calibrated=(artifact.method, *others),
-            others=tuple(others.values()),
+            calibrated=(artifact.method, *constants_of),
+            others=tuple(constants_of.values()),
         )
 
 
@@ -247,10 +250,10 @@ def _single_file(folder: Path) -> Path:
 
 
 def _bundled(name: str) -> Path:
-    present = [other for other in BUNDLED if (_ASSETS / other / "config.json").exists()]
-    if name not in present:
-        known = ", ".join(present) or "none"
-        raise UserError(f"bundled model {name!r} is not in this installation; it has: {known}")
+    models = [model for model in BUNDLED if (_ASSETS / model / "config.json").exists()]
+    if name not in models:
+        names = ", ".join(models) or "none"
+        raise UserError(f"bundled model {name!r} is not in this installation; it has: {names}")
     return _ASSETS / name
 
 
@@ -291,15 +294,15 @@ def config_of(name: str) -> ModelConfig:
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
-    path, placed = Path(name).expanduser(), name in BUNDLED or name in FETCHED
-    if not placed and path.suffix == ".json":
+    path, has_weights = Path(name).expanduser(), name in BUNDLED or name in FETCHED
+    if not has_weights and path.suffix == ".json":
         return read_config(path)
-    if not placed and (path.is_dir() or is_gguf(path)):
+    if not has_weights and (path.is_dir() or is_gguf(path)):
         return read_config(locate(name))
     short = name.rpartition("/")[2].lower()
-    if not placed and short in KNOWN:
+    if not has_weights and short in KNOWN:
         return read_config(_CONFIGS / f"{short}.json")
-    if not placed and "/" not in name:
+    if not has_weights and "/" not in name:
         hint = suggest(short, (*BUNDLED, *FETCHED, *KNOWN))
         raise UserError(f"{name}: no such folder and no known model{hint}")
     return read_config(locate(name))
@@ -334,8 +337,8 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     except TypeError:
         name = ""
     if name not in _DTYPES.values():
-        known = ", ".join(f"{short} or {name}" for short, name in _DTYPES.items())
-        raise UserError(f"dtype {dtype!r} is unknown; known: {known}")
+        names = ", ".join(f"{short} or {name}" for short, name in _DTYPES.items())
+        raise UserError(f"dtype {dtype!r} is unknown; known: {names}")
     return jnp.dtype(name)
 
 
@@ -362,13 +365,13 @@ def load(
         weights: "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs. The compute dtype
             stays.
         layers: "scan" keeps layers as stacks, which compile fast. "unroll" keeps each by itself, which XLA for GPUs
-            reads at half the cost; its caches are stored likewise. "switch" does that to matrices alone, which XLA for
-            CPUs reads at half the cost, and compiles in a third of the time (kvqjax/model/decoder.py). None: unroll on
-            GPUs, switch on CPUs but for tiny models, scan on TPUs.
+            reads at half the cost; its caches are stored likewise. "switch" keeps each matrix by itself, which XLA for
+            CPUs reads at half the cost, and compiles in a third of the time of "unroll" (kvqjax/model/decoder.py).
+            None: unroll on GPUs, switch on CPUs but for tiny models, scan on TPUs.
         text_only: load the language part of a checkpoint of pictures and text, which is refused otherwise.
-        rope_length: how long texts may become. RoPE of the kinds dynamic and longrope is another one for texts longer
-            than the length that the model was trained on first, which is what None stands for. Other kinds pass it
-            over.
+        rope_length: how long texts may become. The kinds dynamic and longrope have other frequencies for texts longer
+            than the length that the model was first trained on. None: texts up to that length. Other kinds of rope
+            ignore it.
 
     Returns:
         The model.
@@ -389,5 +392,5 @@ def load(
     bits = CODED_WEIGHTS[weights] if weights else None
     layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
-    about = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
-    return Model(params, config=config, **about)
+    provenance = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
+    return Model(params, config=config, **provenance)

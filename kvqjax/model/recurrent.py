@@ -63,8 +63,8 @@ def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
         x: the layer's input behind its norm.
 
     Returns:
-        Inputs of the convolution "q", "k" and "v" [B, T, W], the logarithm of how much is kept "decay" and how much is
-        written "beta" [B, T, Hv]: float32.
+        Float32 arrays by name. "q", "k" and "v" [B, T, W] are inputs of the convolution. "decay" [B, T, Hv] is the
+        logarithm of the share of the state that is kept, and "beta" [B, T, Hv] the share of the update that is written.
     """
     projected = {name: row_major(product(x, weights[f"delta_{name}"])) for name in ("q", "k", "v", "a", "b")}
     wide = {name: value.astype(jnp.float32) for name, value in projected.items()}
@@ -73,17 +73,17 @@ def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
     return {name: wide[name] for name in "qkv"} | {"decay": decay, "beta": jax.nn.sigmoid(wide["b"])}
 
 
-def _convolved(held: Float[Array, "B k W"], new: Float[Array, "B T W"], kernel: Float[Array, "W K"]):
-    """The convolution over each token and those before it, and silu."""
-    line, kernel = jnp.concatenate([held, new], 1), kernel.astype(jnp.float32)
+def _convolved(history: Float[Array, "B k W"], new: Float[Array, "B T W"], kernel: Float[Array, "W K"]):
+    """Convolve each token with those before it, and apply silu. `history` holds the inputs before the first token."""
+    line, kernel = jnp.concatenate([history, new], 1), kernel.astype(jnp.float32)
     total = sum(line[:, j : j + new.shape[1]] * kernel[None, None, :, j] for j in range(kernel.shape[1]))
     return jax.nn.silu(total)
 
 
-def _newest(held: Float[Array, "B k W"], new: Float[Array, "B T W"], counts: Int[Array, " B"]):
+def _newest(history: Float[Array, "B k W"], new: Float[Array, "B T W"], counts: Int[Array, " B"]):
     """The last inputs of the convolution after `counts[b]` new ones of each row."""
-    line = jnp.concatenate([held, new], 1)
-    place = counts[:, None] + jnp.arange(held.shape[1])[None]
+    line = jnp.concatenate([history, new], 1)
+    place = counts[:, None] + jnp.arange(history.shape[1])[None]
     return jnp.take_along_axis(line, place[..., None], axis=1, mode="promise_in_bounds")
 
 
@@ -117,8 +117,8 @@ def advance(
     # A convolution also gives keys to tokens that do not count: their beta of 0 keeps them out of the state.
     v = mixed["v"].reshape(*mixed["v"].shape[:2], -1, shape.value_dim)
     out, delta = delta_rule(q * shape.key_dim**-0.5, k, v, new["decay"], new["beta"], state["delta"])
-    done = {f"conv_{name}": _newest(state[f"conv_{name}"], new[name], counts) for name in "qkv"}
-    return out, done | {"delta": delta}
+    new_state = {f"conv_{name}": _newest(state[f"conv_{name}"], new[name], counts) for name in "qkv"}
+    return out, new_state | {"delta": delta}
 
 
 def delta_rule(
@@ -163,8 +163,8 @@ def delta_rule(
     else:
         size = min(chunk, length)
         padded = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
-        apart = lambda x: jnp.moveaxis(padded(x).reshape(batch, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731
-        state, out = jax.lax.scan(_chunk, state, tuple(map(apart, parts)))
+        chunks = lambda x: jnp.moveaxis(padded(x).reshape(batch, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731
+        state, out = jax.lax.scan(_chunk, state, tuple(map(chunks, parts)))
         out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, group, v.shape[3])[:, :length]
     return out.reshape(v.shape), state.reshape(batch, heads * group, *state.shape[3:])
 
@@ -188,19 +188,19 @@ def _chunk(state, parts):
     beta = jnp.moveaxis(beta, 1, -1)
     seen = jnp.tril(jnp.ones((size, size), bool))[None, None, None]
     # Masked before the exponential: above the diagonal it could overflow.
-    between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    alike = _product("bimk,bjmk->bmij", k, k)[:, :, None]
-    system = alike * between * beta[..., None]  # its diagonal is not read
+    decays = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    gram = _product("bimk,bjmk->bmij", k, k)[:, :, None]
+    system = gram * decays * beta[..., None]  # its diagonal is not read
     remembered = _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]
-    wanted = (jnp.moveaxis(v, 1, 3) - remembered) * beta[..., None]
+    right_side = (jnp.moveaxis(v, 1, 3) - remembered) * beta[..., None]
     # Solved by substitution: powers of this matrix, which would need products alone, lose all digits where tokens
     # repeat each other (its entries are then 1, and those of the powers binomial coefficients).
-    update = jax.lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
-    scores = _product("bimk,bjmk->bmij", q, k)[:, :, None] * between
+    update = jax.lax.linalg.triangular_solve(system, right_side, left_side=True, lower=True, unit_diagonal=True)
+    scores = _product("bimk,bjmk->bmij", q, k)[:, :, None] * decays
     out = _product("bimk,bmgkv->bmgiv", q, state) * jnp.exp(total)[..., None]
     out = out + _product("bmgij,bmgjv->bmgiv", scores, update)
-    left = jnp.exp(total[..., -1:] - total)[..., None] * update
-    state = state * jnp.exp(total[..., -1])[..., None, None] + _product("bjmk,bmgjv->bmgkv", k, left)
+    end_update = jnp.exp(total[..., -1:] - total)[..., None] * update
+    state = state * jnp.exp(total[..., -1])[..., None, None] + _product("bjmk,bmgjv->bmgkv", k, end_update)
     return state, jnp.moveaxis(out, 3, 1)
 
 
@@ -208,7 +208,7 @@ def _chunk(state, parts):
 
 
 def gated(weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"], eps: float) -> Float[Array, "B T W"]:
-    """Norm what the rule gives head by head, and multiply it by silu of one more projection of the layer's input."""
+    """Norm the rule's outputs head by head, and multiply them by silu of one more projection of the layer's input."""
     scaled = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
     scaled = scaled * weights["delta_norm"].astype(jnp.float32)[None, None, None]
     gate = row_major(product(x, weights["delta_z"])).astype(jnp.float32)

@@ -45,8 +45,8 @@ def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_position / wavelength - rope.low_freq_factor
-    between = rope.high_freq_factor - rope.low_freq_factor
-    blend = np.clip(turns / between, 0, 1) if between else (turns > 0).astype(freq.dtype)  # Llama 4: none between
+    span = rope.high_freq_factor - rope.low_freq_factor
+    blend = np.clip(turns / span, 0, 1) if span else (turns > 0).astype(freq.dtype)  # Llama 4: no span
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
@@ -129,10 +129,10 @@ def channel_order(head_dim: int, turned: int, pairs: str) -> Int[np.ndarray, " D
     Returns:
         The channels. Those that turn come first in both halves.
     """
-    front, rest = np.arange(turned), np.arange(turned, head_dim)
+    front, tail = np.arange(turned), np.arange(turned, head_dim)
     first, second = (front[::2], front[1::2]) if pairs == "neighbours" else np.split(front, 2)
-    still = np.split(rest, 2)
-    return np.concatenate([first, still[0], second, still[1]])
+    tail_halves = np.split(tail, 2)
+    return np.concatenate([first, tail_halves[0], second, tail_halves[1]])
 
 
 def _order_of(config: KVShape) -> Int[np.ndarray, " D"] | None:
@@ -220,9 +220,9 @@ def positions_of_layer(
     if index is None:
         raise ValueError("layers have ropes of their own; say which layer this is")
     layers = [config.layer(number) for number in range(config.num_layers)]
-    still = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
-    freq = np.stack([still if layer.rope is None else inverse_frequencies(layer) for layer in layers])
-    factor = np.stack([np.broadcast_to(pair_factors(layer), still.shape) for layer in layers]).astype(np.float32)
+    zeros = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
+    freq = np.stack([zeros if layer.rope is None else inverse_frequencies(layer) for layer in layers])
+    factor = np.stack([np.broadcast_to(pair_factors(layer), zeros.shape) for layer in layers]).astype(np.float32)
     angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
     return _waves(angles, jnp.asarray(factor)[index])
 

@@ -1,10 +1,13 @@
 """Which rows of a checkpoint's tensor a parameter is, where one tensor holds several parameters or another order.
 
-A family whose queries are gated packs query and gate of a head into one matrix. A rope that turns a part of a head's
-channels turns the first ones in the checkpoint; here they stand first in both halves of the head, so that every rope
-turns channel i with channel i + D/2, and pairs of the others have the frequency 0. Keys and queries are laid out alike,
-so that scores do not change. Recurrent layers pack their projections in two ways. Attention of latents packs the latent
-with the shared part of the keys, and a head's keys with its values.
+A family whose queries are gated packs query and gate of a head into one matrix.
+
+A rope that turns a part of a head's channels turns the first ones in the checkpoint. Here they stand first in both
+halves of the head. So every rope turns channel i with channel i + D/2, and pairs of other channels have the frequency
+0. Keys and queries are laid out alike, so that scores do not change.
+
+Recurrent layers pack their projections in two ways. Attention of latents packs the latent with the shared part of the
+keys, and a head's keys with its values.
 """
 
 from typing import NamedTuple
@@ -72,8 +75,9 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     Args:
         config: the config of the model.
         name: the parameter ("layers/q").
-        packed: recurrent layers have two tensors of projections, key head by key head (Qwen3-Next); else one of
-            queries, keys and values after each other, and one of each other kind.
+        packed: whether recurrent layers have two tensors of projections, packed key head by key head (Qwen3-Next).
+            Otherwise one tensor holds queries, keys and values after each other, and every other projection has its
+            own.
 
     Returns:
         The rows; None where the tensor is the parameter.
@@ -84,8 +88,8 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     turned = np.arange(dim) if order is None else order
     heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}
     if config.output_gate and name in ("layers/q", "layers/q_gate"):
-        here = (0, turned) if name == "layers/q" else (dim, np.arange(dim))
-        return _by_head(config.num_heads, 2 * dim, *here)
+        span = (0, turned) if name == "layers/q" else (dim, np.arange(dim))
+        return _by_head(config.num_heads, 2 * dim, *span)
     if order is not None and name in heads:
         return _by_head(heads[name], dim, 0, order)
     if order is not None and name in ("layers/q_norm", "layers/k_norm"):
@@ -106,8 +110,8 @@ def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
     turned = config.head_dim - latent
     halves = channel_order(turned, turned, "neighbours")
     if name == "layers/q":
-        each = np.concatenate([np.arange(sizes.key_dim), sizes.key_dim + halves])
-        return _by_head(config.num_heads, len(each), 0, each)
+        head_order = np.concatenate([np.arange(sizes.key_dim), sizes.key_dim + halves])
+        return _by_head(config.num_heads, len(head_order), 0, head_order)
     if name in ("layers/k", "layers/v"):
         return TensorRows(latent + halves if name == "layers/k" else np.arange(latent), config.head_dim)
     spans = {"layers/k_up": (0, sizes.key_dim), "layers/v_up": (sizes.key_dim, sizes.value_dim)}
@@ -125,8 +129,8 @@ def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:
 
 
 def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:
-    """Each head of keys with what belongs to it: its query, key, values and gates, or the writes and decays of its
-    values' heads."""
+    """Rows of a tensor that is packed key head by key head. A head's rows are its query, key, values and gates, or the
+    writes and decays of its value heads."""
     group = shape.value_heads // shape.key_heads
     sizes = {"q": shape.key_dim, "k": shape.key_dim, "v": group * shape.value_dim, "z": group * shape.value_dim}
     if part in "ab":

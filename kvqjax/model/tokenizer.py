@@ -110,7 +110,7 @@ def _without_defaults(part: Any) -> Any:
 def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Say whether tokenizer.json holds what transformers builds for Qwen's tokenizers."""
     split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
-    wanted = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     model = stored.get("model", {})
     unwanted = (
         "dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges",
@@ -124,7 +124,7 @@ def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
         and not any(prefixes)
         and not settings.get("add_prefix_space")
         and stored.get("normalizer") == {"type": "NFC"}
-        and _without_defaults(stored.get("pre_tokenizer")) == wanted
+        and _without_defaults(stored.get("pre_tokenizer")) == pre_tokenizer
         and (stored.get("decoder") or {}).get("type") == "ByteLevel"
     )
 
@@ -260,8 +260,8 @@ def _compiled(source: str) -> jinja2.Template:
         extensions=[_Generation, loopcontrols],
     )
     environment.filters["tojson"] = _to_json
-    now = lambda format: datetime.now().strftime(format)  # noqa: E731
-    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": now}
+    format_now = lambda format: datetime.now().strftime(format)  # noqa: E731
+    helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": format_now}
     environment.globals.update(helpers)
     return environment.from_string(source)
 

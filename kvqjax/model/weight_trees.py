@@ -13,9 +13,9 @@ Weights that only some layers have, or that are read expert by expert, are rows 
 Layers are of two kinds, attention and recurrent. In a model that has both, what one kind alone has is such rows too:
 `layers_of` reads off the weights which layers are of a kind.
 
-A loop over stacked layers knows its layer only as data. A `Row` is therefore a promise: which row of the stack, and
-whether this layer has one at all. What is read of it is cut out of the stack where it is used, inside a branch or a
-loop over experts. Cut out before, all experts of the layer would be copied.
+A loop over stacked layers knows its layer only as data. So a `Row` says which row of the stack the layer has, and
+whether it has one at all. The row's matrices are cut out of the stack where they are used, inside a branch or a loop
+over experts. To cut the row out before would copy all experts of the layer.
 """
 
 import functools
@@ -184,15 +184,15 @@ class Rows(struct.PyTreeNode):
     def row(self, layer: Int[Array, ""] | int) -> Row | None:
         """The row of a layer; None where a plain number says that it has none."""
         if not isinstance(layer, jax.core.Tracer):
-            here = int(layer) in self.layers
-            return Row(self.stack, self.layers.index(int(layer)), True) if here else None
-        known = np.arange(self.layers[-1] + 1)
-        numbers = np.searchsorted(self.layers, known).astype(np.int32)
-        here = np.isin(known, self.layers)
+            is_there = int(layer) in self.layers
+            return Row(self.stack, self.layers.index(int(layer)), True) if is_there else None
+        all_layers = np.arange(self.layers[-1] + 1)
+        numbers = np.searchsorted(self.layers, all_layers).astype(np.int32)
+        is_there = np.isin(all_layers, self.layers)
         # Layers behind the last one of the tables have no row either.
-        inside = jnp.clip(layer, 0, len(known) - 1)
-        exists = jnp.asarray(here)[inside] & (layer < len(known))
-        return Row(self.stack, jnp.asarray(numbers)[inside], exists)
+        place = jnp.clip(layer, 0, len(all_layers) - 1)
+        exists = jnp.asarray(is_there)[place] & (layer < len(all_layers))
+        return Row(self.stack, jnp.asarray(numbers)[place], exists)
 
 
 def read_weight(weight: Row | Leaf) -> Leaf:

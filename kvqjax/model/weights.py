@@ -1,8 +1,10 @@
 """safetensors <-> the pytree of weights (kvqjax/model/weight_trees.py), without torch.
 
-Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers. Of one parameter after the
-other, some layers are read at a time, on every device the slice that lies there, and written into their place in the
-stack, which is donated: a load holds the weights and `PIECE` bytes, or one layer's experts, besides.
+Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers.
+
+One parameter is read after the other, some layers at a time. Every device reads the slice that lies there. The layers
+are written into their place in the stack, which is donated. So beside the weights a load holds `PIECE` bytes, or one
+layer's experts.
 
 In the order of a load: names, the parameters and their tensors, which tensors are read, reading and placing them.
 """
@@ -108,8 +110,8 @@ _CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
 _DRAFTING = "mtp."  # layers that draft tokens, which are not computed here
 _WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
 
-# Newer releases of transformers save one tensor for all experts of a layer, some families always do. Expert by expert
-# the matrices lie in it, one after the other or column by column.
+# Newer releases of transformers save one tensor for all experts of a layer; some families always do. For every expert
+# it holds the matrices one after the other, or interleaved column by column.
 _FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 _FUSED_NAME = re.compile(
     r"(model\.layers\.\d+\.)((?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
@@ -269,33 +271,34 @@ def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool
 def _expert_matrices(
     tensor: Tensor, config: ModelConfig, layer: str, fused: str, part: str, inward: bool
 ) -> Checkpoint:
-    """What one fused tensor holds by the names that it has alone: [experts, inputs, parts * outputs] if `inward`, else
-    [experts, parts * outputs, inputs]. Biases [experts, parts * outputs] stay one tensor a part."""
+    """Cut a fused tensor into the matrices of single experts, each under the name that a file of single matrices gives
+    it. The tensor is [experts, inputs, parts * outputs] if `inward`, else [experts, parts * outputs, inputs]. Biases
+    [experts, parts * outputs] stay one tensor a part."""
     names, fields = _FUSED[fused], FAMILIES[config.architecture].experts
     axis = 1 if part == "_bias" or not inward else 2
     axes = 2 if part == "_bias" else 4 if part == "_blocks" else 3
     if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
         outputs = f"{len(names)} x outputs"
-        wanted = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
-        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {wanted}")
+        layout_text = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
+        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}")
     size, parts = tensor.shape[axis] // len(names), {}
-    for number, ours in enumerate(names):
+    for number, matrix in enumerate(names):
         span = slice(number * size, (number + 1) * size)
         if fields is not None and fields.interleaved:
             span = slice(number, None, len(names))
         if part == "_bias":
-            name = layer + _hf_name(config, f"layers/{ours}_bias")
+            name = layer + _hf_name(config, f"layers/{matrix}_bias")
             parts[name] = tensor.part(name, (slice(None), span))
             continue
         for expert in range(tensor.shape[0]):
-            name = layer + _hf_name(config, f"layers/{ours}").format(expert).removesuffix(".weight")
+            name = layer + _hf_name(config, f"layers/{matrix}").format(expert).removesuffix(".weight")
             name += _FUSED_PARTS[part]
             cut = (expert, slice(None), span) if axis == 2 else (expert, span)
             parts[name] = tensor.part(name, cut, turned=axis == 2)
     return parts
 
 
-# --- Which tensors are read: all that the model needs, and no other may be left ---
+# --- Which tensors are read: all that the model needs. A checkpoint with others is refused ---
 
 # The last two round activations, not weights.
 _IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")
