@@ -5,8 +5,8 @@ side by side, so rows of that architecture's queries and keys lie in another ord
 
     row h * D + 2 * j + s of the file  =  row h * D + s * D / 2 + j of the checkpoint,  s = 0, 1
 
-Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. Of recurrent layers it has -exp(rate) in place of the
-rate, and heads of values in another order: the first head of every key head, then the second of each.
+Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. For recurrent layers it has -exp(rate) in place of the
+rate, and value heads in another order: the first value head of every key head, then the second of each.
 """
 
 import importlib.util
@@ -25,8 +25,8 @@ __all__ = ["find_tensors", "read_fields"]
 
 ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
 
-# Layers of the one published model of a family whose scores are divided by the root of width / heads, not of a head's
-# width: Gemma 2 and Gemma 3 of 27B.
+# In each of these families one published model divides scores by the root of width / heads, and not of a head's width:
+# Gemma 2 and Gemma 3 of 27B. It is known by its number of layers.
 _DIVIDED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 # Frequencies of Llama 3's rotary embedding are divided by the numbers of this tensor.
@@ -97,18 +97,18 @@ def _architecture(header: Header) -> str:
 
 
 def _count_layers(header: Header, family: str) -> int:
-    """How many layers the model has without those behind them that draft tokens."""
+    """Count the model's layers, without those at the end that draft tokens."""
     return header.integer(f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
 
 
 def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
-    """How scores are scaled and capped, and logits; `width` is that of the model for each of its heads."""
+    """How scores are scaled, and how scores and logits are capped. `width` is the model's width / heads."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     fields: dict[str, Any] = {
         cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
     }
     if FAMILIES[name].query_scale:
-        # The file does not say it. Of the published models only the one with so many layers divides by another number.
+        # The file does not say the divisor. Only the published model with so many layers has another than the rest.
         head_dim = header.integer(f"{family}.attention.key_length", width)
         widest = _count_layers(header, family) == _DIVIDED_BY_WIDTH[family]
         fields["query_pre_attn_scalar"] = width if widest else head_dim
@@ -162,10 +162,10 @@ def _end_tokens(header: Header) -> list[int]:
 
 
 def _ropes(header: Header, family: str, name: str, turned: int) -> dict[str, Any]:
-    """The rotary embedding of `turned` channels, or that of layers without a window beside that of the others."""
+    """The rotary embedding of `turned` channels; in families with two, one for each type of layer."""
     rope = _rope(header, family, turned)
     if name == "GptOssForCausalLM" and rope["rope_type"] == "yarn":
-        rope["truncate"] = False  # so it is in the published models; a file does not say it
+        rope["truncate"] = False  # as in the published models; a file does not say it
     if not FAMILIES[name].rope_by_type:
         return {"rope_parameters": rope}
     local = header.number(f"{family}.rope.freq_base_swa", 10000.0)
@@ -177,8 +177,8 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
     """One rotary embedding of `head_dim` channels."""
     key = f"{family}.rope."
     rope: dict[str, Any] = {"rope_theta": header.number(f"{key}freq_base", 10000.0)}
-    older = header.number(f"{key}scale_linear", 1.0)  # before there were other kinds
-    kind = header.text(f"{key}scaling.type", "none" if older == 1 else "linear")
+    linear_factor = header.number(f"{key}scale_linear", 1.0)  # files from before there were other kinds
+    kind = header.text(f"{key}scaling.type", "none" if linear_factor == 1 else "linear")
     divisors = _divisors(header, head_dim)
     if divisors is not None and kind != "none":
         raise UserError(f"{header.file}: {_DIVISORS} beside {key}scaling.type = {kind!r} is not supported")
@@ -189,7 +189,7 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
         return rope | {"short_factor": divisors, "long_factor": divisors, "original_max_position_embeddings": length}
     if kind == "none":
         return rope | {"rope_type": "default"}
-    rope |= {"rope_type": kind, "factor": header.number(f"{key}scaling.factor", older)}
+    rope |= {"rope_type": kind, "factor": header.number(f"{key}scaling.factor", linear_factor)}
     if kind != "yarn":
         return rope
     length = header.integer(f"{family}.context_length")
@@ -235,7 +235,7 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
     fields[names.width] = width("expert_feed_forward_length", "ffn_gate_exps")
     if names.shared_width is not None:
         fields[names.shared_width] = width("expert_shared_feed_forward_length", "ffn_gate_shexp")
-    # What llama.cpp computes for each of them; the file does not say it.
+    # What llama.cpp computes for each family of experts; the file does not say it.
     return fields | {"norm_topk_prob": family != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -328,16 +328,16 @@ def _less_one(x: np.ndarray) -> np.ndarray:
 
 
 def _rate_of(decay: np.ndarray) -> np.ndarray:
-    """The logarithm of a decay that a file has with a minus before it."""
-    with np.errstate(all="ignore"):  # a damaged one is no reason to warn; weights that are no numbers show in logits
+    """The logarithm of a decay, which a file holds as its negative."""
+    with np.errstate(all="ignore"):  # a damaged file gives no warning here: NaN weights show in logits
         return np.log(-decay)
 
 
 def _of_recurrence(fields: dict[str, Any], part: str, entry: Entry) -> Entry:
     """A tensor of a recurrent layer, with what llama.cpp's converter did to it.
 
-    Each head of keys serves several heads of values. They lie together in a checkpoint. In a file the first ones of all
-    heads of keys come first.
+    Each key head serves several value heads. A checkpoint has the value heads of a key head together. A file has the
+    first value head of every key head, then the second of each.
     """
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
     dim, value_start = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]

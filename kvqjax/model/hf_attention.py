@@ -127,13 +127,13 @@ _SCALE = "query_pre_attn_scalar"
 
 
 def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
-    """What scores are multiplied by; None for the root of the head's width, which is every other family's."""
+    """What scores are multiplied by; None for D^-1/2, which most families have."""
     divisor = read_number(raw, _SCALE) if family.query_scale else head_dim
     return None if divisor == head_dim else divisor**-0.5
 
 
 def scores_to_hf(config: ModelConfig, family: Family) -> dict:
-    """Write how scores are scaled and capped, and logits, and what else a family says beside them.
+    """Write how scores are scaled, how scores and logits are capped, and the fields that a family has beside these.
 
     Args:
         config: the config of the model.
@@ -158,7 +158,7 @@ def scores_to_hf(config: ModelConfig, family: Family) -> dict:
 
 
 def _plain_number(value: float) -> int | float:
-    """A number that came back from a root: whole ones, which config classes want as integers, without its rounding."""
+    """Take the rounding of a root off a whole number, which config classes want as an integer."""
     return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
@@ -220,8 +220,8 @@ def ropes_from_hf(
 
 
 def _by_type(raw: dict) -> dict[str, dict]:
-    """The config as layers of each type read it. transformers 5 writes a rope for each; version 4 one that only full
-    attention has, and the base of the sliding layers' frequencies beside it."""
+    """The config as layers of each type read it. transformers 5 writes a rope for each type. Version 4 writes a rope
+    for full attention alone, and beside it the base of the sliding layers' frequencies."""
     ropes = raw.get("rope_parameters") or {}
     if not isinstance(ropes, dict) or not all(
         isinstance(ropes.get(name) or {}, dict) for name in (FULL_ATTENTION, SLIDING_ATTENTION)
@@ -250,13 +250,13 @@ def ropes_to_hf(config: ModelConfig, family: Family) -> dict:
         raw = _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
         return _latent_rope_to_hf(config, raw) if family.latent else raw
     of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
-    # A type that no layer has keeps what it would be read as.
+    # Nothing is written for a type that no layer has: it is read as its default.
     raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
     return raw | ({"rope_local_base_freq": of_type[False].theta} if False in of_type else {})
 
 
 def _latent_rope_to_hf(config: ModelConfig, rope: dict) -> dict:
-    """The fields of a rope, with those that scores of latents are scaled by; they are read in this spelling alone."""
+    """The fields of a rope, with the scale of latents' scores. They are read in version 5's spelling alone."""
     scaling = dict(rope["rope_scaling"])
     sizes, latent, scale = config.latent_heads, config.latent, config.common_scale
     assert sizes is not None
@@ -383,7 +383,7 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
 def _llama3(rope: dict, prefix: str, family: Family) -> dict:
     read = functools.partial(read_number, rope, prefix=prefix)
     low, high = read("low_freq_factor"), read("high_freq_factor")
-    # Llama 4 is published with equal ones: no wavelength lies between. transformers warns of it and computes.
+    # Llama 4 is published with equal factors: no wavelength lies between. transformers warns of that and computes.
     if high < low or (high == low and not family.chunked):
         refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
     return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
@@ -398,7 +398,7 @@ def _dynamic(rope: dict, head_dim: int, prefix: str) -> dict:
 
 
 def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
-    """Yarn's fields. `ratio` of full to original length is the factor where that is null."""
+    """Yarn's fields. A factor of null stands for `ratio`, the full length over the original one."""
     if "factor" not in rope:
         reason = "wanted a positive number, or null for max_position_embeddings / original"
         refuse(f"{prefix}factor", None, reason)
@@ -415,7 +415,7 @@ def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
 def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
     """Yarn's factor on cos and sin: that of the config, or 0.1 m ln(factor) + 1 (arXiv 2309.00071).
 
-    Of a config with mscale and mscale_all_dim it is the ratio of the two.
+    In a config with mscale and mscale_all_dim it is the ratio of the two.
     """
     if rope.get("attention_factor") is not None:
         return read_number(rope, "attention_factor", prefix=prefix)
@@ -434,8 +434,8 @@ def _mscale(factor: float, multiplier: float) -> float:
 def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
     """Factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
 
-    The one on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). `ratio` of full to original
-    length is the factor where the config has none.
+    The factor on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). Where the config has no
+    factor, it is `ratio`, the full length over the original one.
     """
     factor = read_number(rope, "factor", ratio, prefix)
     factors = {}

@@ -64,7 +64,8 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
 
 
 def _dense_layers(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: the first few, or those that are named, and those that the step leaves out."""
+    """Layers without experts: the first ones, or those that `mlp_only_layers` names and those that the step leaves
+    out."""
     if names.dense_first is not None:
         count = raw.get(names.dense_first)
         if not is_integer(count) or count < 0:
@@ -79,7 +80,7 @@ def _dense_layers(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int,
 
 
 def _dense_by_step(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: those that are not named, or that the step leaves out."""
+    """Layers without experts: those that `moe_layers` does not name, or without it those that the step leaves out."""
     sparse, step = raw.get("moe_layers"), read_integer(raw, "interleave_moe_layer_step")
     if sparse is None:
         sparse = list(range(step - 1, num_layers, step))

@@ -99,7 +99,7 @@ def windows_to_hf(config: ModelConfig, family: Family) -> dict:
 
 
 def layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Read which layers turn queries and keys: all but those of which `no_rope_layers`, a misnomer, has a 0.
+    """Read which layers turn queries and keys. `no_rope_layers`, a misnomer, has a 1 for each of them.
 
     Args:
         raw: the contents of config.json, with the family's defaults.
@@ -124,7 +124,7 @@ def layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, 
 
 
 def _chunks_from_hf(raw: dict, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The chunk of each layer: of those with a rope, where `layer_types` says nothing else."""
+    """The chunk of each layer. Without `layer_types` layers with a rope have one."""
     chunk, types = raw.get("attention_chunk_size"), raw.get("layer_types")
     if chunk is not None:
         chunk = read_integer(raw, "attention_chunk_size")
@@ -149,7 +149,7 @@ def chunks_to_hf(config: ModelConfig) -> dict:
         config: the config of the model.
 
     Returns:
-        The fields of the chunks, of the layers without a rope, and of the QK-norm and the queries of either.
+        The fields of the chunks, of the layers without a rope, of QK-norm, and of how queries grow.
     """
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
     chunk = next((window for window in config.windows if window is not None), None)
@@ -176,7 +176,7 @@ _DELTA_FIELDS = {
 
 
 def recurrent_from_hf(raw: dict, num_layers: int) -> RecurrentConfig | None:
-    """Read the recurrent layers: those that `layer_types` names, or all but every so many.
+    """Read the recurrent layers: those that `layer_types` names, or all but one in `full_attention_interval`.
 
     Args:
         raw: the contents of config.json, with the family's defaults.

@@ -183,8 +183,8 @@ def _waves(angles: Float[Array, "*B T P"], factor: Any) -> Waves:
 
 def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves | Int[Array, "B n"]]:
     """Make the function from positions [B, size], which follow each other in every row, to what `rotate` takes in their
-    place: waves of sums, of the first one's angle and those of 0 to size - 1. On a CPU a cosine takes as long as twenty
-    products."""
+    place. The waves of position p + i come of those of a row's first position p and of a table for i from 0 to
+    size - 1, by the addition formulas: on a CPU a cosine takes as long as twenty products."""
     if config.turning is None:
         return lambda positions: positions
     factor, table = pair_factors(config), _waves(_angles(jnp.arange(size)[None], config), 1.0)
@@ -213,8 +213,9 @@ def rotate(
 def positions_of_layer(
     positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:
-    """Give what `rotate` takes in place of the positions in layer `index`: themselves where all layers have one rope,
-    else the waves of the layer's own. A loop over stacked layers knows `index` as data alone."""
+    """Give what `rotate` takes as positions in layer `index`. Where all layers have one rope it is the positions
+    themselves, else the waves of the layer's rope: a loop over stacked layers knows `index` as data alone, and cannot
+    choose a rope by it at trace time."""
     if not isinstance(config.rope, tuple):
         return positions
     if index is None:
@@ -228,7 +229,7 @@ def positions_of_layer(
 
 
 def _turned(x: Float[Array, "*B T N D"], waves: Waves) -> Float[Array, "*B T N D"]:
-    """Turn pair i of a token's heads by its wave i (P = D/2): in float32, the result in x.dtype."""
+    """Turn pair i of a token's heads by wave i (P = D/2) in float32. The result is in x.dtype."""
     cos, sin = (made_once(wave)[..., None, :] for wave in waves)
     # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

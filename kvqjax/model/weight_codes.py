@@ -57,8 +57,8 @@ class CodedWeight(struct.PyTreeNode):
 
     Attributes:
         codes: of 8 bits Int8[L, I, O]; of 4 bits UInt32[L, ceil(I/8), O], eight to a word with 8 added to each.
-        scale: Float[L, N, O] in the compute dtype, each of ceil(I / N) inputs, the last one of what is left.
-        padding: codes of no input that fill up the last word.
+        scale: Float[L, N, O] in the compute dtype. One holds for ceil(I / N) inputs, the last for those that remain.
+        padding: how many codes at the end of the last word belong to no input.
     """
 
     codes: Leaf
@@ -87,8 +87,8 @@ class CodedWeight(struct.PyTreeNode):
 def _group(inputs: int) -> int:
     """Choose how many inputs share a scale.
 
-    They are as many as divide 128 and the inputs. Where that would be very few, they are equal parts of at most 128, of
-    which the last may be shorter.
+    Their number divides 128 and the inputs. Where that would be less than `LEAST_GROUP`, groups are equal parts of at
+    most 128 inputs, of which the last may be shorter.
     """
     group = math.gcd(inputs, WEIGHT_GROUP)
     return group if group >= LEAST_GROUP else -(-inputs // -(-inputs // WEIGHT_GROUP))
@@ -127,7 +127,7 @@ def code_weight(weight: Float[Array, "*L I O"], bits: int) -> CodedWeight:
 
 
 def _pad(x: Float[Array, "*L I O"], inputs: int) -> Float[Array, "*L P O"]:
-    """`x` with so many inputs of zeros behind its own."""
+    """Append `inputs` inputs of zeros."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, inputs), (0, 0)]) if inputs else x
 
 
