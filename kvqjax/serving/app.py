@@ -18,8 +18,8 @@ from kvqjax._errors import UserError
 from kvqjax.generation.prompt_ids import encode_prompts
 from kvqjax.serving.engine import Engine, EngineClosed, EngineFull, RequestFailed
 from kvqjax.serving.protocol import (
-    Asked,
     NotFound,
+    RequestBody,
     chat_chunk,
     chat_object,
     completion_chunk,
@@ -46,7 +46,7 @@ __all__ = ["MOST_BYTES", "make_app"]
 
 PAGE = Path(__file__).parent.parent / "assets" / "serve" / "page.html"
 MOST_BYTES = 4 * 2**20  # of a body; a prompt of 128K tokens is about half a MiB of text
-LOOK = 0.5  # seconds between two looks whether the client is still there
+LOOK = 0.5  # seconds between two checks that the client is still connected
 BUSY = 1  # seconds after which a client that was refused may ask again
 
 
@@ -73,7 +73,8 @@ def make_app(
         name: of the model, as clients write it.
         api_key: what clients have to send as `Authorization: Bearer KEY`; None: nothing.
         most_bytes: the largest body that is read.
-        at_end: called when the engine is closed. (Signals end uvicorn's process before code behind it runs.)
+        at_end: called when the engine is closed. Code after uvicorn's loop is no place for it: signals end the process
+            before that runs.
 
     Returns:
         An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
@@ -134,14 +135,14 @@ class _Server:
         self.warming: asyncio.Task | None = None
         self._engine, self._name, self._api_key, self._most_bytes = engine, name, api_key, most_bytes
         self._created = int(time.time())
-        self._encoding = threading.Lock()  # a tokenizer is no thing for two threads
+        self._encoding = threading.Lock()  # a tokenizer is not safe in two threads at once
         self._registry = CollectorRegistry()
         self._registry.register(_Counts(engine))
 
     async def warm(self) -> None:
         await asyncio.to_thread(self._engine.warm)
 
-    # --- What is no answer of the model ---
+    # --- Endpoints that the model does not answer ---
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
@@ -162,37 +163,37 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        listed = models_object(self._name, self._created, self._engine.capacity)
-        asked = request.path_params.get("name")
-        if asked is None:
-            return JSONResponse(listed)
-        if asked != self._name:
-            raise NotFound(f"model {asked!r} is not served here; this server has {self._name!r}")
-        return JSONResponse(listed["data"][0])
+        models = models_object(self._name, self._created, self._engine.capacity)
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse(models)
+        if name != self._name:
+            raise NotFound(f"model {name!r} is not served here; this server has {self._name!r}")
+        return JSONResponse(models["data"][0])
 
-    # --- Answers of the model ---
+    # --- Endpoints that the model answers ---
 
     async def completions(self, request: Request) -> Response:
-        asked = read_completion(await self._body(request), self._name)
-        if asked.stream and asked.echo:
+        body = read_completion(await self._body(request), self._name)
+        if body.stream and body.echo:
             raise _Refused(400, "echo is not served as a stream; leave one of them out")
-        prompts, handles = await self._submitted(asked)
+        prompts, handles = await self._submitted(body)
         number = f"cmpl-{uuid.uuid4().hex}"
-        if asked.stream:
-            return self._streamed(self._completion_events(number, asked, handles), handles)
+        if body.stream:
+            return self._streamed(self._completion_events(number, body, handles), handles)
         answers = await self._answers(request, handles)
-        if asked.new_tokens == 0:  # the scores of a prompt alone
+        if body.new_tokens == 0:  # the scores of a prompt alone
             answers = [_without_tokens(answer) for answer in answers]
-        return JSONResponse(completion_object(number, self._name, asked, answers, prompts, self._say))
+        return JSONResponse(completion_object(number, self._name, body, answers, prompts, self._say))
 
     async def chat(self, request: Request) -> Response:
-        asked = read_chat(await self._body(request), self._name)
-        _, handles = await self._submitted(asked)
+        body = read_chat(await self._body(request), self._name)
+        _, handles = await self._submitted(body)
         number = f"chatcmpl-{uuid.uuid4().hex}"
-        if asked.stream:
-            return self._streamed(self._chat_events(number, asked, handles), handles)
+        if body.stream:
+            return self._streamed(self._chat_events(number, body, handles), handles)
         answers = await self._answers(request, handles)
-        return JSONResponse(chat_object(number, self._name, asked, answers, self._say))
+        return JSONResponse(chat_object(number, self._name, body, answers, self._say))
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
@@ -203,7 +204,7 @@ class _Server:
             raise _Refused(401, "wrong or missing API key", "authentication_error")
 
     async def _body(self, request: Request) -> bytes:
-        """Read a body that is not too large, without reading the rest of one that is."""
+        """Read a body. One that is too large is refused before all of it is read."""
         self._check_key(request)
         parts, size = [], 0
         try:
@@ -216,39 +217,40 @@ class _Server:
             raise _Refused(499, "the client has gone") from None
         return b"".join(parts)
 
-    async def _submitted(self, asked: Asked) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
-        """Hand in every choice: (text and ids of its prompt, its handle). None is handed in where one is refused."""
-        return await asyncio.to_thread(self._submit, asked)
+    async def _submitted(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
+        """Submit a request for every choice: (text and ids of its prompt, its handle). Where one is refused, all are
+        given up."""
+        return await asyncio.to_thread(self._submit, body)
 
-    def _submit(self, asked: Asked) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
-        options = dict(asked.options)
+    def _submit(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
+        options = dict(body.options)
         chat = options.pop("chat", False)
         with self._encoding:
-            encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in asked.prompts]
+            encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in body.prompts]
         handles: list[Handle] = []
-        about: list[tuple[str, Sequence[int]]] = []
+        texts: list[tuple[str, Sequence[int]]] = []
         try:
-            for prompt, ids in zip(asked.prompts, encoded, strict=True):
-                new = self._new_tokens(asked, len(ids))
-                for choice in range(asked.choices):
+            for prompt, ids in zip(body.prompts, encoded, strict=True):
+                max_new_tokens = self._new_tokens(body, len(ids))
+                for choice in range(body.choices):
                     seed = (options["seed"] + choice) % 2**32
-                    submitted = self._engine.submit(ids, max_new_tokens=new, **(options | {"seed": seed}))
+                    submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **(options | {"seed": seed}))
                     handles.append(submitted)
-                    about.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
+                    texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
         except UserError:
             _give_up(handles)
             raise
-        return about, handles
+        return texts, handles
 
-    def _new_tokens(self, asked: Asked, prompt: int) -> int:
-        """Choose the tokens of an answer: at least one is made, and left out where none is asked for."""
-        if asked.new_tokens is not None:
-            return max(1, asked.new_tokens) if asked.new_tokens >= 0 else asked.new_tokens
+    def _new_tokens(self, body: RequestBody, prompt: int) -> int:
+        """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which `completions` leaves out."""
+        if body.new_tokens is not None:
+            return max(1, body.new_tokens) if body.new_tokens >= 0 else body.new_tokens
         trained = self._engine.model.config.trained_length
-        most = min(self._engine.capacity, trained or self._engine.capacity)
-        if prompt >= most:
-            raise UserError(f"a prompt of {prompt} tokens leaves no room for an answer in a row of {most}")
-        return most - prompt
+        longest = min(self._engine.capacity, trained or self._engine.capacity)
+        if prompt >= longest:
+            raise UserError(f"a prompt of {prompt} tokens leaves no room for an answer in a row of {longest}")
+        return longest - prompt
 
     def _say(self, token: int) -> str:
         """Give the text of a token by itself, special ones too."""
@@ -261,18 +263,18 @@ class _Server:
         return model.tokenizer.decode(list(ids), skip_special_tokens=True) if model.has_tokenizer else ""
 
     async def _answers(self, request: Request, handles: list[Handle]) -> list[Answered]:
-        """Wait for every answer; give them up once the client has gone."""
-        done = asyncio.gather(*(_ended(handle) for handle in handles))
+        """Wait for every answer. Once the client has gone, the requests are given up."""
+        future = asyncio.gather(*(_ended(handle) for handle in handles))
         try:
-            while not (await asyncio.wait([done], timeout=LOOK))[0]:
+            while not (await asyncio.wait([future], timeout=LOOK))[0]:
                 if await request.is_disconnected():
                     raise _Refused(499, "the client has gone")
-            await done
+            await future
         finally:
             _give_up(handles)
-            done.cancel()
-            # A cancelled gather whose error nobody takes is logged as a fault, with its traceback.
-            await asyncio.gather(done, return_exceptions=True)
+            future.cancel()
+            # asyncio logs a cancelled gather whose error is never retrieved, with its traceback.
+            await asyncio.gather(future, return_exceptions=True)
         return [handle.result() for handle in handles]
 
     def _streamed(self, events: AsyncIterator[dict[str, Any]], handles: list[Handle]) -> Response:
@@ -291,27 +293,27 @@ class _Server:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
 
-    async def _completion_events(self, number: str, asked: Asked, handles: list[Handle]):
+    async def _completion_events(self, number: str, body: RequestBody, handles: list[Handle]):
         places = [0] * len(handles)
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if asked.scores else None
+            scores = piece.scores if body.scores else None
             yield completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, places[index])
             places[index] += len(piece.text)
-        if asked.usage:
+        if body.usage:
             yield completion_chunk(number, self._name, 0, "") | self._used(handles)
 
-    async def _chat_events(self, number: str, asked: Asked, handles: list[Handle]):
+    async def _chat_events(self, number: str, body: RequestBody, handles: list[Handle]):
         for index in range(len(handles)):
             yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""})
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if asked.scores else None
+            scores = piece.scores if body.scores else None
             delta = {"content": piece.text} if piece.text or piece.tokens else {}
             yield chat_chunk(number, self._name, index, delta, reason, scores, self._say)
-        if asked.usage:
+        if body.usage:
             yield chat_chunk(number, self._name, 0, {}) | self._used(handles)
 
     def _used(self, handles: list[Handle]) -> dict[str, Any]:
-        """Give the last event of a stream: no choice, and what was used."""
+        """Give the last event of a stream: no choices, and the count of tokens."""
         return {"choices": [], "usage": usage_of([handle.result() for handle in handles])}
 
 
@@ -331,7 +333,8 @@ async def _ended(handle: Handle) -> None:
 
 
 async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece, str | None]]:
-    """Give the pieces of several answers as they come, and after an answer's last one why it ended."""
+    """Give the pieces of several answers as they come. After the last piece of an answer comes an empty one with the
+    reason why it ended."""
     pieces: asyncio.Queue[tuple[int, ServedPiece, str | None] | BaseException] = asyncio.Queue()
 
     async def follow(index: int, handle: Handle) -> None:
@@ -344,13 +347,13 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
 
     tasks = [asyncio.create_task(follow(*pair)) for pair in enumerate(handles)]
     try:
-        left = len(handles)
-        while left:
+        open_count = len(handles)
+        while open_count:
             entry = await pieces.get()
             if isinstance(entry, BaseException):
                 raise entry
             yield entry
-            left -= entry[2] is not None
+            open_count -= entry[2] is not None
     finally:
         for task in tasks:
             task.cancel()
@@ -363,28 +366,28 @@ class _Counts:
         self._engine = engine
 
     def collect(self):
-        now = self._engine.stats()
+        stats = self._engine.stats()
         gauges = {
-            "running": ("requests whose answer is being made", now.running),
-            "waiting": ("requests that wait for a row", now.waiting),
-            "rows": ("requests that can be answered at a time", now.rows),
-            "cache_bytes": ("bytes of the cache", now.cache_bytes),
-            "pages": ("pages of the cache", now.pages),
-            "pages_free": ("pages that no row has", now.pages_free),
-            "pages_shared": ("pages that several rows or kept prefixes have", now.pages_shared),
-            "prefixes": ("beginnings of prompts that are kept", now.prefixes),
-            "cache_bits": ("bits of the cache per number of a key or value", now.bits),
+            "running": ("requests whose answer is being made", stats.running),
+            "waiting": ("requests that wait for a row", stats.waiting),
+            "rows": ("requests that can be answered at a time", stats.rows),
+            "cache_bytes": ("bytes of the cache", stats.cache_bytes),
+            "pages": ("pages of the cache", stats.pages),
+            "pages_free": ("pages that no row has", stats.pages_free),
+            "pages_shared": ("pages that several rows or kept prefixes have", stats.pages_shared),
+            "prefixes": ("beginnings of prompts that are kept", stats.prefixes),
+            "cache_bits": ("bits of the cache per number of a key or value", stats.bits),
         }
         counters = {
-            "requests": ("requests that have ended", now.requests),
-            "aborted": ("requests that were given up", now.aborted),
-            "failed": ("requests that ended with an error", now.failed),
-            "prompt_tokens": ("tokens of prompts that were fed", now.prompt_tokens),
-            "reused_tokens": ("tokens of prompts that were kept from earlier ones", now.reused_tokens),
-            "tokens": ("tokens that were made", now.tokens),
-            "preempted": ("times that a request made way for others", now.preempted),
+            "requests": ("requests that have ended", stats.requests),
+            "aborted": ("requests that were given up", stats.aborted),
+            "failed": ("requests that ended with an error", stats.failed),
+            "prompt_tokens": ("tokens of prompts that were fed", stats.prompt_tokens),
+            "reused_tokens": ("tokens of prompts that were kept from earlier ones", stats.reused_tokens),
+            "tokens": ("tokens that were made", stats.tokens),
+            "preempted": ("times that a request made way for others", stats.preempted),
         }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(f"kvqjax_{name}", about, value=value)
-        for name, (about, value) in counters.items():
-            yield CounterMetricFamily(f"kvqjax_{name}", about, value=value)
+        for name, (help_text, value) in gauges.items():
+            yield GaugeMetricFamily(f"kvqjax_{name}", help_text, value=value)
+        for name, (help_text, value) in counters.items():
+            yield CounterMetricFamily(f"kvqjax_{name}", help_text, value=value)

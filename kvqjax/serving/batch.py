@@ -1,11 +1,11 @@
 """The running batch of an engine: its rows on the device, and the few programs that change them.
 
-A prompt is fed to a cache of one row, on a grid of positions: chunks begin at multiples of the chunk's length, whatever
-else runs. What a row holds, and so its text, does not depend on its neighbours. When its first token is drawn the row
-joins the batch, which makes some tokens of all its rows per call.
+A prompt is fed to a cache of one row. Its chunks begin at multiples of the chunk's length, whatever else runs, so that
+what a row holds, and its text, do not depend on its neighbours. When its first token is drawn the row joins the batch,
+which makes some tokens of all its rows per call.
 
-Where rows have pages, all of them lie in one pool, the prompt's too: what joins or leaves the batch is what a row has
-beside its pages. The host says before every call which pages a row has (kvqjax/cache/pages.py).
+Where rows have pages, all pages lie in one pool, the prompt's too. A row that joins or leaves the batch is copied
+without its pages. The host says before every call which pages a row has (kvqjax/cache/pages.py).
 """
 
 import functools
@@ -40,16 +40,16 @@ from kvqjax.serving.request import Request, TokenScore
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["MOST_ENDS", "MOST_LIKELIEST", "Made", "RunningBatch"]
+__all__ = ["MOST_ENDS", "MOST_LIKELIEST", "RowOutput", "RunningBatch"]
 
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
 NO_TOKEN = -1
-OF_ROWS = ("newest", "owed", "left", "done", "seen", "key")  # of a state, what each row has of its own
-WIDTHS = 4  # a prompt's last chunk is as wide as the others, or narrower by this factor, or by its square
+OF_ROWS = ("newest", "owed", "left", "done", "seen", "key")  # fields of a `LoopState` that have an entry for each row
+WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
 
 
-class Made(NamedTuple):
+class RowOutput(NamedTuple):
     """What a call made of one row. `broken`: a number of the row is not finite."""
 
     tokens: list[int]
@@ -79,10 +79,10 @@ def _joined(
     single: LoopState,
     of_single: tuple[RowSampling, Int[Array, "1 N"]],
 ) -> tuple[LoopState, RowSampling, Int[Array, "B N"]]:
-    """Put the row of a state of one row into a state of many."""
+    """Put the row of a state of one row into the batch's state, as number `row`."""
 
-    def put(many, one):
-        return jax.tree.map(lambda a, b: a.at[row].set(b[0]), many, one)
+    def put(tree, part):
+        return jax.tree.map(lambda a, b: a.at[row].set(b[0]), tree, part)
 
     changed = {name: put(getattr(state, name), getattr(single, name)) for name in OF_ROWS}
     cache = adopt(state.cache, row, single.cache)
@@ -92,8 +92,8 @@ def _joined(
 
 @jax.jit
 @jax.enable_x64(False)
-def _left(state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]):
-    """Copy a row of a state of many: what `_joined` wants of it, beside its pages."""
+def _copied_row(state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]):
+    """Copy a row out of the batch's state, without its pages, as `_joined` takes it."""
     changed, of_single = jax.tree.map(
         lambda x: x[row][None], ({name: getattr(state, name) for name in OF_ROWS}, (sampling, eos))
     )
@@ -119,7 +119,8 @@ def _copied(cache: Cache) -> Cache:
 def _scored_feed(
     model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], following, cache: Cache, likeliest: int
 ) -> tuple[Float[Array, "B V"], tuple[Array, Array, Array], Cache]:
-    """Feed a chunk, and give the log probabilities of the tokens that follow each of its tokens."""
+    """Feed a chunk. Give the last logits, and of the token after each of its tokens the log probability, with the
+    likeliest tokens in its place. `following` [B, T] are these next tokens."""
     logits, cache = forward(model, tokens, counts, cache)
     last = jnp.take_along_axis(logits, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     every = jax.nn.log_softmax(logits, axis=-1)
@@ -129,14 +130,15 @@ def _scored_feed(
 
 
 class Parked(NamedTuple):
-    """A row that left the batch with its request unfinished, in the host's memory: nothing has to be computed anew."""
+    """A row that left the batch with its request unfinished. It lies in the host's memory, so that nothing has to be
+    computed again."""
 
     cache: Cache
     changed: dict
     of_single: tuple
     pages: list[tuple]
     places: Any  # where the arrays of `cache` lay
-    held: int
+    held: int  # tokens
 
 
 class RunningBatch:
@@ -150,7 +152,7 @@ class RunningBatch:
         chunk: tokens of a prompt that are fed at a time.
         stride: tokens of a row that a call makes at most.
         kernels: as in `kvqjax.init_cache`.
-        pages: of the pool that all rows and the prompt take pages of; 0: rows have bodies of their own.
+        pages: of the pool that all rows and the prompt share; 0: rows have bodies of their own.
     """
 
     def __init__(
@@ -169,14 +171,15 @@ class RunningBatch:
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
         cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
-        # The prompt's row borrows the batch's pages whenever it is fed. The copy compiles what kept rows need.
+        # The prompt's row borrows the batch's pages whenever it is fed. The copy also compiles `_copied`, by which rows
+        # are kept later.
         single = init_cache(model, method, 1, capacity, kernels=kernels, pages=1 if pages else None)
         self._prompt: Cache = _copied(without_bodies(single.replace(layout=cache.layout)))
         self._state = self._unbegun(cache, [0] * rows)
         self._table = None if cache.pages is None else np.full(cache.pages.shape, NO_PAGE, np.int32)
         self._sampling = self._place(of_rows([make_sampling()] * rows))
         self._eos = self._place(np.full((rows, MOST_ENDS), NO_TOKEN, np.int32))
-        self._held = np.zeros((rows,), np.int64)  # tokens of every row
+        self._lengths = np.zeros((rows,), np.int64)  # tokens of every row
 
     @property
     def cache(self) -> Cache:
@@ -185,7 +188,7 @@ class RunningBatch:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How wide a chunk of a prompt can be: a program each."""
+        """The lengths to which a chunk of a prompt is padded. Each compiles a program of its own."""
         return tuple(sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk}))
 
     def feed(
@@ -219,7 +222,7 @@ class RunningBatch:
         return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
 
     def _lent(self, pages: Sequence[int]) -> Cache:
-        """Give the row into which prompts are fed its pages. The batch has none until `_returned`."""
+        """Give the prompt's row its pages, and with them the pool. The batch is without the pool until `_returned`."""
         if self._table is None:
             return self._prompt
         table = np.full((1, self._table.shape[1]), NO_PAGE, np.int32)
@@ -227,7 +230,7 @@ class RunningBatch:
         return with_bodies_of(self._prompt.replace(pages=self._place(table)), self.cache)
 
     def _returned(self, cache: Cache) -> None:
-        """Take the row into which prompts are fed, and the pages, back."""
+        """Take the prompt's row back, and give the pool back to the batch."""
         self._prompt = without_bodies(cache)
         self._state = self._state.replace(cache=with_bodies_of(self.cache, cache))
 
@@ -250,16 +253,16 @@ class RunningBatch:
         self._state = self._state.replace(cache=cache)
 
     def row_from_host(self, row: Cache) -> Cache:
-        """Bring what `prompt_row` gave back from the host, to where it lay."""
+        """Bring a row of `prompt_row` from the host to where it lay."""
         return self._brought(row, jax.tree.map(lambda x: x.sharding, self._prompt))
 
     def shapes(self) -> tuple[Cache, tuple[dict, ...]]:
-        """Give the shapes of what `prompt_row` and `page_content` give."""
+        """Give the shapes of the results of `prompt_row` and `page_content`."""
         page = () if self._table is None else jax.eval_shape(read_page, self.cache, jnp.int32(0))
         return jax.eval_shape(lambda: self._prompt), page
 
     def go_on_from(self, row: Cache) -> None:
-        """Let the row into which prompts are fed hold what `row` does, which stays as it is."""
+        """Make the row into which prompts are fed a copy of `row`."""
         self._prompt = _copied(row)
 
     def drop_prompt(self) -> None:
@@ -273,33 +276,33 @@ class RunningBatch:
             self._table[row, : len(pages)] = pages
 
     def drop_row(self, row: int) -> None:
-        """Empty a row. Whoever had its pages may give them to others."""
-        gone = np.arange(len(self._held)) == row
-        self._state = self._state.replace(cache=_emptied(self.cache, self._place(gone)))
-        self._held[row] = 0
+        """Empty a row. Its pages may then go to other rows."""
+        row_mask = np.arange(len(self._lengths)) == row
+        self._state = self._state.replace(cache=_emptied(self.cache, self._place(row_mask)))
+        self._lengths[row] = 0
         self.give_pages(row, ())
 
-    def held(self, row: int) -> int:
+    def row_length(self, row: int) -> int:
         """Count the tokens of a row."""
-        return int(self._held[row])
+        return int(self._lengths[row])
 
     def leave(self, row: int, pages: Sequence[int]) -> Parked:
         """Move a row to the host's memory, and empty it."""
-        cache, changed, of_single = self._taken(row)
+        cache, changed, of_single = self._row_state(row)
         content = [self.page_content(page) for page in pages]
         places = jax.tree.map(lambda x: x.sharding, cache)
-        parked = Parked(jax.device_get(cache), changed, of_single, content, places, self.held(row))
+        parked = Parked(jax.device_get(cache), changed, of_single, content, places, self.row_length(row))
         self.drop_row(row)
         return parked
 
-    def _taken(self, row: int) -> tuple[Cache, dict, tuple]:
+    def _row_state(self, row: int) -> tuple[Cache, dict, tuple]:
         """Copy what a row has beside its pages."""
-        return _left(self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row)))
+        return _copied_row(self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row)))
 
     def _brought(self, row: Cache, places: Any) -> Cache:
         """Bring a row from the host to where its arrays lay."""
-        # Without a mesh no array is bound to a device. A bound one would bind all that is computed from it, and every
-        # program would be compiled once more.
+        # Without a mesh the array is not committed to a device. A committed one would commit all that is computed from
+        # it, and every program would be compiled once more.
         return jax.tree.map(jnp.asarray, row) if self._model.rules is None else jax.device_put(row, places)
 
     def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
@@ -309,38 +312,40 @@ class RunningBatch:
         self._state = self._state.replace(scores=None)
         single = self._unbegun(self._brought(parked.cache, parked.places), [0]).replace(**parked.changed)
         self._join(row, single, parked.of_single)
-        self._held[row] = parked.held
+        self._lengths[row] = parked.held
         self.give_pages(row, pages)
 
     def warm(self) -> None:
         """Compile what moves rows and pages, on an empty batch."""
-        self._taken(0)
+        self._row_state(0)
         if self._table is not None:
             self.fill_page(0, self.page_content(0))
             self.copy_page(0, 0)
 
-    def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> Made:
+    def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> RowOutput:
         """Draw the first token of the prompt that was fed, and let it join the batch as `row`, with its pages."""
         state = self._unbegun(self._prompt, [request.seed])
         seen = np.zeros((1, self._model.config.vocab_size), bool)
         seen[0, list(request.prompt)] = True
         eos = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
         eos[0, : len(request.eos)] = request.eos
-        left = np.asarray([request.max_new_tokens], np.int32)
-        left, alive, seen, eos, sampling = self._place(
-            (left, np.zeros((1,), bool), seen, eos, of_rows([request.sampling]))
+        token_budget = np.asarray([request.max_new_tokens], np.int32)
+        token_budget, end_mask, seen, eos, sampling = self._place(
+            (token_budget, np.zeros((1,), bool), seen, eos, of_rows([request.sampling]))
         )
         scores = None
         if request.likeliest is not None:
             scores = self._place(_scores_of(1, self.stride, self._likeliest))
-        single = first_token(state.replace(left=left, done=alive, seen=seen, scores=scores), logits, sampling, eos)
-        made = self._read(single)[0]
+        single = first_token(
+            state.replace(left=token_budget, done=end_mask, seen=seen, scores=scores), logits, sampling, eos
+        )
+        output = self._read(single)[0]
         self._join(row, single.replace(scores=None), (sampling, eos))
         self._prompt = single.cache
         self.drop_prompt()
-        self._held[row] = len(request.prompt) + 1
+        self._lengths[row] = len(request.prompt) + 1
         self.give_pages(row, pages)
-        return made
+        return output
 
     def _join(self, row: int, single: LoopState, of_single: tuple) -> None:
         """Put a state of one row into the batch's."""
@@ -349,12 +354,12 @@ class RunningBatch:
             self._state, self._sampling, self._eos, self._place(np.int32(row)), single, of_single
         )
 
-    def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[Made]:
+    def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[RowOutput]:
         """Make up to `stride` tokens of every running row.
 
         One program computes all rows, however few run. A program of fewer rows would take less time, but it rounds
-        otherwise (seen on a CPU with SmolLM2-135M, between 4, 8 and 16 rows). Where two tokens are about as likely, a
-        row's text would then depend on its neighbours.
+        differently (seen on a CPU with SmolLM2-135M, between 4, 8 and 16 rows). Where two tokens are about equally
+        likely, a row's text would then depend on how many neighbours it has.
 
         Args:
             running: the rows that go on. The others stay as they are.
@@ -363,44 +368,46 @@ class RunningBatch:
         Returns:
             What every row got.
         """
-        bound = bound_for(self.cache.layout, np.where(running, self._held + self.stride, 0).tolist())
+        bound = bound_for(self.cache.layout, np.where(running, self._lengths + self.stride, 0).tolist())
         scores = self._state.scores if scored else None
         if scored and scores is None:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
-        # Two arrays, for both are donated.
-        done, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
+        # `running` is copied because both arrays are donated.
+        idle_rows, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
         cache = self.cache if self._table is None else self.cache.replace(pages=self._place(self._table.copy()))
-        state = self._state.replace(done=done, owed=owed, scores=scores, cache=bounded(cache, bound))
+        state = self._state.replace(done=idle_rows, owed=owed, scores=scores, cache=bounded(cache, bound))
         state = decode_steps(self._model, state, self._sampling, self._eos, limit)
         self._state = state.replace(cache=bounded(state.cache, None))
         rows = self._read(self._state)
-        self._held += [len(row.tokens) for row in rows]
+        self._lengths += [len(row.tokens) for row in rows]
         return rows
 
     def _unbegun(self, cache: Cache, seeds: Sequence[int]) -> LoopState:
-        """Make the state of rows that no request has: they are done."""
+        """Make the state of rows without a request, which make no tokens."""
         state = unbegun(cache, self.stride, self._place)
-        seen, done = self._place(
+        seen, idle_rows = self._place(
             (np.zeros((len(seeds), self._model.config.vocab_size), bool), np.ones((len(seeds),), bool))
         )
-        return state.replace(done=done, seen=seen, key=jax.random.wrap_key_data(self._place(_row_key(seeds))))
+        return state.replace(done=idle_rows, seen=seen, key=jax.random.wrap_key_data(self._place(_row_key(seeds))))
 
-    def _read(self, state: LoopState) -> list[Made]:
+    def _read(self, state: LoopState) -> list[RowOutput]:
         """Fetch what a call made of every row."""
-        made, tokens, done, broken = fetched(state.made, state.tokens, state.done, state.cache.nonfinite)
-        rows = [tokens[row, :count].tolist() for row, count in enumerate(made)]
+        counts, tokens, end_flags, broken = fetched(state.made, state.tokens, state.done, state.cache.nonfinite)
+        rows = [tokens[row, :count].tolist() for row, count in enumerate(counts)]
         scores: list[list[TokenScore]] = [[] for _ in rows]
         if state.scores is not None:
             arrays = fetched(state.scores.chosen, state.scores.ids, state.scores.likeliest)
             scores = [_token_scores(ids, *(array[row] for array in arrays)) for row, ids in enumerate(rows)]
-        parts = zip(rows, scores, done.tolist(), broken.tolist(), strict=True)
-        return [Made(*part) for part in parts]
+        parts = zip(rows, scores, end_flags.tolist(), broken.tolist(), strict=True)
+        return [RowOutput(*part) for part in parts]
 
 
 def _token_scores(tokens: Sequence[int], chosen, ids, likeliest) -> list[TokenScore]:
     """Pair tokens with their log probabilities."""
     rows = zip(tokens, chosen.tolist(), ids.tolist(), likeliest.tolist(), strict=False)
-    return [TokenScore(token, own, dict(zip(near, values, strict=True))) for token, own, near, values in rows]
+    return [
+        TokenScore(token, logprob, dict(zip(top_ids, values, strict=True))) for token, logprob, top_ids, values in rows
+    ]
 
 
 def check_request(request: Request, capacity: int, vocab_size: int) -> None:

@@ -1,12 +1,12 @@
 """Continuous batching: requests come and go, and one thread owns the device.
 
 Between two strides of tokens for the rows that run, the thread feeds about one chunk of the prompts that wait, so that
-nobody waits for a long prompt; while a quarter of the rows run or fewer, up to four. A request's text depends on its
-own prompt, options and seed alone.
+no running request waits for a long prompt. While a quarter of the rows run or fewer, it feeds up to four chunks. A
+request's text depends on its own prompt, options and seed alone.
 
-Rows take pages of one pool as they grow, and share those that their prompts begin with. Where pages run out, what is
-kept of earlier prompts goes first; then the request that came last makes way, moves to the host's memory, and goes on
-from there once there are pages again.
+Rows take pages of one pool as they grow, and share the pages of tokens that their prompts have in common. Where pages
+run out, kept prefixes of earlier prompts go first. Then the request that came last makes way: it moves to the host's
+memory, and goes on from there once there are pages again.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
-from kvqjax.serving.batch import Made, Parked, RunningBatch, check_request
+from kvqjax.serving.batch import Parked, RowOutput, RunningBatch, check_request
 from kvqjax.serving.memory import ROWS, memory_for
 from kvqjax.serving.prefix_folder import owner_of_engine, read_prefixes, write_prefixes
 from kvqjax.serving.prefixes import Prefix, Prefixes
@@ -47,8 +47,8 @@ CAPACITY = 4096  # tokens of a row where nobody says; less where the model was t
 CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 QUEUE = 1024  # requests that wait
-# Chunks of prompts between two strides, at most. A stride computes all rows, so that few running ones are worth little:
-# 24 requests all at once took 124 s with one chunk a turn, of which 16 rows had 7 running (SmolLM2-135M, 2 cores).
+# Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill idle rows first: 24
+# requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran (SmolLM2-135M, 2 cores).
 MOST_CHUNKS = 4
 PREFIXES = 2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
 
@@ -57,7 +57,7 @@ COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "t
 
 
 class EngineFull(UserError):
-    """So many requests wait already that a further one is refused."""
+    """The queue of waiting requests is full."""
 
 
 class EngineClosed(UserError):
@@ -65,7 +65,7 @@ class EngineClosed(UserError):
 
 
 class RequestFailed(UserError):
-    """A request whose numbers are not finite. Others go on."""
+    """The numbers of this request are not finite. Other requests go on."""
 
 
 class Stats(NamedTuple):
@@ -78,12 +78,12 @@ class Stats(NamedTuple):
     cache_bytes: int  # of the pages, of what rows and the prompt have beside them, and of kept prefixes
     bits: float  # per number of a key or value, with all that a row keeps beside its codes
     requests: int  # ended ones
-    aborted: int  # of these, those that were given up
-    failed: int  # of these, those that ended with an error
+    aborted: int  # of `requests`, those that were given up
+    failed: int  # of `requests`, those that ended with an error
     prompt_tokens: int  # of prompts that were fed
-    reused_tokens: int  # of these, those that were kept from an earlier prompt
+    reused_tokens: int  # of `prompt_tokens`, those that a kept prefix held
     tokens: int  # made
-    preempted: int  # how often a request made way for others
+    preempted: int  # how often a request made way for another
     pages: int  # of the pool; 0 where rows have none
     pages_free: int
     pages_shared: int  # that several rows or kept prefixes have
@@ -115,10 +115,10 @@ class Engine:
     Args:
         model: what `kvqjax.load` gives, with the constants of a calibrated method. On a mesh, one without a data axis.
         method: of the cache, such as "kivi:bits=2"; None: exact.
-        rows: requests that make tokens at a time; default 8, or as many full ones as `pool_bytes` holds. There may be
-            more: those that find no page make way for the others.
+        rows: requests that make tokens at a time; default 8, or as many full rows as `pool_bytes` holds. A greater
+            number is allowed: a request for which there is no page makes way for the others.
         capacity: tokens of a row, prompt and answer together; default 4096, or what the model was trained for.
-        pool_bytes: memory for the cache in bytes; default: as much as `rows` full rows take, and those beside them.
+        pool_bytes: memory for the cache in bytes; default: what `rows` full rows, the prompt and `prefixes` take.
         chunk: tokens of a prompt that are fed between two strides.
         stride: tokens of a row between two looks at the text.
         queue: requests that may wait; a further one is refused.
@@ -166,7 +166,7 @@ class Engine:
         self._changed = threading.Condition()
         self._owner = owner_of_engine(model, self._layout, chunk)
         self._shapes = self._batch.shapes()
-        self._asked: deque[Callable[[], None]] = deque()  # jobs of others for this engine's thread
+        self._jobs: deque[Callable[[], None]] = deque()  # for the thread that owns the device
         self._closing = self._stopped = False
         self._fault: BaseException | None = None
         self._warming = threading.Event()
@@ -174,7 +174,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="kvqjax-engine", daemon=True)
         self._thread.start()
 
-    # --- For those who ask ---
+    # --- For clients, from any thread ---
 
     @named_options
     def submit(
@@ -214,7 +214,7 @@ class Engine:
             repetition_penalty: above 1, tokens that occurred become less likely.
             scores: give the log probability of every new token and of so many likeliest ones, at most 20.
             prompt_scores: score the prompt's tokens too (with `scores`).
-            priority: requests of a smaller number come first, of equal ones those that came first.
+            priority: requests with a smaller number come first; among equal numbers, those submitted first.
             beyond_trained: as in `kvqjax.generate`.
 
         Returns:
@@ -304,20 +304,20 @@ class Engine:
             path: of a folder of `save_prefixes`.
 
         Returns:
-            How many came: what is kept already stays, and of the others those used last come, as long as there are
-            pages and `prefixes` leaves room.
+            How many were added. Prefixes that are kept already stay. The saved ones are added from the most recently
+            used on, as long as there are pages and `prefixes` leaves room.
 
         Raises:
             UserError: the folder is missing or damaged; another model, method, `capacity` or `chunk` wrote it, or a
-                chip on which words lie otherwise.
+                chip that stores bodies in another form.
             EngineClosed: the engine's thread has failed.
         """
         saved, contents = read_prefixes(Path(path), self.model, self._owner, *self._shapes)
         return self._on_thread(lambda: self._prefixes.keep_saved(saved, contents, self._batch))
 
     def warm(self) -> None:
-        """Compile every program, so that no request waits for it: a request of each width of a chunk, with and without
-        scores, and what moves pages. They are not counted. Other requests may come meanwhile."""
+        """Compile every program, so that no request waits for it. Requests of each width of a chunk run, with and
+        without scores, and pages are moved. `stats` does not count them. Other requests may come meanwhile."""
         self._warming.set()
         room = min(2, self.capacity - 1)
         options = {"max_new_tokens": room, "temperature": 1.0, "eos_ids": (), "beyond_trained": True}
@@ -332,7 +332,7 @@ class Engine:
         """Refuse further requests, and end.
 
         Args:
-            finish: answer those that run or wait first. Otherwise they end here as aborted, with what they got.
+            finish: first answer the requests that run or wait. Otherwise they end as aborted, with the tokens so far.
         """
         with self._changed:
             self._closing = True
@@ -354,8 +354,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._admitted():
-                while self._asked:
-                    self._asked.popleft()()
+                while self._jobs:
+                    self._jobs.popleft()()
                 if self._warming.is_set() and not any(self._rows):
                     self._warming.clear()
                     self._batch.warm()
@@ -371,8 +371,8 @@ class Engine:
             self._fault, self._stopped = fault, True
             for handle in self._handles():
                 handle.failed(fault)
-            while self._asked:
-                self._asked.popleft()()
+            while self._jobs:
+                self._jobs.popleft()()
 
     def _on_thread(self, work: Callable[[], Result]) -> Result:
         """Let the thread that owns the device do something between two strides, and wait for it."""
@@ -384,14 +384,14 @@ class Engine:
                 return
             try:
                 future.set_result(work())
-            except Exception as error:  # it is the asker's: requests go on
+            except Exception as error:  # raised in the caller's thread; requests go on
                 future.set_exception(error)
 
         with self._changed:
             if self._stopped:
                 job()  # nobody else uses the device any more
             else:
-                self._asked.append(job)
+                self._jobs.append(job)
                 self._changed.notify_all()
         return future.result()
 
@@ -401,7 +401,7 @@ class Engine:
             while True:
                 self._drop_aborted()
                 self._choose()
-                if self._asked or self._feeding is not None or self._parked or any(self._rows):
+                if self._jobs or self._feeding is not None or self._parked or any(self._rows):
                     return True
                 if self._closing:
                     self._stopped = True
@@ -424,19 +424,19 @@ class Engine:
         parked = [handle for handle, _ in self._parked]
         return [*running, *parked, *feeding, *(handle for _, _, handle in self._waiting)]
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **increments: int) -> None:
         """Add to what `stats` says."""
         with self._changed:
-            for name, number in more.items():
+            for name, number in increments.items():
                 self._counts[name] += number
 
     def _drop_aborted(self) -> None:
         """End the requests that were given up, wherever they are."""
-        gone = [entry for entry in self._waiting if entry[2].aborted]
-        if gone:
+        entries = [entry for entry in self._waiting if entry[2].aborted]
+        if entries:
             self._waiting = [entry for entry in self._waiting if not entry[2].aborted]
             heapq.heapify(self._waiting)
-        for _, _, handle in gone:
+        for _, _, handle in entries:
             self._ended(handle, "aborted")
         if self._feeding is not None and self._feeding.handle.aborted:
             self._ended(self._feeding.handle, "aborted")
@@ -455,8 +455,7 @@ class Engine:
         handle.told(piece or ServedPiece("", [], []), reason)
 
     def _feed_some(self) -> None:
-        """Feed prompts until about one chunk is fed, or several while few rows run, and let those that are complete
-        join the batch."""
+        """Feed about one chunk of prompts, or several while few rows run. A prompt that is complete joins the batch."""
         running = sum(handle is not None for handle in self._rows)
         turns = len(self._rows) // (2 * max(1, running))
         budget = self._batch.chunk * min(MOST_CHUNKS, max(1, turns))
@@ -475,19 +474,20 @@ class Engine:
             if feeding.start in feeding.keep_at:
                 self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row(), feeding.pages)
             if feeding.start == len(request.prompt):
-                made = self._batch.join(feeding.row, request, logits, feeding.pages)
+                output = self._batch.join(feeding.row, request, logits, feeding.pages)
                 self._feeding = None
                 self._rows[feeding.row], self._pages[feeding.row] = feeding.handle, feeding.pages
-                self._tell(feeding.row, made)
+                self._tell(feeding.row, output)
                 with self._changed:
                     self._choose()  # a further prompt, while the turn's budget lasts
 
     def _begin(self, feeding: _Feeding) -> bool:
-        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep one. Where the
-        prompt's tokens are to be scored, all of them are read.
+        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep one. A prompt whose
+        tokens are to be scored is read from its first token on.
 
         Returns:
-            False while there are no pages for the prompt: a prompt that begins nevertheless would soon make way.
+            False while there are no pages for the whole prompt. To begin it anyway would be of no use: it would soon
+            have to make way.
         """
         request = feeding.handle.request
         prefix = None if request.prompt_scores else self._prefixes.longest(request.prompt)
@@ -498,7 +498,7 @@ class Engine:
         feeding.begun = True
         if request.prompt_scores:
             return True
-        # Making room drops prefixes, at last this one.
+        # Looked up again, because `_spare` may have dropped this prefix.
         prefix, length = self._prefixes.longest(request.prompt), 0
         if prefix is not None and self._take_over(prefix, feeding):
             length = feeding.start = feeding.handle.reused_tokens = prefix.length
@@ -507,11 +507,11 @@ class Engine:
         return True
 
     def _take_over(self, prefix: Prefix, feeding: _Feeding) -> bool:
-        """Let the prompt's row go on from a prefix: in its complete pages, and in copies of the others. False where
-        there is no page for these."""
+        """Let the prompt's row go on from a prefix. The prefix's complete pages are shared, the last ones are copied,
+        because the row writes into them. False where there is no page for the copies."""
         if self._pool is not None:
             complete = pages_complete(self._layout, prefix.length)
-            shared = self._pool.share(prefix.pages)  # none of them is dropped meanwhile
+            shared = self._pool.share(prefix.pages)  # first, so that `_spare` cannot free them
             if not self._spare(len(shared) - complete, feeding.handle):
                 self._pool.drop(shared)
                 return False
@@ -529,7 +529,7 @@ class Engine:
         return pages_needed(self._layout, min(tokens, self.capacity))
 
     def _spare(self, count: int, handle: Handle) -> bool:
-        """Make `count` pages free for a request: prefixes go first, then what came after it makes way. False where that
+        """Make `count` pages free for a request: prefixes go first, then requests that came after it. False where that
         is not enough."""
         while self._pool is not None and self._pool.free < count:
             if not self._prefixes.drop() and not self._make_way(handle):
@@ -537,29 +537,31 @@ class Engine:
         return True
 
     def _grow(self, pages: list[int], tokens: int, handle: Handle) -> bool:
-        """Give a request the pages for so many tokens; False where it has to wait for them."""
-        more = self._needed(tokens) - len(pages)
-        if more <= 0 or self._pool is None:
+        """Give a request the pages for `tokens` tokens. False where it has to wait for them."""
+        count = self._needed(tokens) - len(pages)
+        if count <= 0 or self._pool is None:
             return True
-        if not self._spare(more, handle):
+        if not self._spare(count, handle):
             return False
-        pages += self._pool.take(more)
+        pages += self._pool.take(count)
         return True
 
     def _make_way(self, handle: Handle) -> bool:
-        """Let the last of the requests that came after this one give its pages back. False where there is none."""
-        last = max((other.rank for other in self._rows if other is not None), default=handle.rank)
+        """Take the pages of the request that came last. False where none came after this one."""
+        last = max((occupant.rank for occupant in self._rows if occupant is not None), default=handle.rank)
         feeding = self._feeding
         if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
             self._count(preempted=1, prompt_tokens=-feeding.start, reused_tokens=-feeding.handle.reused_tokens)
             feeding.handle.prompt_scores.clear()
-            again = _Feeding(feeding.handle, feeding.row)
+            restart = _Feeding(feeding.handle, feeding.row)
             self._stop_feeding()
-            self._feeding = again
+            self._feeding = restart
             return True
         if last <= handle.rank:
             return False
-        self._park(next(row for row, other in enumerate(self._rows) if other is not None and other.rank == last))
+        self._park(
+            next(row for row, occupant in enumerate(self._rows) if occupant is not None and occupant.rank == last)
+        )
         return True
 
     def _park(self, row: int) -> None:
@@ -571,7 +573,8 @@ class Engine:
         self._give_back(row)
 
     def _bring_back(self) -> None:
-        """Let requests that made way go on, the first of them first, where there is a row and pages for a while."""
+        """Let requests that made way go on, in the order of their ranks, as long as there are rows, and pages for one
+        more stride."""
         self._parked.sort(key=lambda entry: entry[0].rank)
         while self._parked and None in self._rows:
             handle, parked = self._parked[0]
@@ -581,7 +584,7 @@ class Engine:
             if self._pool is not None and not self._spare(count, handle):
                 return
             reserved = self._feeding.row if self._feeding is not None else None
-            row = next(row for row, other in enumerate(self._rows) if other is None and row != reserved)
+            row = next(row for row, occupant in enumerate(self._rows) if occupant is None and row != reserved)
             self._pages[row] = [] if self._pool is None else self._pool.take(count)
             self._batch.come_back(row, parked, self._pages[row])
             self._rows[row] = handle
@@ -611,9 +614,9 @@ class Engine:
         running = sorted((handle.rank, row) for row, handle in enumerate(self._rows) if handle is not None)
         for _, row in running if self._pool is not None else ():
             handle = self._rows[row]
-            if handle is None:  # it made way for one before it
+            if handle is None:  # it made way for an earlier row of this loop
                 continue
-            if self._grow(self._pages[row], self._batch.held(row) + self._batch.stride, handle):
+            if self._grow(self._pages[row], self._batch.row_length(row) + self._batch.stride, handle):
                 self._batch.give_pages(row, self._pages[row])
             else:
                 self._park(row)
@@ -622,23 +625,23 @@ class Engine:
         self._page_rows()
         running = np.asarray([handle is not None for handle in self._rows])
         scored = any(handle is not None and handle.request.likeliest is not None for handle in self._rows)
-        for row, made in enumerate(self._batch.step(running, scored)):
+        for row, output in enumerate(self._batch.step(running, scored)):
             if running[row]:
-                self._tell(row, made)
+                self._tell(row, output)
 
-    def _tell(self, row: int, made: Made) -> None:
+    def _tell(self, row: int, output: RowOutput) -> None:
         """Hand on what a row got, and free it where the answer ends."""
         handle = self._rows[row]
         assert handle is not None  # a row that ran has a request
-        if made.broken:
-            why = "a key or value is NaN or infinite; check the model's weights, or try dtype='f32'"
+        if output.broken:
+            reason_text = "a key or value is NaN or infinite; check the model's weights, or try dtype='f32'"
             self._count(requests=1, failed=1)
             self._free(row)
-            handle.failed(RequestFailed(why))
+            handle.failed(RequestFailed(reason_text))
             return
         request = handle.request
-        text, kept, reason = read_row(handle.detokenizer, made.tokens, made.done, request.max_new_tokens)
-        piece = ServedPiece(text, kept, _at_most(made.scores[: len(kept)], request.likeliest))
+        text, kept, reason = read_row(handle.detokenizer, output.tokens, output.done, request.max_new_tokens)
+        piece = ServedPiece(text, kept, _at_most(output.scores[: len(kept)], request.likeliest))
         self._count(tokens=len(kept))
         if reason is None:
             handle.told(piece, None)

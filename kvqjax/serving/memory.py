@@ -1,8 +1,7 @@
-"""How much memory an engine's cache takes: rows, the pages that they share, and what is kept for prompts that begin
-alike.
+"""How much memory an engine's cache takes: rows, the pages that they share, and kept prefixes of prompts.
 
-    pages                 of the rows, of the prompt that is being fed, and of what is kept
-    what is a row's own   windows, sinks, rings and states: of each row, of the prompt and of every kept prefix
+pages          of the rows, of the prompt that is being fed, and of kept prefixes
+private bytes  windows, sinks, rings and states: of each row, of the prompt and of every kept prefix
 """
 
 from typing import NamedTuple
@@ -19,15 +18,16 @@ from kvqjax.step.new_cache import init_cache
 __all__ = ["ROWS", "Memory", "memory_for"]
 
 ROWS = 8  # requests at a time where nobody says
-# A kept prefix takes a snapshot of what is a row's own. So many take the place of one row at most, and no more than a
-# quarter of its bytes: the pages that they share are most of what is kept.
+# A kept prefix needs a snapshot of a row's private bytes. In the memory of one row there are at most SNAPSHOTS
+# snapshots, which take at most 1 / SHARE of its bytes: the rest is for pages, which make up most of a prefix.
 SNAPSHOTS, SHARE = 8, 4
 
 
 class Memory(NamedTuple):
-    """How the memory of an engine is shared out. Where rows cannot have pages (`pages` 0), a prefix is kept as a row.
+    """How the memory of an engine is shared out.
 
-    Rows cannot have pages where their body is a ring or loses tokens, or is dealt over devices."""
+    Rows cannot have pages where their body is a ring or loses tokens, or is dealt over devices. `pages` is then 0, and
+    a prefix is kept as a row."""
 
     rows: int
     pages: int
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Bytes of what is a row's own and of a page, and the pages of a full row."""
+    """Bytes of a row beside its pages and of a page, and the pages of a full row."""
 
     private: int
     page: int
@@ -80,7 +80,7 @@ def memory_for(
         rows: requests that make tokens at a time; None: as many full rows as `pool_bytes` holds, or 8.
         pool_bytes: memory of all, in bytes; None: as much as `rows` full rows take, with the prompt's and `prefixes`
             more.
-        prefixes: what is kept for prompts that begin alike takes as much as so many rows.
+        prefixes: how many rows' memory kept prefixes take.
         kernels: as in `kvqjax.init_cache`.
 
     Returns:
@@ -89,30 +89,30 @@ def memory_for(
     Raises:
         UserError: the memory does not hold one full row beside the prompt's and the kept ones.
     """
-    sizes, beside = _sizes(model, method, capacity, kernels), 1 + prefixes
+    sizes, extra_rows = _sizes(model, method, capacity, kernels), 1 + prefixes
     if pool_bytes is None:
         rows = ROWS if rows is None else rows
-        pool_bytes = (rows + beside) * sizes.row
+        pool_bytes = (rows + extra_rows) * sizes.row
     elif rows is None:
-        rows = pool_bytes // sizes.row - beside
-    # Rows may be more than fit when all are full: what they share of the memory are pages.
-    fewest = (rows + beside) * sizes.private + sizes.row_pages * sizes.page
-    if rows < 1 or pool_bytes < fewest:
+        rows = pool_bytes // sizes.row - extra_rows
+    # There may be more rows than fit when all are full, because they share pages. Private bytes are needed for each.
+    least_bytes = (rows + extra_rows) * sizes.private + sizes.row_pages * sizes.page
+    if rows < 1 or pool_bytes < least_bytes:
         raise UserError(
             f"pool_bytes={pool_bytes} hold {pool_bytes // sizes.row} rows of {capacity} tokens ({sizes.row} bytes "
-            f"each); wanted {beside + 1} at least, of which {beside} take prompts and what several begin with "
+            f"each); wanted {extra_rows + 1} at least, of which {extra_rows} take prompts and what several begin with "
             "(prefixes=0: 1)"
         )
     if not sizes.row_pages:
-        if pool_bytes < (rows + beside) * sizes.row:
+        if pool_bytes < (rows + extra_rows) * sizes.row:
             raise UserError(
-                f"rows of {method} have no pages, so that rows={rows} need {(rows + beside) * sizes.row} bytes; "
+                f"rows of {method} have no pages, so that rows={rows} need {(rows + extra_rows) * sizes.row} bytes; "
                 f"pool_bytes is {pool_bytes}"
             )
-        return Memory(rows, 0, prefixes, 0, (rows + beside) * sizes.row, sizes.bits)
+        return Memory(rows, 0, prefixes, 0, (rows + extra_rows) * sizes.row, sizes.bits)
     snapshots = prefixes * max(1, min(SNAPSHOTS, sizes.row // sizes.private // SHARE))
     # One row must be able to fill its capacity, however little memory there is.
-    snapshots = min(snapshots, prefixes + (pool_bytes - fewest) // sizes.private)
+    snapshots = min(snapshots, prefixes + (pool_bytes - least_bytes) // sizes.private)
     pages = (pool_bytes - (rows + 1 + snapshots) * sizes.private) // sizes.page
     used = (rows + 1 + snapshots) * sizes.private + pages * sizes.page
     return Memory(rows, pages, snapshots, sizes.row_pages, used, sizes.bits)

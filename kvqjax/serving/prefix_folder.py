@@ -1,9 +1,9 @@
 """Kept prefixes in a folder: a server that starts again need not read its system prompts again.
 
-    description.json   whose tokens these are, and of each prefix its trace, its length and its pages
+    description.json   the owner (model, method, constants, form), and each prefix's trace, length and pages
     arrays             what a row has beside its pages, one row after the other, and the pages, each of them once
 
-Words mean something only to the model, the constants and the form that wrote them: all of these are compared.
+Words of codes can be read only with the model, the constants and the form that wrote them. All of these are compared.
 """
 
 import shutil
@@ -28,7 +28,7 @@ PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a numb
 
 
 def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:
-    """Describe what two engines must share for one to go on from the other's prefixes."""
+    """Describe what must be equal in two engines for one to use the other's prefixes."""
     page = 0 if layout.pool is None else layout.pool.tokens
     form = {"layers": layout.layers, "form": layout.form, "dealt": layout.dealt, "page": page}
     text = {"method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype, "chunk": chunk}
@@ -41,14 +41,14 @@ def write_prefixes(path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix
     Args:
         path: of the folder, which appears when it is complete.
         owner: of `owner_of_engine`.
-        prefixes: the one used least recently first.
+        prefixes: in the order of use, the least recently used first.
         contents: what each of their pages holds, by its number.
 
     Raises:
         UserError: the folder exists, or cannot be written.
     """
     places = {page: place for place, page in enumerate(contents)}
-    listed = [
+    entries = [
         {"trace": prefix.trace.hex(), "length": prefix.length, "pages": [places[page] for page in prefix.pages]}
         for prefix in prefixes
     ]
@@ -58,7 +58,7 @@ def write_prefixes(path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix
         # A page is one place of the second axis, behind the layers.
         pages = jax.tree.map(lambda *leaves: np.concatenate(leaves, 1), *contents.values()) if contents else ()
         arrays = flatten((rows, pages))
-    write_folder(path, owner | {"kind": "prefixes", "prefixes": listed}, arrays)
+    write_folder(path, owner | {"kind": "prefixes", "prefixes": entries}, arrays)
 
 
 def read_prefixes(
@@ -81,21 +81,21 @@ def read_prefixes(
     """
     text = read_description(path, "prefixes")
     require_owner(path, text, model, owner)
-    listed = [_prefix_entry(path, entry) for entry in text["prefixes"]]
-    if not listed:
+    entries = [_prefix_entry(path, entry) for entry in text["prefixes"]]
+    if not entries:
         return [], {}
-    count = 1 + max((place for _, _, pages in listed for place in pages), default=-1)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(listed), *x.shape), x.dtype), row)
+    count = 1 + max((place for _, _, pages in entries for place in pages), default=-1)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(entries), *x.shape), x.dtype), row)
     pages = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), page if count else ()
     )
-    wanted = flatten((rows, pages))
-    arrays = read_arrays(path, wanted=wanted)
-    rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in wanted])
+    shapes = flatten((rows, pages))
+    arrays = read_arrays(path, wanted=shapes)
+    rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in shapes])
     contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
     prefixes = [
         SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), numbers)
-        for number, (trace, length, numbers) in enumerate(listed)
+        for number, (trace, length, numbers) in enumerate(entries)
     ]
     return prefixes, contents
 
@@ -111,7 +111,7 @@ def _prefix_entry(path: Path, entry: Any) -> tuple[bytes, int, list[int]]:
     raise UserError(f"{path}: description.json has a prefix that cannot be read: {str(entry)[:80]}")
 
 
-# ---- A folder of which the newest part counts ----
+# ---- A folder of parts, of which the newest counts ----
 
 
 def newest_folder(folder: Path) -> Path | None:
@@ -120,11 +120,11 @@ def newest_folder(folder: Path) -> Path | None:
 
 
 def write_newest(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder within `folder` that counts from the moment it is complete; only then the older ones go.
+    """Write a new part of `folder`. The older parts are removed once it is complete.
 
     Args:
         folder: made where it is missing.
-        write: what writes the path it is given.
+        write: writes a folder at the path that it is called with.
 
     Raises:
         UserError: of `write`.

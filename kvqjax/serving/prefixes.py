@@ -1,9 +1,10 @@
-"""Prompts that begin alike are read once: what a row holds at the end of a chunk is kept, and later prompts go on from
-there.
+"""Prompts that begin with the same tokens are read once: what a row holds at the end of a chunk is kept, and later
+prompts go on from there.
 
-Chunks stand on a grid of positions, so that what is kept is to the bit what reading the same tokens anew would give. A
-prefix is kept as the numbers of its pages, which other rows go on using, and a snapshot of what is a row's own. The
-prefixes form a tree: each is named by a trace of all its tokens, made from the trace of the chunk before.
+Chunks begin at multiples of their length, so that a kept prefix is to the bit what reading the same tokens again would
+give. A prefix is kept as the numbers of its pages, which other rows go on using, and a snapshot of what the row has
+beside them. The prefixes form a tree: each is named by a trace of all its tokens, a hash of the chunk's tokens and of
+the trace of the chunk before.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of e
 
 TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
 REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
-# Prompts that may begin before a prefix which several have begun with counts as no better than the end of the newest
-# prompt. Where there is room for one prefix, a system prompt of half of all requests would else be displaced by every
-# request between.
+# A prefix that several prompts began with is worth more than the end of the newest prompt, until so many prompts have
+# come without it. Otherwise, where there is room for one prefix, every request in between would displace a system
+# prompt of half of all requests.
 PROVEN = 16
 
 
@@ -40,7 +41,7 @@ class Prefix(NamedTuple):
 
 class SavedPrefix(NamedTuple):
     """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and its pages' numbers.
-    What a page holds stands apart, under its number, since several prefixes may share it."""
+    `Contents` has what a page holds, once, since several prefixes may share it."""
 
     trace: bytes
     length: int
@@ -49,13 +50,13 @@ class SavedPrefix(NamedTuple):
 
 
 class Prefixes:
-    """What is kept of prompts that begin alike. Those go first that one prompt alone has begun with of late, and of
-    equal ones those used least recently.
+    """The kept prefixes. Where room is needed, prefixes that only one of the latest prompts began with go first, and
+    among those the least recently used.
 
     Args:
         chunk: tokens of a chunk.
         most: prefixes that may be kept.
-        pool: of the pages, of which each prefix is a user; None where rows have none.
+        pool: of the pages, which count each prefix as a user; None where rows have no pages.
     """
 
     def __init__(self, chunk: int, most: int, pool: PagePool | None = None):
@@ -81,9 +82,9 @@ class Prefixes:
         return self._kept[best]
 
     def worth_keeping(self, prompt: Sequence[int]) -> set[int]:
-        """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping: where an earlier
-        prompt that began alike went on otherwise, and the last one, from which the next turn of a conversation goes
-        on."""
+        """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping. One is the last end
+        that an earlier prompt shares, behind which the two differ. The other is the prompt's last end, from which the
+        next turn of a conversation goes on."""
         ends = list(self._ends(prompt)) if self._most else []
         repeated, common = 0, b""
         self._begun += 1
@@ -99,8 +100,8 @@ class Prefixes:
         return {end for end in (repeated, ends[-1][0] if ends else 0) if end}
 
     def keep(self, prompt: Sequence[int], length: int, row: Cache, pages: Sequence[int]) -> None:
-        """Keep the first `length` tokens of a prompt, which lie in `pages`, unless there is one place and what has it
-        is worth more."""
+        """Keep the first `length` tokens of a prompt, which lie in `pages`. With room for one prefix alone, it is kept
+        unless the present one is worth more."""
         trace = next(trace for end, trace in self._ends(prompt) if end == length)
         if trace in self._kept:
             self._kept.move_to_end(trace)
@@ -123,37 +124,37 @@ class Prefixes:
         return prefixes, {number: batch.page_content(number) for number in numbers}
 
     def keep_saved(self, saved: Sequence[SavedPrefix], contents: Contents, batch: RunningBatch) -> int:
-        """Keep saved prefixes beside those that are there: as many as there is room for, those used last first. They
-        take free pages, and no request makes way for them.
+        """Add saved prefixes to those that are kept: as many as there is room for, from the most recently used on. They
+        take free pages; no request makes way for them.
 
         Returns:
-            How many are kept now that were not before.
+            How many were added.
         """
         chosen: list[SavedPrefix] = []
-        wanted: set[int] = set()
+        page_numbers: set[int] = set()
         room, free = self._most - len(self._kept), 0 if self._pool is None else self._pool.free
         for prefix in reversed(saved):
-            fits = len(chosen) < room and len(wanted | set(prefix.pages)) <= free
+            fits = len(chosen) < room and len(page_numbers | set(prefix.pages)) <= free
             if fits and prefix.trace not in self._kept:
                 chosen.append(prefix)
-                wanted |= set(prefix.pages)
-        numbers = sorted(wanted)
+                page_numbers |= set(prefix.pages)
+        numbers = sorted(page_numbers)
         pages = dict(zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True))
         for number, page in pages.items():
             batch.fill_page(page, contents[number])
         for prefix in reversed(chosen):
-            here = [pages[number] for number in prefix.pages]
+            row_pages = [pages[number] for number in prefix.pages]
             if self._pool is not None:
-                self._pool.share(here)
-            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), here)
+                self._pool.share(row_pages)
+            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), row_pages)
             self._remembered[prefix.trace] = None
         if self._pool is not None:
             self._pool.drop(pages.values())  # from now on the prefixes alone use them
         return len(chosen)
 
     def drop(self) -> bool:
-        """Let go of the prefix that is worth least among those of which a page becomes free, at once or when further
-        ones go. False where there is none: pages that rows use too stay in use."""
+        """Drop one prefix, the one worth least among those with a page that only prefixes use: it becomes free now, or
+        when further prefixes are dropped. False where there is none, since pages that rows use stay in use."""
         users = Counter(page for prefix in self._kept.values() for page in prefix.pages)
         for trace in self._worst_first():
             pages = self._kept[trace].pages
@@ -163,11 +164,11 @@ class Prefixes:
         return False
 
     def _worst_first(self) -> list[bytes]:
-        """Give the traces of all, those first that go first."""
+        """Sort the traces of all prefixes by their worth, the least first."""
         return sorted(self._kept, key=self._is_proven)  # a stable sort of what lies in the order of use
 
     def _is_proven(self, trace: bytes) -> bool:
-        """Say whether several prompts have begun so, the last of them not long ago."""
+        """Say whether several prompts began with this prefix, the last of them one of the latest `PROVEN`."""
         return trace in self._proven and self._begun - self._proven[trace] <= PROVEN
 
     def _let_go(self, trace: bytes) -> None:
@@ -176,8 +177,8 @@ class Prefixes:
             self._pool.drop(prefix.pages)
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to it. The last token
-        is read in any case, for its logits."""
+        """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to it. No prefix holds
+        the last token, which is always read for its logits."""
         trace = b""
         for end in range(self._chunk, len(prompt), self._chunk):
             tokens = np.asarray(prompt[end - self._chunk : end], np.int32)

@@ -1,7 +1,7 @@
 """The OpenAI protocol: what bodies of requests may say, and the objects that answers are.
 
-Fields follow https://platform.openai.com/docs/api-reference (completions, chat). What would change an answer and is not
-served is refused by name; what cannot change it is taken and left alone.
+Fields follow https://platform.openai.com/docs/api-reference (completions, chat). A field that would change an answer
+and is not served is refused by name. A field that cannot change it is ignored.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from kvqjax._errors import UserError, suggest
 from kvqjax.serving.request import Answered, TokenScore
 
 __all__ = [
-    "Asked",
     "NotFound",
+    "RequestBody",
     "chat_chunk",
     "chat_object",
     "completion_chunk",
@@ -28,11 +28,11 @@ __all__ = [
     "usage_of",
 ]
 
-# Taken and left alone: they say who asks, or ask for what happens in any case.
+# Ignored: they say who asks, or ask for what happens in any case.
 HARMLESS = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
-# Refused unless they have these values.
+# Refused unless they have one of these values.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -50,7 +50,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "web_search_options": (None,),
 }
-# Of both protocols: name in a body -> option of `Engine.submit`, its type, its default.
+# Fields that completions and chat share: name in a body -> option of `Engine.submit`, its type, its default.
 SHARED: dict[str, tuple[str, type | tuple[type, ...], Any]] = {
     "temperature": ("temperature", (int, float), 1.0),
     "top_p": ("top_p", (int, float), 1.0),
@@ -73,9 +73,9 @@ class NotFound(UserError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A body, checked: `prompts` (strings, token ids or conversations), each answered `choices` times with `options` of
-    `Engine.submit`. `new_tokens` None: as many as fit."""
+class RequestBody:
+    """A checked body. Each of `prompts` (strings, token ids or conversations) is answered `choices` times, with
+    `options` of `Engine.submit`. `new_tokens` None: as many as fit."""
 
     prompts: list[Any]
     choices: int
@@ -98,7 +98,7 @@ def _body(raw: bytes) -> dict[str, Any]:
 
 
 def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any) -> Any:
-    """Read a field; null is as if it were not there."""
+    """Read a field. null counts as a missing field."""
     value = body.get(name)
     if value is None:
         return default
@@ -110,20 +110,22 @@ def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], d
     return value
 
 
-def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
+def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
     for name, value in body.items():
-        if name in UNSERVED and not any(value == plain and type(value) is type(plain) for plain in UNSERVED[name]):
+        if name in UNSERVED and not any(
+            value == default and type(value) is type(default) for default in UNSERVED[name]
+        ):
             if not (value == 0 and 0 in UNSERVED[name]):  # 0.0
                 raise UserError(f"{name} is not served here; leave it out")
-        elif name not in known | HARMLESS | UNSERVED.keys():
-            raise UserError(f"unknown field {name!r}{suggest(name, sorted(known))}")
+        elif name not in fields | HARMLESS | UNSERVED.keys():
+            raise UserError(f"unknown field {name!r}{suggest(name, sorted(fields))}")
 
 
 def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what both protocols have: (fields of `Asked`, options of `Engine.submit`)."""
-    asked = _field(body, "model", str, model)
-    if asked != model:
-        raise NotFound(f"model {asked!r} is not served here; this server has {model!r}")
+    """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
+    model_name = _field(body, "model", str, model)
+    if model_name != model:
+        raise NotFound(f"model {model_name!r} is not served here; this server has {model!r}")
     options: dict[str, Any] = {}
     for name, (option, types, default) in SHARED.items():
         options[option] = _field(body, name, types, default)
@@ -139,8 +141,8 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     if not 1 <= choices <= MOST_CHOICES:
         raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}")
     stream = _field(body, "stream", bool, False)
-    about = _field(body, "stream_options", dict, {})
-    return {"choices": choices, "stream": stream, "usage": bool(about.get("include_usage", False))}, options
+    stream_options = _field(body, "stream_options", dict, {})
+    return {"choices": choices, "stream": stream, "usage": bool(stream_options.get("include_usage", False))}, options
 
 
 def _real(name: str, value: int | float) -> float:
@@ -162,7 +164,7 @@ def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
 FIELDS = {*SHARED, "model", "n", "stream", "stream_options"}
 
 
-def read_completion(raw: bytes, model: str) -> Asked:
+def read_completion(raw: bytes, model: str) -> RequestBody:
     """Read the body of /v1/completions.
 
     Args:
@@ -170,7 +172,7 @@ def read_completion(raw: bytes, model: str) -> Asked:
         model: the name of the model that is served.
 
     Returns:
-        What is asked.
+        The checked body.
 
     Raises:
         UserError: no JSON, a field that is unknown, not served or of another type.
@@ -178,13 +180,15 @@ def read_completion(raw: bytes, model: str) -> Asked:
     """
     body = _body(raw)
     _check_names(body, FIELDS | {"prompt", "max_tokens", "logprobs", "echo"})
-    about, options = _common(body, model)
+    choice_fields, options = _common(body, model)
     scores = _field(body, "logprobs", int, None)
     echo = _field(body, "echo", bool, False)
     options |= {"scores": scores, "prompt_scores": echo}
     new = _field(body, "max_tokens", int, ANSWER_TOKENS)
     prompts = _completion_prompts(body.get("prompt"))
-    return Asked(prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scores is not None, **about)
+    return RequestBody(
+        prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scores is not None, **choice_fields
+    )
 
 
 def _completion_prompts(prompt: Any) -> list[Any]:
@@ -202,11 +206,11 @@ def _completion_prompts(prompt: Any) -> list[Any]:
     raise UserError("prompt mixes types; wanted a string, token ids, or a list of strings or of lists of token ids")
 
 
-def read_chat(raw: bytes, model: str) -> Asked:
+def read_chat(raw: bytes, model: str) -> RequestBody:
     """Read the body of /v1/chat/completions: as `read_completion`."""
     body = _body(raw)
     _check_names(body, FIELDS | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"})
-    about, options = _common(body, model)
+    choice_fields, options = _common(body, model)
     scored = _field(body, "logprobs", bool, False)
     likeliest = _field(body, "top_logprobs", int, 0)
     if likeliest and not scored:
@@ -217,7 +221,7 @@ def read_chat(raw: bytes, model: str) -> Asked:
     if not messages:
         raise UserError("messages is missing; wanted a list of objects with role and content")
     conversation = [_message(number, message) for number, message in enumerate(messages)]
-    return Asked(prompts=[conversation], new_tokens=new, options=options, scores=scored, **about)
+    return RequestBody(prompts=[conversation], new_tokens=new, options=options, scores=scored, **choice_fields)
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
@@ -248,9 +252,9 @@ def _head(kind: str, number: str, model: str) -> dict[str, Any]:
 def usage_of(answers: Sequence[Answered]) -> dict[str, Any]:
     """Count the tokens of answers. The prompt of several choices counts once a choice, for each of them reads it."""
     prompt = sum(answer.prompt_tokens for answer in answers)
-    made = sum(len(answer.tokens) for answer in answers)
+    new_tokens = sum(len(answer.tokens) for answer in answers)
     reused = {"cached_tokens": sum(answer.reused_tokens for answer in answers)}
-    counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    counts = {"prompt_tokens": prompt, "completion_tokens": new_tokens, "total_tokens": prompt + new_tokens}
     return {**counts, "prompt_tokens_details": reused}
 
 
@@ -271,17 +275,17 @@ def _completion_scores(
 
 
 def _named(score: TokenScore) -> list[tuple[int, float]]:
-    """Give the likeliest tokens, and the token itself where it is none of them: readers look it up there."""
+    """Give the likeliest tokens, and the token itself where it is not among them: clients look it up there."""
     pairs = list(score.likeliest.items())
     return pairs if score.token in score.likeliest else [*pairs, (score.token, score.logprob)]
 
 
 def _chat_scores(scores: Sequence[TokenScore], say: Callable[[int], str]) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": say(token), "logprob": logprob, "bytes": list(say(token).encode())}
 
     content = [
-        one(score.token, score.logprob) | {"top_logprobs": [one(*pair) for pair in score.likeliest.items()]}
+        entry(score.token, score.logprob) | {"top_logprobs": [entry(*pair) for pair in score.likeliest.items()]}
         for score in scores
     ]
     return {"content": content, "refusal": None}
@@ -290,7 +294,7 @@ def _chat_scores(scores: Sequence[TokenScore], say: Callable[[int], str]) -> dic
 def completion_object(
     number: str,
     model: str,
-    asked: Asked,
+    body: RequestBody,
     answers: Sequence[Answered],
     prompts: Sequence[tuple[str, Sequence[int]]],
     say: Callable[[int], str],
@@ -298,12 +302,12 @@ def completion_object(
     """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's prompt."""
     choices = []
     for index, (answer, (text, ids)) in enumerate(zip(answers, prompts, strict=True)):
-        scores, first = (*answer.prompt_scores, *answer.scores) if asked.echo else answer.scores, ids[:1]
+        scores, first = (*answer.prompt_scores, *answer.scores) if body.echo else answer.scores, ids[:1]
         choices.append(
             {
                 "index": index,
-                "text": text + answer.text if asked.echo else answer.text,
-                "logprobs": _completion_scores(scores, say, 0, first if asked.echo else ()) if asked.scores else None,
+                "text": text + answer.text if body.echo else answer.text,
+                "logprobs": _completion_scores(scores, say, 0, first if body.echo else ()) if body.scores else None,
                 "finish_reason": REASONS[answer.finish_reason],
             }
         )
@@ -331,14 +335,14 @@ def completion_chunk(
 
 
 def chat_object(
-    number: str, model: str, asked: Asked, answers: Sequence[Answered], say: Callable[[int], str]
+    number: str, model: str, body: RequestBody, answers: Sequence[Answered], say: Callable[[int], str]
 ) -> dict[str, Any]:
     """Make the answer of /v1/chat/completions."""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _chat_scores(answer.scores, say) if asked.scores else None,
+            "logprobs": _chat_scores(answer.scores, say) if body.scores else None,
             "finish_reason": REASONS[answer.finish_reason],
         }
         for index, answer in enumerate(answers)

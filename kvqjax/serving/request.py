@@ -16,7 +16,7 @@ __all__ = ["Answered", "Handle", "Request", "ServedPiece", "TokenScore"]
 
 class TokenScore(NamedTuple):
     """How likely a token was: its log probability by the model's logits (before penalty and temperature), and those of
-    the likeliest tokens in its place, from the likeliest on."""
+    the likeliest tokens in its place, in falling order."""
 
     token: int
     logprob: float
@@ -54,8 +54,8 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked, checked: `likeliest` counts the tokens whose log probabilities come with each new token (None:
-    no scores), and requests of a smaller `priority` come first."""
+    """A checked request. `likeliest` counts the tokens whose log probabilities come with each new token (None: no
+    scores). Requests of a smaller `priority` come first."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -107,7 +107,7 @@ class Handle:
         return self._aborted
 
     def abort(self) -> None:
-        """Give the request up: its row is free after the steps that run now. One that has ended stays as it is."""
+        """Give the request up: its row is free after the steps that run now. Nothing happens where it has ended."""
         self._aborted = True
 
     def __iter__(self) -> Iterator[ServedPiece]:
@@ -183,7 +183,7 @@ class Handle:
             seconds=self._last,
         )
 
-    # --- What the engine tells it ---
+    # --- For the engine ---
 
     @property
     def detokenizer(self) -> Detokenizer:

@@ -337,7 +337,7 @@ def test_a_warm_engine_compiles_nothing_for_a_request(model):
         batch._joined,
         batch._scored_feed,
         batch._emptied,
-        batch._left,
+        batch._copied_row,
         batch._read_page,
         batch._write_page,
         batch.copied_page,
