@@ -13,9 +13,9 @@ For one of our models `step` is `lambda model, tokens, counts, cache: kvq.forwar
 last=True)`, and the model takes the shape's place.
 
 Names and arguments are those of `jetstream.engine.engine_api`, so that the orchestrator takes this engine as it takes
-any other. JetStream itself is imported for its tokenizer alone. Where prompts are prefilled on other devices than they
-are decoded on, two engines of the same sizes share the work, and `get_prefix_destination_sharding` of the second says
-where a prefix is sent. Every program is compiled once, `prefill` once for every padded length.
+any other. JetStream itself is imported for its tokenizer alone. Prompts may be prefilled on one set of devices and
+decoded on another: two engines of the same sizes then share the work, and `get_prefix_destination_sharding` of the
+second says where a prefix is sent. Every program is compiled once, `prefill` once for every padded length.
 """
 
 import functools

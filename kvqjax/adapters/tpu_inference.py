@@ -6,17 +6,17 @@
     kv_caches[i], out = attention(kv_caches[i], q, k, v, metadata)       # layer i, inside jit, caches donated
 
 Names and arguments are those of `tpu_inference.layers.common.attention_interface` (tpu-inference 0.32.0), of which
-nothing is imported. The engine's scheduler gives blocks to sequences, shares full ones between prompts that begin
-alike, and takes them back; here a block is a page of our pool (kvqjax/cache/pages.py) in one layer.
+nothing is imported. The engine's scheduler gives blocks to sequences, shares full blocks between prompts that begin
+with the same tokens, and takes them back. Here a block is a page of our pool (kvqjax/cache/pages.py) in one layer.
 
 *What a block holds.* The codes of its tokens, and the exact tokens of its last unit while that is not full: the tail.
-A sequence is then nothing but its blocks, wherever it stands in a batch, and a full block is all codes. That takes a
-method that keeps no window and no sinks, and a unit that divides blocks. Tails of `unit` tokens in `dtype` are as many
-as blocks. With `slots=` they are as many as sequences instead, and `metadata.mamba_state_indices` says which one each
-sequence has, as it does for the states of recurrent layers.
+So a sequence consists of its blocks alone, wherever it stands in a batch, and a full block holds codes alone. That
+takes a method that keeps no window and no sinks, and a unit that divides blocks. Every block has a tail of `unit`
+tokens in `dtype`. With `slots=` every sequence has one instead, and `metadata.mamba_state_indices` says which, as it
+does for the states of recurrent layers.
 
-*How tokens are worked off.* Sequences with one new token together, the others one after the other in chunks of
-`chunk` tokens, each of which attends to those before it as they are stored.
+*How tokens are computed.* All sequences with one new token are computed together. Sequences with several new tokens
+follow one after the other, in chunks of `chunk` tokens. A chunk attends to the chunks before it as they are stored.
 """
 
 import dataclasses
@@ -52,11 +52,13 @@ def __dir__() -> list[str]:
 
 
 class Metadata(NamedTuple):
-    """What the engine says of a call's sequences: those of the first `request_distribution[-1]` entries. Its own
-    `AttentionMetadata` is taken as well. Sequence i has the new tokens `query_start_loc[i]` to
-    `query_start_loc[i + 1]` - 1 of the flat array, `seq_lens[i]` tokens with them, and the blocks
-    `block_tables[i * width : (i + 1) * width]`, in the order of its tokens. What stands in a table beyond the blocks
-    that its tokens need may be anything."""
+    """What the engine says of a call's sequences. The engine's own `AttentionMetadata` has these fields and is taken as
+    well.
+
+    The first `request_distribution[-1]` entries are sequences. Sequence i has the new tokens `query_start_loc[i]` to
+    `query_start_loc[i + 1]` - 1 of the flat array, and `seq_lens[i]` tokens with them. Its blocks are
+    `block_tables[i * width : (i + 1) * width]`, in the order of its tokens. Entries of a table beyond the blocks that
+    the tokens need may be anything."""
 
     block_tables: Any  # Int[max_seqs * width]
     seq_lens: Any  # Int[max_seqs]
@@ -105,7 +107,7 @@ def _layer_method(method: Method, shape: KVShape, index: int) -> Method:
 
 
 def _check_method(layout: CacheLayout) -> None:
-    """Raise UserError for a layer whose tokens lie elsewhere than in blocks, or that needs another one's."""
+    """Raise UserError for a layer whose tokens do not all lie in blocks, or that depends on another layer."""
     (run,), method = runs_of(layout), layout.method
     clocks = run.wiring.storage.clocks
     if method.sinks or method.keep is not None or len(clocks) > 1 or clocks[0].window:
@@ -226,24 +228,26 @@ def attention(
         others: further arguments of the engine's `attention`. They must ask for nothing.
 
     Returns:
-        The cache that holds the tokens, and the output in q's dtype: 0 for tokens of no sequence, and NaN for a
-        sequence whose numbers cannot be or whose tail lies elsewhere, of which nothing is stored. Such are a table with
-        too few blocks or one that is not there, and tokens taken back beyond a unit, as after drafts.
-        From a new token on that is not finite, its sequence gets NaN in this call; later ones see 0 for such numbers.
+        The cache that holds the tokens, and the output in q's dtype. Tokens of no sequence get 0. A sequence with
+        impossible metadata gets NaN, and nothing of it is stored: a table with too few blocks or with a block that does
+        not exist, or a tail that lies elsewhere, as where a draft's tokens are taken back beyond a unit. From a new
+        token on that is not finite, its sequence gets NaN in this call; later calls see 0 for such numbers.
 
     Raises:
         UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for
             something (scales of quantised inputs, attention in chunks or in both directions, caches that layers share,
             drafts), and meshes of several devices.
     """
-    _check_asked(mesh, attention_metadata, others)
+    _check_arguments(mesh, attention_metadata, others)
     md = _metadata(kv_cache, attention_metadata)
     shape, width = kv_cache.layout.shape, q.shape[-1]
     if head_dim_original == shape.head_dim:
         q, k, v = (x[..., :head_dim_original] for x in (q, k, v))
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-        if x.shape != (wanted := (q.shape[0], heads, shape.head_dim)):
-            raise UserError(f"{name} has shape {list(x.shape)}; wanted {list(wanted)}: new tokens, heads, head_dim")
+        if x.shape != (expected_shape := (q.shape[0], heads, shape.head_dim)):
+            raise UserError(
+                f"{name} has shape {list(x.shape)}; wanted {list(expected_shape)}: new tokens, heads, head_dim"
+            )
     if sm_scale is not None:
         q = q * jnp.asarray(sm_scale / (shape.scale or shape.head_dim**-0.5), q.dtype)
     kv_cache, out = _attention(kv_cache, q, k, v, md, sinks, constants, softcap=attn_logits_soft_cap)
@@ -262,11 +266,11 @@ NOTHING = {  # arguments of the engine's `attention`, and what asks for nothing
 UNREAD = ("shared_attention_metadata", "attention_backend")
 
 
-def _check_asked(mesh: Mesh | None, metadata: Any, others: dict[str, Any]) -> None:
-    """Raise UserError for what the engine may ask of its attention, and is not here."""
+def _check_arguments(mesh: Mesh | None, metadata: Any, arguments: dict[str, Any]) -> None:
+    """Raise UserError for arguments of the engine's attention that are not served here."""
     if mesh is not None and mesh.size > 1:
         raise UserError(f"a mesh of {mesh.size} devices; caches of blocks lie on one device")
-    for name, value in others.items():
+    for name, value in arguments.items():
         if name not in UNREAD and not any(value is nothing for nothing in NOTHING.get(name, ())):
             hint = f"; left out, or {NOTHING[name][-1]}" if name in NOTHING else ", which is no argument"
             raise UserError(f"attention over our blocks has no {name}={value!r}{hint}")
@@ -274,11 +278,11 @@ def _check_asked(mesh: Mesh | None, metadata: Any, others: dict[str, Any]) -> No
         raise UserError("attention over our blocks is causal and of one device; the metadata ask for another")
 
 
-def _metadata(kv_cache: Any, given: Any) -> Metadata:
+def _metadata(kv_cache: Any, metadata: Any) -> Metadata:
     """Read the engine's metadata. Raises UserError for arrays of other shapes than its sequences have."""
     if not isinstance(kv_cache, PagedLayer):
         raise UserError(f"kv_cache is a {type(kv_cache).__name__}; wanted one of create_kv_caches(...)")
-    md = Metadata(*(getattr(given, name, None) for name in Metadata._fields))
+    md = Metadata(*(getattr(metadata, name, None) for name in Metadata._fields))
     check_integers("seq_lens", md.seq_lens, ("max_seqs",), "the tokens of every sequence")
     count, width = md.seq_lens.shape[0], table_width(kv_cache.layout)
     check_integers("query_start_loc", md.query_start_loc, (count + 1,), "where every sequence's tokens begin")
@@ -311,7 +315,7 @@ class _Sequences(NamedTuple):
 
 
 def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences, Bool[Array, " T"]]:
-    """Read a call's sequences, and mark the tokens of those whose numbers cannot be. These come without tokens."""
+    """Read a call's sequences. Those with impossible metadata are left without tokens, and their tokens are marked."""
     assert layer.layout.pool is not None
     number, size, blocks = md.seq_lens.shape[0], layer.block_size, layer.layout.pool.pages
     lengths, start, table = (x.astype(jnp.int32) for x in (md.seq_lens, md.query_start_loc, md.block_tables))
@@ -321,7 +325,7 @@ def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences
     cached = jnp.where(real, lengths - count, 0)
 
     def tail(tokens: Int[Array, " S"]) -> Int[Array, " S"]:
-        """Find where the tail of a sequence of so many tokens lies: by default in the block of the last one."""
+        """Find where the tail of a sequence of `tokens` tokens lies: by default in the block of the last token."""
         if md.mamba_state_indices is not None:
             return md.mamba_state_indices.astype(jnp.int32)
         return jnp.take_along_axis(table, (jnp.maximum(tokens - 1, 0) // size)[:, None], 1, mode="clip")[:, 0]
@@ -329,11 +333,13 @@ def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences
     source, target, unit, tails = tail(cached), tail(lengths), layer.run.ring, layer.ends.shape[0]
     needed = jnp.arange(table.shape[1])[None] < -(-lengths // size)[:, None]
     missing = (needed & ((table < 0) | (table >= blocks))).any(1) | (target < 0) | (target >= tails)
-    beyond = (first < 0) | (count < 0) | (first + count > length) | (cached < 0) | (lengths > layer.layout.capacity)
+    out_of_range = (
+        (first < 0) | (count < 0) | (first + count > length) | (cached < 0) | (lengths > layer.layout.capacity)
+    )
     # Tokens of a unit that is not full lie in the tail, unless it went on to another unit or another sequence.
     end = layer.ends.at[source].get(mode="clip")
     lost = (cached % unit > 0) & ((end < cached) | ((end - 1) // unit != cached // unit))
-    wrong = real & (missing | beyond | lost)
+    wrong = real & (missing | out_of_range | lost)
     tokens = jnp.arange(length)[None]
     marked = (wrong[:, None] & (tokens >= first[:, None]) & (tokens < start[1:, None])).any(0)
     cached, count = (jnp.where(wrong, 0, x) for x in (cached, count))
@@ -360,34 +366,34 @@ def _step(layout: CacheLayout, constants, options: dict, stored: Stored, rows: _
 def _single_tokens(
     step: Step, stored: Stored, sequences: _Sequences, new, size: int
 ) -> tuple[Stored, Float[Array, "N H D"]]:
-    """Work off the sequences with one new token. Gives (stored with them, output of all tokens with room for a chunk
+    """Compute the sequences with one new token. Gives (stored with them, output of all tokens with room for a chunk
     behind)."""
     single, length = sequences.count == 1, new[0].shape[0]
-    # The others are empty rows, of which nothing is read or written.
+    # Other sequences become empty rows, of which nothing is read or written.
     rows = sequences._replace(
         cached=jnp.where(single, sequences.cached, 0),
         count=single.astype(jnp.int32),
         table=jnp.where(single[:, None], sequences.table, NO_PAGE),
     )
-    at = jnp.clip(rows.first, 0, length - 1)
-    (body, tails), out = step(stored, rows, [x[at][:, None] for x in new])
+    place = jnp.clip(rows.first, 0, length - 1)
+    (body, tails), out = step(stored, rows, [x[place][:, None] for x in new])
     tails = {name: jnp.where(single[None, :, None, None], x, stored[1][name]) for name, x in tails.items()}
     flat = jnp.zeros((length + size, *out.shape[2:]), out.dtype)
-    return (body, tails), flat.at[jnp.where(single, at, length + size)].set(out[:, 0], mode="drop")
+    return (body, tails), flat.at[jnp.where(single, place, length + size)].set(out[:, 0], mode="drop")
 
 
 def _chunks(
     step: Step, stored: Stored, sequences: _Sequences, new, size: int, out: Float[Array, "N H D"]
 ) -> tuple[Stored, Float[Array, "N H D"]]:
-    """Work off the sequences with several new tokens, chunk by chunk of `size` tokens. Gives (stored with them, `out`
-    with theirs)."""
-    several = jnp.where(sequences.count > 1, -(-sequences.count // size), 0)
-    last = jnp.cumsum(several)
+    """Compute the sequences with several new tokens, chunk by chunk of `size` tokens. Gives (stored with them, `out`
+    with their output)."""
+    chunk_counts = jnp.where(sequences.count > 1, -(-sequences.count // size), 0)
+    last = jnp.cumsum(chunk_counts)
     new = [jnp.pad(x, ((0, size), (0, 0), (0, 0))) for x in new]  # a chunk that is not full may begin at the last token
 
     def chunk(number, loop):
         ((body, tails), flat), row = loop, jnp.searchsorted(last, number, side="right")
-        offset = (number - (last[row] - several[row])) * size
+        offset = (number - (last[row] - chunk_counts[row])) * size
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), sequences)
         count = jnp.minimum(rows.count - offset, size)
         rows = rows._replace(cached=rows.cached + offset, first=rows.first + offset, count=count)
@@ -395,7 +401,7 @@ def _chunks(
         tail = {name: jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for name, x in tails.items()}
         (body, tail), out = step((body, tail), rows, [cut(x)[None] for x in new])
         tails = {name: jax.lax.dynamic_update_slice_in_dim(x, tail[name], row, 1) for name, x in tails.items()}
-        # Behind the sequence's tokens stand those of others.
+        # Tokens of other sequences follow in the flat array; their output is kept.
         out = jnp.where((jnp.arange(size) < rows.count)[:, None, None], out[0], cut(flat))
         return (body, tails), jax.lax.dynamic_update_slice_in_dim(flat, out, rows.first[0], 0)
 
@@ -407,7 +413,7 @@ def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, so
     new, length, size = (q, k, v), q.shape[0], min(layer.chunk, q.shape[0])
     sequences, wrong = _sequences(layer, md, length)
     step = functools.partial(_step, layer.layout, constants, {"sinks": sinks, "softcap": softcap})
-    # Tails are put in the sequences' order, so that these are the rows of a cache, and go back at the end.
+    # Tails are put in the order of the sequences, which are the rows of a cache, and go back at the end.
     tails = {name: jnp.take(x, sequences.source, axis=1, mode="clip") for name, x in layer.tails.items()}
     stored, out = _single_tokens(step, (layer.body, tails), sequences, new, size)
     (body, tails), out = _chunks(step, stored, sequences, new, size, out)

@@ -44,7 +44,7 @@ class Dense(NamedTuple):
 
 
 class _NoWeights(dict):
-    """The weights of a layer that nobody gave; says so where a method looks for one."""
+    """The weights of a layer without a model: where a method looks for a weight, it is told to pass model=."""
 
     def __init__(self, method):
         super().__init__()
@@ -117,7 +117,7 @@ def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...
     if carry:
         if isinstance(layer, jax.core.Tracer):
             raise UserError(f"{cache.layout.method}: layers depend on each other, so `layer` must be a plain number")
-        below = range(layer)  # what they hold is decoded for its carry alone, and XLA drops the rest
+        below = range(layer)  # they are decoded for their carry alone; XLA drops their keys and values
     for number in below:
         carry = _read(call, model, number, carry)[1]
     k, v, valid = _read(call, model, layer, carry)[0]

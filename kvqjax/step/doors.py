@@ -1,7 +1,8 @@
 """What public functions do around their work: check their arguments, in one line for each mistake, find the calibrated
 constants that a cache takes, and run outside jit as one kept program.
 
-Shapes and dtypes are static, so tracers are checked too; numbers in `counts` only where they are known."""
+Shapes and dtypes are static, so those of tracers are checked too. Numbers in `counts` are checked where they are
+known."""
 
 import dataclasses
 import functools
@@ -64,10 +65,10 @@ def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
 
 
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
-    """Raise UserError for a known token id that the vocabulary has not; what stands at other places may be anything.
+    """Raise UserError for a known token id outside the vocabulary. At places that are not valid any number may stand.
 
-    Ids that a device is still computing are not waited for: a loop of eager steps would lose its head start. They are
-    clipped and raise the row's flag, as inside jit."""
+    Ids that a device is still computing are not waited for, because a loop of eager steps would then run no longer
+    ahead of the device. They are clipped and raise the row's flag, as inside jit."""
     if is_known(tokens, counts) and all(getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)):
         ids = np.asarray(tokens)
         ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
@@ -75,7 +76,7 @@ def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
 
 
 def check_ids(name: str, ids: Any, vocabulary: int) -> None:
-    """Raise UserError for a known token id that a model of so large a vocabulary has not."""
+    """Raise UserError for a known token id outside a vocabulary of this size."""
     check_within(name, ids, 0, vocabulary - 1, f"from 0 to {vocabulary - 1}, the model's token ids")
 
 
@@ -93,13 +94,15 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     length = None
     for number, ((layers, wanted_sources), sources) in enumerate(zip(stacks, pending, strict=False)):
         for name, width in wanted_sources.items():
-            got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
-            length = got[2] if length is None and got is not None and len(got) == 4 else length
-            wanted = (layers, cache.batch, length, width)
-            if got != wanted:
-                found = "nothing" if got is None else f"shape {list(got)}"
+            source_shape = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+            length = (
+                source_shape[2] if length is None and source_shape is not None and len(source_shape) == 4 else length
+            )
+            stack_shape = (layers, cache.batch, length, width)
+            if source_shape != stack_shape:
+                text = "nothing" if source_shape is None else f"shape {list(source_shape)}"
                 sizes = f"[{layers}, {cache.batch}, T, {width}]"
-                raise UserError(f"pending[{number}][{name!r}]: {found} given, wanted {sizes} with one T for all")
+                raise UserError(f"pending[{number}][{name!r}]: {text} given, wanted {sizes} with one T for all")
     check_numbers(counts, cache.batch, length or 0)
 
 
@@ -111,21 +114,33 @@ def _calibration(method: Method, model: str) -> str:
     return f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
 
 
-def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:
-    """Give every run its calibrated constants, from those of the runs or of the stacks that an artifact holds. Raises
-    UserError, at trace time, for missing or misshapen ones. model: what --model takes for it."""
+def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:
+    """Give every run its calibrated constants.
+
+    Args:
+        entries: constants of every run, or of every stack of layers, as an artifact holds them; empty where there are
+            none.
+        layout: the cache's layout.
+        model: what --model takes for the model, for the message.
+
+    Returns:
+        The constants of every run.
+
+    Raises:
+        UserError: at trace time, for missing or misshapen constants.
+    """
     runs = runs_of(layout)
-    given = given or tuple({} for _ in runs)
-    stacks = runs if len(given) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
-    if len(given) == len(stacks) != len(runs):
-        given = tuple(
+    entries = entries or tuple({} for _ in runs)
+    stacks = runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
+    if len(entries) == len(stacks) != len(runs):
+        entries = tuple(
             jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
-            for stack, constants in zip(stacks, given, strict=True)
+            for stack, constants in zip(stacks, entries, strict=True)
             for index in range(stack.count)
         )
-    if len(given) != len(runs):
-        raise UserError(f"constants for {len(given)} runs of layers given, the method has {len(runs)}")
-    for run, constants in zip(runs, given, strict=True):
+    if len(entries) != len(runs):
+        raise UserError(f"constants for {len(entries)} runs of layers given, the method has {len(runs)}")
+    for run, constants in zip(runs, entries, strict=True):
         for group, names in run.wiring.wanted().items():
             for name, shape in names.items():
                 array = constants.get(group, {}).get(name)
@@ -134,24 +149,24 @@ def run_constants(given, layout: CacheLayout, model: str = "") -> tuple[dict, ..
                     raise UserError(f"{missing}: {_calibration(layout.method, model)}")
                 if array.shape != (run.count, *shape):
                     raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
-    return given
+    return entries
 
 
 def with_own_constants(model: Model, method: Method) -> Model:
-    """Reduce a model that holds several artifacts to the constants for caches of `method`: of its own artifact, else of
-    the newest that was calibrated for the same codecs and layers."""
+    """Reduce a model that holds several artifacts to the constants for caches of `method`: those of the method's own
+    artifact, else those of the newest artifact that was calibrated for the same codecs and layers."""
     if not model.others:
         return model
-    held = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
+    artifacts = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
     part = functools.partial(calibrated_part, config=model.config)
-    alike = [constants for other, constants in held if part(other) == part(method)]
-    own = [constants for other, constants in held if other == method]
-    return model.replace(constants=[*own, *alike, ()][0], others=(), calibrated=())
+    by_part = [constants for artifact_method, constants in artifacts if part(artifact_method) == part(method)]
+    by_method = [constants for artifact_method, constants in artifacts if artifact_method == method]
+    return model.replace(constants=[*by_method, *by_part, ()][0], others=(), calibrated=())
 
 
 @jax.custom_jvp
 def _for_inference(tree):
-    """Give back `tree`, which cannot be differentiated: what is stored is rounded."""
+    """Give back `tree`, and refuse to differentiate through it: a cache stores rounded numbers."""
     return tree
 
 
@@ -179,8 +194,8 @@ def kept_program(
 
     @functools.wraps(function)
     def call(*arguments, **options):
-        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options)))
-        return (plain if inside else compiled)(*arguments, **options)
+        in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options)))
+        return (plain if in_trace else compiled)(*arguments, **options)
 
     return call
 

@@ -76,18 +76,22 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
 def _attend_begun(
     model: Model, cache: Cache, tokens, padding: Padding, recurrence: Recurrence, *, within: str, last: bool
 ):
-    """Do `_attend` for tokens that begin at place 0 of their rows; logits come as the caller's tokens stand. Then come
-    sources of every run, what the recurrent layers keep, and the attention mass, as a tuple that may be empty."""
+    """Do `_attend` for tokens that begin at place 0 of their rows.
+
+    Returns:
+        Logits, where the caller's tokens stand. Then (sources of every run, what the recurrent layers keep, the
+        attention mass as a tuple that may be empty).
+    """
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
     tokens = known_ids(tokens, padding.counts, config)[0]  # `forward` alone returns a cache, and so raises its flag
-    # A single row's step on a GPU: a product of one row is a slow kernel of its own (`of_two`).
-    alone = positions.size == 1 and call.runs[0].on_gpu
+    # A single row's step on a GPU: XLA makes a slow kernel of a product of one row (`of_two`).
+    is_single_token = positions.size == 1 and call.runs[0].on_gpu
 
-    def project(weights, h, first):  # a run's layers are like its first one
+    def project(weights, h, first):  # all layers of a run turn and norm as its first layer does
         make = functools.partial(decoder.project, weights, config=config, index=first)
-        return of_two(make, h, positions) if alone else make(h, positions)
+        return of_two(make, h, positions) if is_single_token else make(h, positions)
 
     def step(number, loop, index):
         h, flow, carried = loop
@@ -95,16 +99,16 @@ def _attend_begun(
         weights = decoder.layer(model.params, call.runs[number].first + index)
         projected = project(weights, h, call.runs[number].first)
         # Where devices share the tokens of a KV head, each attends with the queries of all of them.
-        whole = projected._replace(q=decoder.whole_heads(projected.q, config))
-        partial, new, flow = attend_one(call, number, index, weights, whole, flow)
+        all_heads = projected._replace(q=decoder.whole_heads(projected.q, config))
+        partial, new, flow = attend_one(call, number, index, weights, all_heads, flow)
         attended = saturated(decoder.own_heads(partial.out, config, projected.q.shape[2]), h.dtype)
         return (decoder.finish(weights, h, attended, config), flow, carried), new
 
     loop = decoder.embed(model.params, tokens, config), first_flow(call), recurrence.first(tokens.shape[1])
-    each = _unrolled if is_unrolled(model.params) else _scanned
+    loop_over = _unrolled if is_unrolled(model.params) else _scanned
     pending = []
     for number, run in enumerate(call.runs):
-        loop, new = each(functools.partial(step, number), loop, run.count, cache)
+        loop, new = loop_over(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
     h, carried = recurrence.before(config.num_layers, loop[0], loop[2])
     mass = loop[1].mass
@@ -112,7 +116,7 @@ def _attend_begun(
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     if last:
         out = last_logits(model, h, padding.counts)
-    else:  # hidden states are rolled back, which are narrower than logits
+    else:  # hidden states are rolled back and not logits, which are wider
         out = decoder.unembed(model.params, padding.as_given(h), config)
     return out, (tuple(pending), carried, () if mass is None else (mass,))
 
@@ -120,7 +124,7 @@ def _attend_begun(
 def known_ids(
     tokens: Int[Array, "B T"], counts: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Int[Array, "B T"], Bool[Array, " B"]]:
-    """Clip token ids into the vocabulary: (the ids, which rows had another one among their first `counts[b]`)."""
+    """Clip token ids into the vocabulary: (the ids, which rows had one outside it among their first `counts[b]`)."""
     fits, foreign = clipped(tokens, 0, config.vocab_size - 1)
     return fits, (foreign & (jnp.arange(tokens.shape[1])[None] < counts[:, None])).any(1)
 
@@ -134,8 +138,8 @@ def _unrolled(step, loop, count: int, cache: Cache):
     """Run `step` over a list of weights, in straight code."""
     new = []
     for index in range(count):
-        loop, own = step(loop, index)
-        new.append(own)
+        loop, sources = step(loop, index)
+        new.append(sources)
     return loop, jax.tree.map(lambda *x: jnp.stack(x), *new)
 
 
@@ -169,14 +173,14 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
     runs = len(cache.runs)
     recurrent = runs + len(cache.states)
-    done = _commit_begun(model, cache, (*pending[:runs], *pending[recurrent:]), padding_of(counts))
-    return after_commit(model, cache, done, pending[runs:recurrent])
+    new_cache = _commit_begun(model, cache, (*pending[:runs], *pending[recurrent:]), padding_of(counts))
+    return after_commit(model, cache, new_cache, pending[runs:recurrent])
 
 
 def _commit_begun(model: Model, cache: Cache, pending: Pending, padding: Padding) -> Cache:
     """Do `_commit` for layers of attention."""
-    done = caches.commit(cache, pending, padding.counts, run_constants(model.constants, cache.layout))
-    return done.replace(overflow=padding.flagged(done.overflow))
+    new_cache = caches.commit(cache, pending, padding.counts, run_constants(model.constants, cache.layout))
+    return new_cache.replace(overflow=padding.flagged(new_cache.overflow))
 
 
 def forward(
@@ -222,12 +226,12 @@ def forward(
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
     padding = padding_of(counts)
     tokens = padding.begun(tokens)
-    # Of tokens that do not fit the states know nothing, and so the logits behind them mean nothing.
+    # States take in only the tokens that the cache has room for, so the logits of later ones mean nothing.
     stored = admitted(cache, padding.counts, tokens.shape[1])[0]
     recurrence = Recurrence(model, cache, stored)
     out, (runs, carried, mass) = _attend_begun(model, cache, tokens, padding, recurrence, within="chunk", last=last)
-    done = _commit_begun(model, cache, (*runs, *mass), padding)
+    new_cache = _commit_begun(model, cache, (*runs, *mass), padding)
     if cache.states:
-        finite = jnp.minimum(done.finite, finite_tokens(cache, carried.finite_count, stored))
-        done = done.replace(states=carried.kept, finite=finite)
-    return out, done.replace(overflow=done.overflow | known_ids(tokens, padding.counts, model.config)[1])
+        finite = jnp.minimum(new_cache.finite, finite_tokens(cache, carried.finite_count, stored))
+        new_cache = new_cache.replace(states=carried.kept, finite=finite)
+    return out, new_cache.replace(overflow=new_cache.overflow | known_ids(tokens, padding.counts, model.config)[1])

@@ -33,8 +33,9 @@ __all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow"
 class Flow(NamedTuple):
     """What one layer hands to the layer above it. Empty for methods whose layers do not depend on each other.
 
-    `body` and `tile` are what was reconstructed of the body's tokens and of the tokens that fall due in this call
-    (AQUA-KV, XQuant-CL); `mass` is the attention that every token has received so far (keep=h2o)."""
+    - `body`: the reconstruction of the body's tokens (AQUA-KV, XQuant-CL).
+    - `tile`: the reconstruction of the tokens that fall due in this call.
+    - `mass`: the attention that every token has received so far (keep=h2o)."""
 
     body: dict
     tile: dict
@@ -42,7 +43,7 @@ class Flow(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all layers of one call share. `recode`: tokens that fall due inside the call are shown as encoded."""
+    """What all layers of one call share. `recode`: queries see tokens that fall due inside the call as encoded."""
 
     cache: Cache
     runs: tuple[RunLayout, ...]
@@ -52,7 +53,7 @@ class Call(NamedTuple):
 
 
 def _beyond(lengths: Int[Array, " B"], bound: LengthBound) -> Bool[Array, " B"]:
-    """Mark rows that break a promise: one that holds too much, and all if they do together."""
+    """Mark rows that break the promise of a length bound: a row that is too long, or all where their sum is."""
     together = False if bound.total is None else lengths.sum() > bound.total
     return (lengths > bound.row) | together
 
@@ -97,13 +98,13 @@ def begin(
 
 
 def in_step(cache: Cache) -> Cache:
-    """Give all layers that are encoded together one array for their equal counts, so that what follows from them is
-    computed once and not in every layer."""
+    """Give all layers that are encoded together one array for their equal counts of flushed units. XLA then computes
+    what depends on these counts once, and not in every layer."""
     if not all(run.flushed for run in cache.runs):
         return cache  # one layer's part, which was cut out of a cache in step (kvqjax/step/views.py)
     runs = list(cache.runs)
-    for first, *others in chains(cache.layout):
-        for number in others:
+    for first, *followers in chains(cache.layout):
+        for number in followers:
             runs[number] = runs[number].replace(flushed=runs[first].flushed)
     return cache.replace(runs=tuple(runs))
 
@@ -142,8 +143,8 @@ def attend_one(
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:
-        more = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
-        mass = jax.tree.map(jnp.add, mass, more)
+        layer_mass = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
+        mass = jax.tree.map(jnp.add, mass, layer_mass)
     new = {name: row_major(x) for name, x in new.items()}
     out, lse = (jnp.where(broken.reshape(*broken.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in (out, lse))
     return Partial(out, lse), new, Flow(body, tile, mass)

@@ -156,7 +156,7 @@ def attend_layer(
 def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks, mask):
     """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as there.
 
-    Of the cache's runs only the layer's is read, and the counts of the first: a view is a cache with no others.
+    Only the layer's run is read, and the counts of the first run: a view is a cache without the other runs.
 
     Returns:
         Attention with its output in q's dtype, and the layer's new tokens.
@@ -176,11 +176,11 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
     return _attend_layer(cache, q, k, v, counts, below, constants, sinks, mask, **static)
 
 
-def _check_mask(cache: Cache, layer, mask, wanted: tuple[int, int, int], within: str) -> None:
+def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: str) -> None:
     """Raise UserError for a mask of new tokens that has another shape or type, and where it has no meaning."""
-    if not is_mask(mask) or mask.shape != wanted:
-        given = f"{mask.dtype}{list(mask.shape)}" if hasattr(mask, "dtype") else named(mask)
-        raise UserError(f"mask is {given}; wanted bool{list(wanted)}: rows, queries, the new tokens that they see")
+    if not is_mask(mask) or mask.shape != shape:
+        text = f"{mask.dtype}{list(mask.shape)}" if hasattr(mask, "dtype") else named(mask)
+        raise UserError(f"mask is {text}; wanted bool{list(shape)}: rows, queries, the new tokens that they see")
     if within == "step":
         raise UserError(
             'a mask says which new tokens see each other; within="step" shows them what decoding one token at a time '
@@ -208,10 +208,10 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, lay
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
     rows = PartitionSpec(rules.batch)
-    seen = PartitionSpec() if mask is None else rows
-    specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, seen
-    # A plain number stays one in every device's part, because layers that are stored one by one are found by it. A
-    # traced one is an argument of `shard_map`, as every array is.
+    mask_rows = PartitionSpec() if mask is None else rows
+    specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, mask_rows
+    # A plain number is not made an array, because layers that are stored one by one are found by it at trace time. A
+    # traced number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
         partial, new_tokens = on_parts(
             functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new)
@@ -220,7 +220,7 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, lay
         traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
         specs = PartitionSpec(), *specs
         partial, new_tokens = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
-    # The output lies where the queries lay, since the model that made these goes on with it.
+    # The output lies where the queries lay: the model goes on from there.
     return partial._replace(out=lying_as(partial.out, q, rules)), new_tokens
 
 
@@ -236,7 +236,7 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
         A `New` with specs in place of arrays.
     """
     # Sources lie as the window does. What flows through the body is dealt as the body is, [B, slots, W].
-    tokens, body = (PartitionSpec(*lead, rules.batch, *rest) for rest in ((None, rules.kv_heads), (rules.sequence,)))
+    tokens, body = (PartitionSpec(*lead, rules.batch, *axes) for axes in ((None, rules.kv_heads), (rules.sequence,)))
     rows = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
 
@@ -258,9 +258,9 @@ def _attend_here(
     options = ScoreOptions(softcap, sinks)
     partial, new, flow = attend_one(call, number, index, {}, projected, flow, options)
     # Attention is float32. What float16 cannot hold becomes its largest number (`saturated`).
-    placed = Partial(padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse))
+    attention = Partial(padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse))
     # Sources that depend on nothing are ready before attention has read the body, which XLA then copies for `append`.
-    return placed, New(depending_on(partial.out, new), flow)
+    return attention, New(depending_on(partial.out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))
@@ -299,16 +299,16 @@ def check_new(cache: Cache, q, k, v, counts) -> None:
         shapes = [list(getattr(x, "shape", ())) for x in (q, k, v)]
         raise UserError(f"q, k and v have shapes {shapes}; wanted arrays [B, T, heads, head_dim]")
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-        wanted = (cache.batch, q.shape[1], heads, shape.head_dim)
-        if x.shape != wanted:
-            text = f"{name} has shape {x.shape}, wanted {wanted}: rows, new tokens, heads, head_dim"
-            other_width = name == "v" and x.shape[:3] == wanted[:3]
+        expected_shape = (cache.batch, q.shape[1], heads, shape.head_dim)
+        if x.shape != expected_shape:
+            text = f"{name} has shape {x.shape}, wanted {expected_shape}: rows, new tokens, heads, head_dim"
+            other_width = name == "v" and x.shape[:3] == expected_shape[:3]
             raise UserError(text + (_of_one_width(shape.head_dim, x.shape[3]) if other_width else ""))
     check_numbers(counts, cache.batch, q.shape[1])
 
 
 def _of_one_width(keys: int, values: int) -> str:
-    """Say in a message what to do with values of another number of channels than keys have."""
+    """Say in a message what to do where values have another number of channels than keys."""
     if values < keys:
         return f"; pad values with zeros to {keys} channels, and cut the output to {values}"
     return (
@@ -401,11 +401,11 @@ def append(
     return _append(cache, new, counts, constants)
 
 
-def check_stateless(cache: Cache, what: str) -> None:
+def check_stateless(cache: Cache, caller: str) -> None:
     """Raise UserError for a cache with states of recurrent layers, which would fall behind those of attention."""
     if cache.states:
         raise UserError(
-            f"{what}: this cache also holds the states of a model's recurrent layers, which take in the same tokens; "
+            f"{caller}: this cache also holds the states of a model's recurrent layers, which take in the same tokens; "
             "forward, or attend and commit, do both"
         )
 
@@ -430,18 +430,24 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
     length = None
     for run in runs_of(cache.layout):
         for layer in range(run.first, run.first + run.count):
-            given = new if isinstance(new, New) else new[layer]
-            sources = given.sources if isinstance(given, New) else given
+            entry = new if isinstance(new, New) else new[layer]
+            sources = entry.sources if isinstance(entry, New) else entry
             for name, width in run.wiring.storage.sources.items():
-                got = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
-                if isinstance(new, New) and got is not None:
-                    if len(got) != 4 or got[0] != layers:
-                        raise UserError(f"new tokens {name!r} have shape {list(got)}, wanted [{layers}, B, T, W]")
-                    got = got[1:]
+                source_shape = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+                if isinstance(new, New) and source_shape is not None:
+                    if len(source_shape) != 4 or source_shape[0] != layers:
+                        raise UserError(
+                            f"new tokens {name!r} have shape {list(source_shape)}, wanted [{layers}, B, T, W]"
+                        )
+                    source_shape = source_shape[1:]
                 # The first source that has three axes says what T is for all others.
-                length = got[1] if length is None and got is not None and len(got) == 3 else length
-                if got != (cache.batch, length, width):
-                    text = "nothing" if got is None else f"shape {list(got)}"
+                length = (
+                    source_shape[1]
+                    if length is None and source_shape is not None and len(source_shape) == 3
+                    else length
+                )
+                if source_shape != (cache.batch, length, width):
+                    text = "nothing" if source_shape is None else f"shape {list(source_shape)}"
                     sizes = f"[{cache.batch}, T, {width}]"
                     raise UserError(
                         f"new tokens {name!r} of layer {layer}: {text} given, wanted {sizes}, one T for all"
@@ -466,8 +472,8 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
     """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has several runs."""
     padding, (pending, mass) = padding_of(counts), _by_runs(cache, new, runs_of(cache.layout))
-    done = caches.commit(cache, (*pending, *(() if mass is None else (mass,))), padding.counts, fixed)
-    return done.replace(overflow=padding.flagged(done.overflow))
+    new_cache = caches.commit(cache, (*pending, *(() if mass is None else (mass,))), padding.counts, fixed)
+    return new_cache.replace(overflow=padding.flagged(new_cache.overflow))
 
 
 def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:

@@ -108,9 +108,9 @@ def planned_layout(
 ) -> CacheLayout:
     """Plan the layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels;
     inside, `empty_cache` makes the cache."""
-    layout, held, rules = _plain_layout(model, method, batch, capacity, **options)
+    layout, array, rules = _plain_layout(model, method, batch, capacity, **options)
     shared = {} if rules is None else over_devices(rules, layout)
-    return choose(layout, kernels, held, form=options.get("form"), **shared)
+    return choose(layout, kernels, array, form=options.get("form"), **shared)
 
 
 def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
@@ -133,12 +133,12 @@ def _plain_layout(
     pages=None,
     page_tokens=None,
 ) -> tuple[CacheLayout, Any, Rules | None]:
-    """Plan the layout before kernels are chosen; also give an array that lies where the model does, and the mesh's
-    rules."""
+    """Plan the layout before kernels are chosen. Gives the layout, an array that lies where the model does, and the
+    mesh's rules."""
     if isinstance(model, KVShape):
         if model.latent is not None:
             raise UserError("latents are cached for kvqjax models, which absorb up-projections; give the model")
-        held = jnp.zeros((), compute_dtype(dtype))
+        array = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.alone, sharding, "scan"
     else:
         check_model(model)
@@ -146,17 +146,17 @@ def _plain_layout(
             raise UserError(ITS_OWN_PLACE)
         if advice := bias_advice(method, model.config):
             warnings.warn(advice, stacklevel=2)  # from one place, so that Python says it once
-        held, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
+        array, shape, rules = model.params["embed"], model.config.kv_shape, model.rules
         stored = "unroll" if weight_trees.is_unrolled(model.params) else "scan"
-        if dtype is not None and compute_dtype(dtype) != held.dtype:
-            raise UserError(f"dtype {dtype!r} is not the model's, {held.dtype}; load the model with it")
+        if dtype is not None and compute_dtype(dtype) != array.dtype:
+            raise UserError(f"dtype {dtype!r} is not the model's, {array.dtype}; load the model with it")
     check_length(shape, capacity)
-    target = target or target_of(held)
+    target = target or target_of(array)
     layout = CacheLayout(
         shape=shape,
         method=method,
         capacity=capacity,
-        dtype=str(held.dtype),
+        dtype=str(array.dtype),
         layers=layers or stored,
         form=form or stored_form(target),
         target=target,
@@ -164,12 +164,13 @@ def _plain_layout(
     )
     if pages is not None:
         layout = dataclasses.replace(layout, pool=Pool(pages, page_tokens or page_for(layout)))
-    return layout if rules is None else rules.cache_layout(layout, batch), held, rules
+    return layout if rules is None else rules.cache_layout(layout, batch), array, rules
 
 
 @functools.lru_cache(maxsize=64)
 def _allocator(layout: CacheLayout, batch: int, rules: Rules):
-    """Compile a program that makes an empty cache in place on a mesh; kept, because every new one would be compiled."""
+    """Compile a program that makes an empty cache in place on a mesh. It is kept, because a new function would be
+    compiled again."""
     allocate = functools.partial(allocate_cache, layout, batch)
     return jax.jit(allocate, out_shardings=rules.places(jax.eval_shape(allocate)))
 

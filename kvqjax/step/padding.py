@@ -1,7 +1,7 @@
 """Which of the new tokens are valid: the first `counts[b]` of row b, or any single run, which a mask Bool[B, T] marks.
 
-Steps count places from a row's first valid token on, because positions follow what its cache holds. Rows that are
-padded otherwise are rolled by one gather on the way in, and outputs are rolled back on the way out."""
+Steps count places from a row's first valid token on, because positions follow what its cache holds. Rows that begin
+with padding are rolled by one gather on the way in, and their outputs are rolled back on the way out."""
 
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def is_mask(counts: Any) -> bool:
 
 
 def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
-    """Tell where the valid tokens stand, of their counts or of their mask. What is traced is not checked."""
+    """Tell where the valid tokens stand, from their counts or from their mask, without checks."""
     if not is_mask(counts):
         return Padding(counts.astype(jnp.int32))
     total = counts.sum(1, dtype=jnp.int32)
@@ -70,9 +70,9 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
 
 
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:
-    """Raise UserError unless `counts` says of each of `batch` rows how many of `length` new tokens are valid, or which;
-    None: of a number of tokens that is not known yet. What a trace hides is clipped where tokens are appended, and
-    raises the row's flag there."""
+    """Raise UserError unless `counts` says for each of `batch` rows how many of `length` new tokens are valid, or marks
+    them. `length` None: their number is not known yet, so that counts are not compared with it. What a trace hides is
+    clipped where tokens are appended, and raises the row's flag there."""
     if is_mask(counts) and counts.ndim != 1:
         _check_mask(counts, batch, counts.shape[-1] if length is None else length)
         return
@@ -83,12 +83,12 @@ def check_numbers(counts: Any, batch: int, length: int | None) -> None:
 
 def _check_mask(mask: Any, batch: int, length: int) -> None:
     if mask.shape != (batch, length):
-        why = "which of the new tokens of each row are valid"
-        raise UserError(f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {why}")
+        meaning = "which of the new tokens of each row are valid"
+        raise UserError(f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {meaning}")
     if not is_known(mask):
         return
-    known = np.asarray(mask)
-    begins = known & ~np.pad(known, ((0, 0), (1, 0)))[:, :-1]
+    valid = np.asarray(mask)
+    begins = valid & ~np.pad(valid, ((0, 0), (1, 0)))[:, :-1]
     if (torn := begins.sum(1) > 1).any():
         row = int(torn.argmax())
         places = np.flatnonzero(begins[row]).tolist()
@@ -100,11 +100,11 @@ def _check_mask(mask: Any, batch: int, length: int) -> None:
 
 def known_counts(counts: Any) -> np.ndarray:
     """Count the valid tokens of each row, from counts or a mask that are known."""
-    known = np.asarray(counts)  # with jnp this would be traced inside a user's loop
-    return known.sum(1) if is_mask(known) else known
+    numbers = np.asarray(counts)  # with jnp this would be traced inside a user's loop
+    return numbers.sum(1) if is_mask(numbers) else numbers
 
 
 def known_mask(counts: Any, length: int) -> np.ndarray:
     """Mark the valid ones of `length` tokens of each row, from counts or a mask that are known."""
-    known = np.asarray(counts)
-    return known if is_mask(known) else np.arange(length)[None] < known[:, None]
+    numbers = np.asarray(counts)
+    return numbers if is_mask(numbers) else np.arange(length)[None] < numbers[:, None]

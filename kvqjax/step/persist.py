@@ -44,7 +44,8 @@ _LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1
 
 
 def _without_later(value):
-    """Fields of a shape, and of what it holds, but for younger ones that have the value of older files."""
+    """The fields of a shape, and of its ropes and recurrent layers, without younger fields at the value that older
+    files imply."""
     if isinstance(value, tuple):
         return tuple(map(_without_later, value))
     if not isinstance(value, dict):
@@ -68,11 +69,11 @@ def _constants(constants) -> str:
 
 
 def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
-    """Describe what a cache was filled by. A KVShape stands for a model of which no fingerprint is known."""
+    """Describe the model and the constants that filled a cache. A KVShape has no fingerprint."""
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
-    own = _constants(with_own_constants(model, method).constants if constants is None else constants)
-    return {"fingerprint": model.fingerprint, "config": _digest(model.config.kv_shape), "constants": own}
+    digest = _constants(with_own_constants(model, method).constants if constants is None else constants)
+    return {"fingerprint": model.fingerprint, "config": _digest(model.config.kv_shape), "constants": digest}
 
 
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
@@ -111,14 +112,14 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
     dealt = text.get("dealt", 1)
     if type(dealt) is not int or dealt < 1:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
-    alone = isinstance(model, KVShape)
-    shape = model.alone if alone else model.config.kv_shape
+    is_shape = isinstance(model, KVShape)
+    shape = model.alone if is_shape else model.config.kv_shape
     return CacheLayout(
         shape=shape,
         method=parse(text["method"]),
         capacity=text["capacity"],
         dtype=text["dtype"],
-        target=target_of(jnp.zeros(()) if alone else model.params["embed"]),
+        target=target_of(jnp.zeros(()) if is_shape else model.params["embed"]),
         dealt=dealt,
         **CANONICAL,
     )
@@ -126,7 +127,7 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
 
 def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Rules | None, str]:
     """Find where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are
-    held."""
+    stored."""
     if isinstance(model, KVShape):
         return jnp.zeros(()), sharding, "scan"
     if sharding is not None:
@@ -134,13 +135,14 @@ def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Ru
     return model.params["embed"], model.rules, "unroll" if is_unrolled(model.params) else "scan"
 
 
-def require_owner(path: Path, text: dict, model: Model | KVShape, wanted: dict[str, Any]) -> None:
-    """Raise UserError where a folder was written for another one than reads it, naming the field."""
+def require_owner(path: Path, text: dict, model: Model | KVShape, owner: dict[str, Any]) -> None:
+    """Raise UserError where a folder's description differs from `owner`, which is that of its reader, naming the
+    field."""
     if not isinstance(model, KVShape):
-        wanted = wanted | {"dtype": str(model.params["embed"].dtype)}
+        owner = owner | {"dtype": str(model.params["embed"].dtype)}
     elif text["dtype"] not in ("bfloat16", "float16", "float32"):
         raise UserError(f"{path}: dtype {text['dtype']!r} is unknown")
-    for field, value in wanted.items():
+    for field, value in owner.items():
         if text.get(field) != value:
             raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
 
@@ -160,7 +162,7 @@ def load_cache(
     found when the cache was made does not count.
     Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
     compute dtype, naming the field."""
-    path, (held, rules, layers) = Path(path), _home(model, sharding)
+    path, (array, rules, layers) = Path(path), _home(model, sharding)
     text = read_description(path, "cache")
     stored = _layout(path, text, model)
     require_owner(path, text, model, owner_of(model, constants, stored.method))
@@ -169,15 +171,15 @@ def load_cache(
         layout = rules.cache_layout(layout, text["batch"])
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
     places = None if rules is None else rules.places(target)
-    straight = flatten((places,)) if stored == layout and places is not None else None
-    arrays = read_arrays(path, wanted=flatten((shape,)), places=straight)
+    part_places = flatten((places,)) if stored == layout and places is not None else None
+    arrays = read_arrays(path, wanted=flatten((shape,)), places=part_places)
     leaves = [arrays[name] for name in flatten((shape,))]
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:
         cache = dealt_anew(cache, layout)
     cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
-    wanted = dataclasses.replace(
+    home_layout = dataclasses.replace(
         layout, layers=layers, form=stored_form(layout.target), kernels=BY_TABLE, rules=sharding
     )
-    wanted = choose(wanted, kernels, held, **({} if rules is None else over_devices(rules, wanted)))
-    return _held_as(cache, rules, layers=wanted.layers, form=wanted.form).replace(layout=wanted)
+    home_layout = choose(home_layout, kernels, array, **({} if rules is None else over_devices(rules, home_layout)))
+    return _held_as(cache, rules, layers=home_layout.layers, form=home_layout.form).replace(layout=home_layout)

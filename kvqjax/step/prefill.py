@@ -46,8 +46,8 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Let prompts attend to themselves exactly and encode them into an empty cache.
 
-    Layers run one after the other: held are the hidden states [B, T, E], one layer's keys and values, and the method's
-    carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
+    Layers run one after the other. In memory are the hidden states [B, T, E], one layer's keys and values, and the
+    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
 
     Args:
         model: the model.
@@ -83,28 +83,30 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
     recurrence = Recurrence(model, cache, counts, chunk=path.chunk)
-    # A whole pass over all layers, which `entering` asks for only with keep=h2o.
+    # A pass over all layers, which `entering` runs only with keep=h2o.
     mass = functools.partial(received_by, model, runs, constants, h, recurrence)
-    into = entering(cache, counts, mass, tokens.shape[1])
-    carry = slab(runs, (len(counts), into.length), layout.dtype)
+    body_plan = entering(cache, counts, mass, tokens.shape[1])
+    carry = slab(runs, (len(counts), body_plan.length), layout.dtype)
     # `counts` begins the least over layers of how many tokens come before the first that is not finite.
     states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
-        flow, state = _prefill_run(recurrence, run, state, fixed, flow, path, layout.method.sinks, into, cache.pages)
+        flow, state = _prefill_run(
+            recurrence, run, state, fixed, flow, path, layout.method.sinks, body_plan, cache.pages
+        )
         states.append(state)
     # Recurrent layers behind the last layer of attention.
     h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
     finite_count = jnp.minimum(flow[2], carried.finite_count)
     finite = finite_tokens(cache, finite_count, counts)
-    done = cache.replace(
+    new_cache = cache.replace(
         runs=tuple(states),
         lengths=cache.lengths + counts,
         overflow=padding.flagged(overflow) | foreign,
         finite=finite,
-        kept=into.kept,
+        kept=body_plan.kept,
         states=carried.kept,
     )
-    return last_logits(model, h, counts), done
+    return last_logits(model, h, counts), new_cache
 
 
 def _prefill_run(
@@ -115,7 +117,7 @@ def _prefill_run(
     flow: tuple,
     path: Path,
     sinks: int,
-    into: Entering,
+    body_plan: Entering,
     pages: Pages,
 ):
     """Run one run of layers over the whole prompt, layer by layer.
@@ -129,14 +131,14 @@ def _prefill_run(
             tokens of each row come before the first that is not finite, and what the recurrent layers keep.
         path: how many tokens attend at a time, and by which kernels.
         sinks: the first tokens of a row, stored exactly.
-        into: which R of the T tokens are encoded.
+        body_plan: which R of the T tokens are encoded.
         pages: the pages of each row, or None.
 
     Returns:
         The flow after the run's layers, and the run's arrays that hold the prompt.
     """
     model, counts = recurrence.model, recurrence.counts
-    empty, schedules = jnp.zeros_like(counts), into.schedules((run,), state)
+    empty, schedules = jnp.zeros_like(counts), body_plan.schedules((run,), state)
 
     def step(index, loop):
         """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole run."""
@@ -145,16 +147,16 @@ def _prefill_run(
         fixed = caches.at_layer(constants, index)
 
         def keep(new, finite):
-            """Store the sources of one layer: (body, carry, sinks and window, tokens before the first one that is not
-            finite). Called before any query attends."""
+            """Store the sources of one layer, before any query attends: (body, carry, sinks and window, how many tokens
+            come before the first that is not finite)."""
             encoded = body, carry
-            if run.slots and into.length:
-                # `new_body` holds what is due. Where keys are encoded before values, `moved` has such a key as it was
-                # reconstructed, because the window keeps it so until its value is encoded.
+            if run.slots and body_plan.length:
+                # `new_body` holds the tokens that are due. Where keys are encoded before values, the window keeps the
+                # reconstruction of such a key until its value is encoded; `moved` has these keys.
                 new_body, moved, new_carry = flush_layer(
-                    run, body, index, into.sources(new), into.held, schedules, fixed, carry, pages
+                    run, body, index, body_plan.sources(new), body_plan.held, schedules, fixed, carry, pages
                 )
-                encoded, new = (new_body, new_carry), into.rest(new, moved)
+                encoded, new = (new_body, new_carry), body_plan.rest(new, moved)
             # `remember` writes a stack of layers. A stack of this layer alone is written and put into the run's.
             blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
             fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
@@ -165,7 +167,7 @@ def _prefill_run(
         (body, carry, exact, layer_finite), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
         return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
 
-    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack: it must not know the length.
+    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the length is hidden from it.
     count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
     flow, body, (exact_sinks, window) = decoder.over_layers(model.params, 0, count, step, loop)

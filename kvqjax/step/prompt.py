@@ -36,9 +36,11 @@ AT_ONCE = ("tiles", "cudnn")  # kernels that are given the queries of a whole pr
 
 
 class Path(NamedTuple):
-    """How a prompt attends to itself: `chunk` tokens at a time, by which of `kernels`: "off" (blocks of a chunk),
-    "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs whose check it passed), "splash" (on
-    TPUs), "interpret" (splash in the interpreter)."""
+    """How a prompt attends to itself.
+
+    - `kernels`: "off" (blocks of a chunk), "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs
+      whose check it passed), "splash" (on TPUs), "interpret" (splash in the interpreter).
+    - `chunk`: the tokens that are projected, and attend, at a time."""
 
     kernels: str
     chunk: int
@@ -55,19 +57,19 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
 
     Returns:
         The kernels and the chunk."""
-    small, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
-    # A large product takes no cap between a score and its exponential, and no chunk that begins inside a piece.
+    blocks, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
+    # Large tiles have no place for a cap of scores, and none for a layer's chunk that begins inside a piece.
     special = layout.shape.softcap is not None or layout.shape.chunked is not False
     if kernels == "off" or length <= CHUNK or (kernels == "tiles" and special):
-        return small
+        return blocks
     if kernels == "tiles" and _by_cudnn(layout) and not score_sinks:
         return Path("cudnn", _even(length, LARGEST))
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
     most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
     chunk = _even(length, max(CHUNK, most))
-    whole = -(-length // chunk) * chunk
-    there = kernels == "tiles" or splash.fits(chunk, whole, layout.shape.head_dim)
-    return Path(kernels, chunk) if there else small
+    padded_length = -(-length // chunk) * chunk
+    is_served = kernels == "tiles" or splash.fits(chunk, padded_length, layout.shape.head_dim)
+    return Path(kernels, chunk) if is_served else blocks
 
 
 def _even(length: int, most: int) -> int:
@@ -76,8 +78,8 @@ def _even(length: int, most: int) -> int:
 
 
 def _by_cudnn(layout: CacheLayout) -> bool:
-    """Whether cuDNN passed this chip's check, or is forced. The table's word is not enough: a program that is compiled
-    for a GPU that is not here cannot take it in."""
+    """Whether cuDNN passed this chip's check, or is forced. The table alone is not enough: a program that is compiled
+    for a GPU that is not here cannot contain cuDNN's kernel."""
     return layout.kernels.forms is not None and CUDNN in layout.kernels.forms
 
 
@@ -88,8 +90,10 @@ def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[A
     def step(run, fixed, index, loop):
         h, mass, carried = loop
         h, carried = recurrence.before(run.first + index, h, carried)
-        _, h, more = exact_layer(model, run, index, at_layer(fixed, index), h, recurrence.counts, path, weighing=True)
-        return h, mass + more, carried
+        _, h, layer_mass = exact_layer(
+            model, run, index, at_layer(fixed, index), h, recurrence.counts, path, weighing=True
+        )
+        return h, mass + layer_mass, carried
 
     loop = h, jnp.zeros(h.shape[:2]), recurrence.first(h.shape[1])
     for run, fixed in zip(runs, constants, strict=True):
@@ -100,23 +104,23 @@ def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[A
 def _by_chunks(make, starts, h: Float[Array, "B T E"]):
     """Call `make(start)` for every chunk and put its results, [B, chunk, ..], together: [B, T, ..]."""
 
-    def step(found, start):
-        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)  # noqa: E731
-        return jax.tree.map(put, found, make(start)), None
+    def step(results, start):
+        put = lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)  # noqa: E731
+        return jax.tree.map(put, results, make(start)), None
 
-    whole = lambda x: jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)  # noqa: E731
-    blank = filled_by(h, jax.tree.map(whole, jax.eval_shape(make, starts[0])))
+    prompt_shape = lambda x: jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)  # noqa: E731
+    blank = filled_by(h, jax.tree.map(prompt_shape, jax.eval_shape(make, starts[0])))
     return jax.lax.scan(step, blank, starts)[0]
 
 
 def _captured(run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config):
-    """Give (sources, keys and values as they are attended to, which tokens are finite), with 0 for numbers that are not
-    finite."""
+    """Give (sources, keys and values as they are attended to, which tokens are finite). Numbers that are not finite are
+    0."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
     k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-    made, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
-    finite = found_finite(dtype, *jax.tree.map(lambda x: x.reshape(*positions.shape, -1), made))
-    return *(zeroed(dtype, x) for x in made), finite
+    parts, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
+    finite = found_finite(dtype, *jax.tree.map(lambda x: x.reshape(*positions.shape, -1), parts))
+    return *(zeroed(dtype, x) for x in parts), finite
 
 
 def exact_layer(
@@ -130,27 +134,32 @@ def exact_layer(
     keep: Callable = lambda sources, finite: (),
     weighing: bool = False,
 ):
-    """Run layer `index` of a run with exact causal attention, a chunk of `path` at a time. Returns (what `keep` gives,
-    the next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T], else 0).
-    `keep(sources, finite)` sees the sources [B,T,W], 0 where a number is not finite, and which tokens are finite,
-    [B,T]; it runs before any query attends, so that sources need no memory then."""
+    """Run layer `index` of a run with exact causal attention, a chunk of `path` at a time.
+
+    `keep(sources, finite)` is called with the sources [B,T,W], 0 where a number is not finite, and which tokens are
+    finite, [B,T]. It runs before any query attends, so that sources need no memory then.
+
+    Returns:
+        What `keep` gives, the next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T],
+        else 0."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
     starts, cut = jnp.arange(0, length, chunk), lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
 
     def weights(start):
-        # Read anew for every chunk on a TPU, where XLA would keep copies of a layer's matrices beside the stacks.
-        anew = path.kernels != "off" and not is_unrolled(model.params)
-        return decoder.layer(model.params, run.first + index + (unknown_zero(start[None]) if anew else 0))
+        # Read again for every chunk on a TPU, where XLA would otherwise keep copies of a layer's matrices beside the
+        # stacks.
+        is_reread = path.kernels != "off" and not is_unrolled(model.params)
+        return decoder.layer(model.params, run.first + index + (unknown_zero(start[None]) if is_reread else 0))
 
     def project(h, start):
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
-        own = weights(start)
-        return positions, own, decoder.project(own, cut(h, start), positions, config, run.first)
+        layer_weights = weights(start)
+        return positions, layer_weights, decoder.project(layer_weights, cut(h, start), positions, config, run.first)
 
     def keys(start):
-        positions, own, projected = project(h, start)
-        found = _captured(run, constants, own, projected, positions, config)
-        return *found, projected.q if path.kernels in AT_ONCE else ()
+        positions, layer_weights, projected = project(h, start)
+        parts = _captured(run, constants, layer_weights, projected, positions, config)
+        return *parts, projected.q if path.kernels in AT_ONCE else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     kept, attending = kept_apart((keep(new, finite), attending))
@@ -160,11 +169,11 @@ def exact_layer(
     broken = spoiled(finite, counts)
 
     def attended(loop, start):
-        mass, h = loop  # a chunk of h is read by itself alone, so what comes out takes its place
+        mass, h = loop  # only this chunk's queries read this part of h, so the output may take its place
         out, mass = attend(start, lambda: project(h, start)[2].q, mass)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
-        done = decoder.finish(weights(start), cut(h, start), out, config)
-        return (mass, jax.lax.dynamic_update_slice_in_dim(h, done, start, 1)), None
+        next_h = decoder.finish(weights(start), cut(h, start), out, config)
+        return (mass, jax.lax.dynamic_update_slice_in_dim(h, next_h, start, 1)), None
 
     empty = jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0)
     (mass, h), _ = jax.lax.scan(attended, (empty, h), starts)
@@ -172,21 +181,21 @@ def exact_layer(
 
 
 def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Callable) -> Callable:
-    """Make `attend(start, make, mass)` for the chunk from `start` on: (output, `mass` with what the chunk gave each
-    token). Its queries are cut out of all `queries` where they are there, else `make()` makes them. `sinks(n)` gives
-    the logits of score sinks of n query heads."""
+    """Make the function `attend(start, make, mass)` of the chunk from `start` on. It gives (output, `mass` with what
+    the chunk gave each token). Kernels of `AT_ONCE` cut the chunk's queries out of `queries`; for others `make()` makes
+    them. `sinks(n)` gives the logits of score sinks of n query heads."""
     length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
         output = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
         return lambda start, make, mass: (cut(output, start), mass)
-    before = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
+    far_parts = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 
     def attend(start, make, mass):
         if path.kernels == "tiles":
-            older = jax.tree.map(lambda x: cut(x, start), before)
+            far_part = jax.tree.map(lambda x: cut(x, start), far_parts)
             q = cut(queries, start)
-            return with_sinks(merged(near(q, start, prompt), older), sinks(q.shape[2])).out, mass
+            return with_sinks(merged(near(q, start, prompt), far_part), sinks(q.shape[2])).out, mass
         q = make()
         if path.kernels in SPLASH_KINDS:
             return with_sinks(splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])).out, mass

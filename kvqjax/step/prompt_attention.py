@@ -20,7 +20,7 @@ PARTS = 8  # of a chunk, among which a large tile's keys are masked
 
 
 class Prompt(NamedTuple):
-    """What one layer's queries attend to: keys and values of all T tokens, how many of a row are its own, the
+    """What one layer's queries attend to: keys and values of all T tokens, how many tokens of each row are valid, the
     sliding window, the cap of the scores, and whether the window is a chunk."""
 
     k: Float[Array, "B T K D"]
@@ -41,46 +41,46 @@ class Prompt(NamedTuple):
 
 
 def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
-    """Attend, in large tiles, to the keys that all queries of a piece see; a piece is one PARTS-th of a chunk of
-    queries. `near` does the rest."""
+    """Attend, in large tiles, to the keys that all queries of a piece see. A piece is one PARTS-th of a chunk of
+    queries. `near` attends to the other keys."""
     batch, length, heads = q.shape[:3]
     chunks, part = length // chunk, chunk // PARTS
-    most = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
-    keys = chunk * max(n for n in range(1, max(1, most) + 1) if chunks % n == 0)
+    largest = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
+    keys = chunk * max(n for n in range(1, max(1, largest) + 1) if chunks % n == 0)
     newest = np.arange(0, length, part).reshape(chunks, PARTS)  # one past it
     oldest = np.maximum(0, newest + part - (prompt.sliding or length))
 
-    def seen(number, places):
+    def visible_keys(number, places):
         first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (oldest, newest))
         places = places[None]
         return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[:, None]
 
     reach = zip(oldest[:, 0] // keys, -(-newest[:, -1] // keys), strict=True)
     tiles = [(row, tile) for row, (first, last) in enumerate(reach) for tile in range(first, last)]
-    return tiled_attention(q, prompt.k, prompt.v, seen, tiles, (chunk, keys))
+    return tiled_attention(q, prompt.k, prompt.v, visible_keys, tiles, (chunk, keys))
 
 
 def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
-    """Attend, for every piece of the chunk from `start` on, to the keys that not all of its queries see: its own
-    tokens, and those that a sliding window takes from one query after the other."""
+    """Attend, for every piece of the chunk from `start` on, to the keys that only some of its queries see: the piece's
+    own tokens, and the tokens that a sliding window hides from one query after the other."""
     part = q.shape[1] // PARTS
     first = start + part * jnp.arange(PARTS)[:, None]
-    keys = own = first + jnp.arange(part)[None]
-    mask = jax.vmap(prompt.mask, out_axes=1)(own, own)
+    keys = places = first + jnp.arange(part)[None]
+    mask = jax.vmap(prompt.mask, out_axes=1)(places, places)
     if prompt.sliding is not None:
-        old = own + 1 - prompt.sliding
-        left = (old >= 0) & (old < first) & (old < first + part - prompt.sliding)
-        keys = jnp.concatenate([own, jnp.maximum(old, 0)], 1)
-        mask = jnp.concatenate([mask, jax.vmap(prompt.mask, out_axes=1)(own, old) & left[None, :, None]], 3)
+        edge = places + 1 - prompt.sliding
+        edge_mask = (edge >= 0) & (edge < first) & (edge < first + part - prompt.sliding)
+        keys = jnp.concatenate([places, jnp.maximum(edge, 0)], 1)
+        mask = jnp.concatenate([mask, jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]], 3)
     by_part = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     rows = q.reshape(-1, part, *q.shape[2:])
     k, v = (by_part(x[:, keys]) for x in (prompt.k, prompt.v))
-    found = segment_attention(rows, k, v, by_part(mask))
-    return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in found))
+    partial = segment_attention(rows, k, v, by_part(mask))
+    return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in partial))
 
 
 def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
-    """Attend from the queries from `start` on to blocks of as many keys: (found, which blocks were read)."""
+    """Attend with the queries from `start` on, block by block of as many keys: (attention, which blocks were read)."""
     chunk = q.shape[1]
 
     def read(j, carry):
@@ -89,8 +89,8 @@ def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
     first = jnp.int32(0)
     if prompt.sliding is not None:
         first = jnp.maximum(oldest_seen(start, prompt.sliding, prompt.chunked), 0) // chunk
-    found, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
-    return found, (first, start // chunk + 1)
+    partial, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
+    return partial, (first, start // chunk + 1)
 
 
 def _block_mask(prompt: Prompt, start, j, chunk: int):
@@ -120,7 +120,7 @@ def add_received(q, start, prompt: Prompt, lse, blocks, mass):
 def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     """Attend as `by_blocks` does, by splash attention on a TPU, with keys and values by head."""
     places = start + jnp.arange(q.shape[1])
-    # What is only padding sees nothing: its blocks are left out.
+    # Queries that are padding in every row see nothing, so that splash skips their blocks.
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
     def kernel(q, newest, k, v, interpret):

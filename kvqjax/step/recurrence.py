@@ -1,8 +1,9 @@
 """Recurrent layers of one call: what runs between the layers of attention, and what becomes of the states.
 
-Three calls treat a state alike and keep something else. `attend` leaves it and keeps the new tokens' sources, from
-which `commit` takes it over those that are stored. `forward` knows beforehand which these are and keeps the state after
-them, so that the rule is computed once. An exact prefill does the same a chunk of the prompt at a time."""
+Three calls run the same layers and keep different results. `attend` leaves the states as they are and keeps the new
+tokens' sources; `commit` then takes the states over the tokens that are stored. `forward` knows beforehand which tokens
+these are and keeps the states after them, so that the rule is computed once. An exact prefill does that a chunk of the
+prompt at a time."""
 
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ Stacks = tuple[dict[str, Any], ...]  # arrays [layers, B, ...] of all recurrent 
 
 
 class Carried(NamedTuple):
-    """What goes from layer to layer: new states or sources, and how many tokens come before the first that is not
-    finite."""
+    """What goes from layer to layer: new states or sources of all recurrent layers, and how many tokens of each row
+    come before the first that is not finite."""
 
     kept: Stacks
     finite_count: Int[Array, " B"]
@@ -60,8 +61,8 @@ class Recurrence(NamedTuple):
     def before(
         self, index: Int[Array, ""] | int, h: Float[Array, "B T E"], carried: Carried
     ) -> tuple[Float[Array, "B T E"], Carried]:
-        """Run the recurrent layers directly before the layer of attention `index`, or with the number of these, those
-        behind the last one."""
+        """Run the recurrent layers directly before the layer of attention `index`. The number of layers of attention as
+        `index` stands for those behind the last one."""
         params, config = self.model.params, self.model.config
         run = self._by_chunks if self.chunk else self._at_once
 
@@ -83,7 +84,7 @@ class Recurrence(NamedTuple):
     def _by_chunks(
         self, weights, h: Float[Array, "B T E"], state
     ) -> tuple[Float[Array, "B T E"], dict, Bool[Array, "B T"]]:
-        """Run one layer over a prompt, a chunk after the other, each in the place of what it was made from."""
+        """Run one layer over a prompt, a chunk after the other. A chunk's output takes the place of its input."""
         size, length = self.chunk, h.shape[1]
 
         def step(loop, start):
@@ -103,7 +104,7 @@ def _read(stacks: Stacks, number: Int[Array, ""] | int) -> dict:
     """Cut out what one layer has."""
     if len(stacks) > 1 and not isinstance(number, jax.core.Tracer):
         return jax.tree.map(lambda x: x[0], stacks[number])
-    # Weights are stacked where the cache's layers are apart: only a user who asks for that copies all of them.
+    # Weights are stacked and the cache's layers are not. Only a user who asked for that pays for a copy of all states.
     stack = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
 
@@ -120,21 +121,21 @@ def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
     return tuple(chosen(index, stack) for index, stack in enumerate(stacks))
 
 
-def after_commit(model: Model, cache: Cache, done: Cache, pending: Stacks) -> Cache:
+def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) -> Cache:
     """Give a cache whose layers of attention have taken in tokens the states after the same tokens.
 
     Args:
         model: the model.
         cache: the cache before them.
-        done: the cache after them, still with the states before.
+        new_cache: the cache after them, still with the states before.
         pending: the tokens' sources, of all recurrent layers.
 
     Returns:
-        `done` with states, and `finite`, after as many tokens as it holds more than `cache`.
+        `new_cache` with the states, and `finite`, after the tokens that it holds beyond those of `cache`.
     """
-    shape, counts = model.config.recurrent, done.lengths - cache.lengths
+    shape, counts = model.config.recurrent, new_cache.lengths - cache.lengths
     if shape is None or not cache.states:
-        return done
+        return new_cache
     finite_count = leading(found_finite(jnp.float32, *pending))
 
     def step(number, states):
@@ -147,4 +148,6 @@ def after_commit(model: Model, cache: Cache, done: Cache, pending: Stacks) -> Ca
             states = step(number, states)
     else:
         states = jax.lax.fori_loop(0, layers, step, states)
-    return done.replace(states=states, finite=jnp.minimum(done.finite, finite_tokens(cache, finite_count, counts)))
+    return new_cache.replace(
+        states=states, finite=jnp.minimum(new_cache.finite, finite_tokens(cache, finite_count, counts))
+    )

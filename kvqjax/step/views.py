@@ -50,7 +50,7 @@ class _View(struct.PyTreeNode):
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         """Give the positions of `length` new tokens of each row, where they stand, for models that rotate queries and
-        keys themselves. Those of tokens that are not valid mean nothing."""
+        keys themselves. Positions of tokens that are not valid mean nothing."""
         return new_positions(self.part, self.counts, length)
 
     def _attended(self, layer, flow: Flow | None, q, k, v, **options) -> tuple[Partial, New]:
@@ -136,8 +136,8 @@ class CacheView(_View):
             UserError: `below` is no view of the layer beneath, or has not attended.
         """
         if not isinstance(below, CacheView) or below.layer != self.layer - 1:
-            other = f"that of layer {below.layer}" if isinstance(below, CacheView) else named(below)
-            raise UserError(f"the view of layer {self.layer} stands above that of layer {self.layer - 1}, not {other}")
+            text = f"that of layer {below.layer}" if isinstance(below, CacheView) else named(below)
+            raise UserError(f"the view of layer {self.layer} stands above that of layer {self.layer - 1}, not {text}")
         if below.new is None:
             raise UserError(f"the view of layer {below.layer} has not attended; above takes the view it returns")
         return self.replace(flow=below.new.flow)
@@ -210,8 +210,8 @@ def _blank(run: RunLayout, cache: Cache, length: int) -> dict[str, Float[Array, 
 
 
 def new_positions(cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int) -> Int[Array, "B T"]:
-    """Give the positions of `length` new tokens of each row, where they stand. Those of tokens that are not valid mean
-    nothing. Raises UserError for counts that do not fit `length` tokens."""
+    """Give the positions of `length` new tokens of each row, where they stand. Positions of tokens that are not valid
+    mean nothing. Raises UserError for counts that do not fit `length` tokens."""
     length, rules = check_integer("length", length), cache.layout.rules
     check_numbers(counts, cache.batch, length)
 
@@ -265,10 +265,10 @@ def layers(
         check_within("counts", new_tokens, 0, capacity, f"from 0 to {capacity}, the cache's capacity")
     check_capacity(cache, new_tokens)
     cache, plans = in_step(cache), runs_of(cache.layout)
-    given = {"counts": new_tokens, "constants": constants, "within": within}
+    shared_fields = {"counts": new_tokens, "constants": constants, "within": within}
     if stack is None:
         numbers = range(cache.layout.shape.num_layers)
-        return [CacheView(part=_part(cache, placed_layer(plans, i)[0]), layer=i, **given) for i in numbers]
+        return [CacheView(part=_part(cache, placed_layer(plans, i)[0]), layer=i, **shared_fields) for i in numbers]
     if len(plans) > 1:
         raise UserError(
             f"layers of this cache are stored as {len(plans)} stacks, and stack= is for one; leave it out, and attend "
@@ -276,12 +276,12 @@ def layers(
         )
     flow = below_first(cache, new_tokens, stack, within)
     sources = _blank(plans[0], cache, stack)
-    return StackView(part=cache, layer=jnp.int32(0), flow=flow, sources=sources, **given)
+    return StackView(part=cache, layer=jnp.int32(0), flow=flow, sources=sources, **shared_fields)
 
 
 def _part(cache: Cache, number: int) -> Cache:
-    """Cut out what layers of run `number` read: that run, and the counts of the first one, which hold for all where
-    tokens are evicted. The others have no arrays."""
+    """Cut out what layers of run `number` read: that run, and the counts of the first run, which hold for all layers
+    where tokens are evicted. Other runs have no arrays."""
     runs = [Run({}, {}, {}, ())] * len(cache.runs)
     runs[0] = Run({}, {}, {}, cache.runs[0].flushed)
     runs[number] = cache.runs[number]
@@ -307,14 +307,14 @@ def commit_layers(
     """
     if isinstance(views, StackView):
         return _commit_stack(views, counts)
-    given: list = list(views) if isinstance(views, list | tuple) else [views]
-    _check_views(given)
-    first, cache = given[0], given[0].part
-    numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in given]
-    runs = {number: view.part.runs[number] for number, view in zip(numbers, given, strict=True)}
+    view_list: list = list(views) if isinstance(views, list | tuple) else [views]
+    _check_views(view_list)
+    first, cache = view_list[0], view_list[0].part
+    numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in view_list]
+    runs = {number: view.part.runs[number] for number, view in zip(numbers, view_list, strict=True)}
     cache = cache.replace(runs=tuple(runs[number] for number in range(len(cache.runs))))
     counts = first.counts if counts is None else counts
-    return append(cache, [view.new for view in given], counts, constants=first.constants)
+    return append(cache, [view.new for view in view_list], counts, constants=first.constants)
 
 
 def _check_views(views: list) -> None:
@@ -326,16 +326,16 @@ def _check_views(views: list) -> None:
             raise UserError(f"view {place} is that of layer {view.layer}; wanted one of every layer, in order")
         if view.new is None:
             raise UserError(f"the view of layer {place} has not attended; commit_layers takes the views it returns")
-        if view.part.layout != views[0].part.layout or not _same(view.part.lengths, views[0].part.lengths):
+        if view.part.layout != views[0].part.layout or not _equal_lengths(view.part.lengths, views[0].part.lengths):
             raise UserError(f"the view of layer {place} is of another cache than that of layer 0")
-    wanted = views[0].part.layout.shape.num_layers if views else None
-    if len(views) != wanted:
-        raise UserError(f"views of {len(views)} layers given{'' if wanted is None else f', the cache has {wanted}'}")
+    count = views[0].part.layout.shape.num_layers if views else None
+    if len(views) != count:
+        raise UserError(f"views of {len(views)} layers given{'' if count is None else f', the cache has {count}'}")
 
 
-def _same(lengths: Array, other: Array) -> bool:
+def _equal_lengths(lengths: Array, first_lengths: Array) -> bool:
     """Say whether rows' lengths are equal, as far as they are known."""
-    return lengths is other or not is_known(lengths, other) or np.array_equal(lengths, other)
+    return lengths is first_lengths or not is_known(lengths, first_lengths) or np.array_equal(lengths, first_lengths)
 
 
 def _commit_stack(view: StackView, counts) -> Cache:
