@@ -31,8 +31,8 @@ def learnt(model: Model, method: Method, tokens: np.ndarray, recipe=None, state:
 
 
 def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) -> tuple[Model, float]:
-    """The model with what `method` needs, learnt from `tokens` [N, T] by its own `recipe` if one is given, and the
-    seconds that took."""
+    """The model with the constants that `method` needs, and the seconds to learn them from `tokens` [N, T], by `recipe`
+    if one is given."""
     begun = time.perf_counter()
     if not learns(method, model.config):
         ready = xquant.prepared(model, method)

@@ -52,10 +52,10 @@ def measure(spec: str, chip: str, context: int, layers: int) -> dict:
     config, method = dataclasses.replace(config_of("llama-3.1-8b"), num_layers=layers), parse(spec)
     devices = jax.devices()[:1] if chip == "cpu" else chip_devices(chip)
     rules = rules_for(config, method, ALONE, devices)
-    model, state, *rest = decode_arguments(config, method, context, 1, rules, chip)
+    model, state, *arguments = decode_arguments(config, method, context, 1, rules, chip)
     tokens, counts = (jax.ShapeDtypeStruct(s, jnp.int32, sharding=rules.everywhere) for s in ((1, PROMPT), (1,)))
     filling = jax.jit(prefill, donate_argnames="cache").lower(model, tokens, counts, state.cache)
-    return {"decode": timed(decode_steps.lower(model, state, *rest)), "prefill": timed(filling)}
+    return {"decode": timed(decode_steps.lower(model, state, *arguments)), "prefill": timed(filling)}
 
 
 def main() -> None:
@@ -68,11 +68,11 @@ def main() -> None:
     options = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for spec in options.methods:
-        found = measure(spec, options.chip, options.context, options.layers)
-        found |= {"cores": len(os.sched_getaffinity(0)), "jax": metadata.version("jax")}
+        times = measure(spec, options.chip, options.context, options.layers)
+        times |= {"cores": len(os.sched_getaffinity(0)), "jax": metadata.version("jax")}
         key = options.chip if options.layers == LAYERS else f"{options.chip}, {options.layers} layers"
-        print(json.dumps({"chip": key, "method": spec, **found}), flush=True)
-        record.setdefault(key, {})[spec] = found
+        print(json.dumps({"chip": key, "method": spec, **times}), flush=True)
+        record.setdefault(key, {})[spec] = times
         if options.write:
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

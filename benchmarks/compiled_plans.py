@@ -49,13 +49,13 @@ def measure(name: str) -> dict:
     planned = {"weights": plan.weights, "constants": plan.constants, "cache": plan.cache, "workspace": plan.workspace}
     planned |= {"total": plan.total, "fits": plan.total <= limit, "bits_stored": round(plan.book.bits_stored, 4)}
     try:
-        made = compile_decode(config, method, context, batch, chip, size)
+        program = compile_decode(config, method, context, batch, chip, size)
     except Exception as error:  # XLA's own error class is not public; anything but a lack of memory is raised again
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return case | {"planned": planned, "compiled": {"fits": False, "refused": str(error).splitlines()[0][:300]}}
-    total = made.arguments + made.temporaries + made.cache_copied
-    compiled = made._asdict() | {"total": total, "fits": total <= limit, "seconds": round(made.seconds, 1)}
+    total = program.arguments + program.temporaries + program.cache_copied
+    compiled = program._asdict() | {"total": total, "fits": total <= limit, "seconds": round(program.seconds, 1)}
     return case | {"planned": planned, "compiled": compiled}
 
 
@@ -67,9 +67,9 @@ def main() -> None:
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     versions = {package: metadata.version(package) for package in ("jax", "libtpu")}
     for name in options.cases.split(","):
-        found = measure(name) | {"versions": versions}
-        print(json.dumps({name: found}), flush=True)
-        record[name] = found
+        row = measure(name) | {"versions": versions}
+        print(json.dumps({name: row}), flush=True)
+        record[name] = row
         if options.write:
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -75,10 +75,10 @@ def decode_rows(options) -> list[dict]:
     spent = timed(calls, options)
     rows = [{"cache": text, "ms_per_step": float(np.median(spent[text]))} for text in OURS]
     for backend, bits in THEIRS:
-        own = spent[backend, bits]
-        row = {"cache": f"transformers, {backend} {bits} bits", "ms_per_step": float(np.median(own))}
+        times = spent[backend, bits]
+        row = {"cache": f"transformers, {backend} {bits} bits", "ms_per_step": float(np.median(times))}
         for name, group in (("ours_faster", ""), ("ours_faster_groups_of_64", ",group=64")):
-            row[name] = float(np.median(own / spent[f"kivi:bits={bits}{group}"]))
+            row[name] = float(np.median(times / spent[f"kivi:bits={bits}{group}"]))
         rows.append(row)
     return rows
 

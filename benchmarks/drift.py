@@ -34,12 +34,12 @@ def by_span(scores: np.ndarray) -> list[float]:
 def measure(name: str, rows: int) -> dict[str, list[float]]:
     model, tokens = open_shape(name), jnp.asarray(span_rows(open_shape(name), rows, STEPS + 1, seed=2, span=255))
     exact, learn = exact_logits(model, tokens), span_rows(model, 8, 388, seed=1)
-    found = {"loss of the exact cache": by_span(score(exact, exact, tokens).nll)}
+    spans = {"loss of the exact cache": by_span(score(exact, exact, tokens).nll)}
     for method in map(method_of, CACHES):
         ready, _ = calibrated(model, method, learn)
-        found[method.name] = by_span(score(replay(ready, tokens, method, 1), exact, tokens).kld)
-        print(method.name, [f"{x:.3g}" for x in found[method.name]], flush=True)
-    return found
+        spans[method.name] = by_span(score(replay(ready, tokens, method, 1), exact, tokens).kld)
+        print(method.name, [f"{x:.3g}" for x in spans[method.name]], flush=True)
+    return spans
 
 
 def main() -> None:
@@ -48,15 +48,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    found = measure(options.model, options.rows)
+    spans = measure(options.model, options.rows)
     ends = [f"to {SPAN * (i + 1)}" for i in range(STEPS // SPAN)]
     rows = []
-    for name, values in found.items():
+    for name, values in spans.items():
         ratio = np.mean(values[len(values) // 2 :]) / np.mean(values[: len(values) // 2])
         rows.append([name, *(f"{x:.3g}" for x in values), f"{ratio:.2f}"])
     print(table(["", *ends, "last / first half"], rows))
     if options.record:
-        options.record.write_text(json.dumps({"model": options.model, "rows": options.rows, "spans": found}, indent=1))
+        options.record.write_text(json.dumps({"model": options.model, "rows": options.rows, "spans": spans}, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,29 +28,29 @@ def _trips(condition: Computation) -> int:
 
 def _parts(text: str) -> dict[str, Part]:
     """Read the computations of a compiled program, by name."""
-    program, found = parse(text), {}
+    program, parts = parse(text), {}
     for name, computation in program.computations.items():
-        inside = computation.instructions.values()
-        loops = [(i.attribute("body="), i.attribute("condition=")) for i in inside if i.op == "while"]
-        found[name] = Part(
-            [estimate(i.attributes) for i in inside],
-            [estimate(i.attributes) for i in inside if "kind=kOutput" in i.attributes],
+        instructions = computation.instructions.values()
+        loops = [(i.attribute("body="), i.attribute("condition=")) for i in instructions if i.op == "while"]
+        parts[name] = Part(
+            [estimate(i.attributes) for i in instructions],
+            [estimate(i.attributes) for i in instructions if "kind=kOutput" in i.attributes],
             [(body, _trips(program.computations[condition])) for body, condition in loops],
         )
-    return found
+    return parts
 
 
-def _cycles(found: dict[str, Part], name: str) -> int:
+def _cycles(parts: dict[str, Part], name: str) -> int:
     """Sum the cycles of a computation and of the loops in it, times their trips."""
-    return sum(found[name].cycles) + sum(trips * _cycles(found, body) for body, trips in found[name].loops)
+    return sum(parts[name].cycles) + sum(trips * _cycles(parts, body) for body, trips in parts[name].loops)
 
 
 def largest_body(compiled) -> tuple[int, int]:
     """Find the loop body with most cycles, which is what reads a block of a cache. Return its cycles, and those of the
     largest matrix fusion in it, 0 where there is none."""
-    found = _parts(compiled.as_text())
-    body = max((body for part in found.values() for body, _ in part.loops), key=lambda name: _cycles(found, name))
-    return _cycles(found, body), max(found[body].products, default=0)
+    parts = _parts(compiled.as_text())
+    body = max((body for part in parts.values() for body, _ in part.loops), key=lambda name: _cycles(parts, name))
+    return _cycles(parts, body), max(parts[body].products, default=0)
 
 
 def by_blocks(run, kv_heads: int):

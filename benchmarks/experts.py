@@ -41,10 +41,10 @@ Form = Callable[[dict, Array, Array], Array]
 
 def grouped(weights: dict, x: Float[Array, "N E"], chosen: Int[Array, "N k"]) -> Float[Array, "N k E"]:
     """Every chosen expert's output by `jax.lax.ragged_dot` over pairs of token and expert, sorted by expert."""
-    (count, k), held = chosen.shape, weights[experts.BY_EXPERT[0]].experts
+    (count, k), experts_here = chosen.shape, weights[experts.BY_EXPERT[0]].experts
     pairs = chosen.reshape(-1)
     order = jnp.argsort(pairs)
-    sizes = (pairs[:, None] == jnp.arange(held)[None]).sum(0, dtype=jnp.int32)
+    sizes = (pairs[:, None] == jnp.arange(experts_here)[None]).sum(0, dtype=jnp.int32)
     gate, up, down = (weights[name].read() for name in experts.BY_EXPERT)
     rows = x[order // k]
     inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
@@ -113,8 +113,8 @@ def table(records: dict[str, dict]) -> str:
 def write_page(records: dict[str, dict]):
     """Put the table in its place on the page."""
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table(records) + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    before, tail = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + table(records) + "\n" + END + tail.split(END)[1], encoding="utf-8")
 
 
 def main(
@@ -125,9 +125,9 @@ def main(
     page_only: Annotated[bool, typer.Option("--page-only", help="compute nothing")] = False,
 ) -> None:
     """Compute the rows that are not recorded yet, and write the table."""
-    for given, known in ((chip, CHIPS), (form, FORMS)):
-        if unknown := [name for name in given if name not in known]:
-            raise typer.BadParameter(f"{unknown[0]}; known: {', '.join(known)}")
+    for names, choices in ((chip, CHIPS), (form, FORMS)):
+        if unknown := [name for name in names if name not in choices]:
+            raise typer.BadParameter(f"{unknown[0]}; known: {', '.join(choices)}")
     for key in [] if page_only else [(c, r, f) for c in chip for r in rows for f in form]:
         name = "/".join(map(str, key))
         if anew or name not in recorded():

@@ -81,8 +81,8 @@ def plan(shapes) -> list[dict]:
     rows = []
     for shape in shapes:
         grid = GRID if shape == "qwen2" else FEW
-        others = [text for text in OTHERS if shape != "mistral" or "cl" not in text]  # differences need full attention
-        caches = [*others, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
+        xquant = [text for text in OTHERS if shape != "mistral" or "cl" not in text]  # differences need full attention
+        caches = [*xquant, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
         rows += [{"shape": shape, "cache": c, "stress": s, "mode": "copy"} for c in caches for s in STRESS]
         long = (*NOISES, *(LONG if shape in ("qwen2", "recall") else LONG_FEW))
         rows += [{"shape": shape, "cache": c, "stress": "none", "mode": "long decode"} for c in long]
@@ -132,39 +132,41 @@ def measure(row: dict, windows: int) -> dict:
     method = method_of(row["cache"])
     ready, seconds = calibrated(model, method, span_rows(model, 8, 388, seed=1))
     if row["mode"] == "copy":
-        found = copy_row(ready, method, span_rows(model, windows, LENGTH, seed=0))
+        figures = copy_row(ready, method, span_rows(model, windows, LENGTH, seed=0))
     else:
-        found = long_row(ready, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
-    return row | bits(ready, method) | found | {"windows": windows, "calibration_seconds": round(seconds, 1)}
+        figures = long_row(ready, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
+    return row | bits(ready, method) | figures | {"windows": windows, "calibration_seconds": round(seconds, 1)}
 
 
 def differences(recorded: dict, live: dict) -> list[str]:
-    """What a row measured again says otherwise. On another processor sums differ in their last bits, which flips codes
-    at ties, and a calibration by expectation maximisation may end elsewhere: another draw of the same method. Its
-    figures differ by a part of their standard errors, so these bound them: the logarithm of a ratio by two of them, a
-    divergence by two or by 5 %, whichever is more. Bits may not differ."""
-    known = dict.fromkeys(("bits", "bits_stored"), 1e-6)
+    """List the figures of a row measured again that differ too much from the record.
+
+    On another processor sums differ in their last bits. That flips codes at ties, and a calibration by expectation
+    maximisation may end in another optimum, which is another draw of the same method. Such figures differ by a part of
+    their standard errors. So the logarithm of a ratio may differ by two standard errors, a divergence by two or by 5 %,
+    whichever is more. Bits may not differ."""
+    bounds = dict.fromkeys(("bits", "bits_stored"), 1e-6)
     for key in ("kld", "first", "last"):
         if key in recorded:
-            known[key] = max(0.05 * recorded[key], 2 * recorded[f"{key}_error"]) + 1e-6
-    found = [(key, abs(live[key] - recorded[key]), bound) for key, bound in known.items()]
+            bounds[key] = max(0.05 * recorded[key], 2 * recorded[f"{key}_error"]) + 1e-6
+    gaps = [(key, abs(live[key] - recorded[key]), bound) for key, bound in bounds.items()]
     if "ratio" in live:
         gap = abs(np.log(live["ratio"] / recorded["ratio"]))
-        found.append(("ratio", gap, 2 * recorded["log_error"] + 1e-4))
-    return [f"{key}: recorded {recorded[key]:g}, now {live[key]:g}" for key, gap, bound in found if not gap <= bound]
+        gaps.append(("ratio", gap, 2 * recorded["log_error"] + 1e-4))
+    return [f"{key}: recorded {recorded[key]:g}, now {live[key]:g}" for key, gap, bound in gaps if not gap <= bound]
 
 
 def check(rows: list[dict], sample: list[dict]) -> list[str]:
-    """Measure the rows of `sample` again: what differs from the record `rows`, and what the bounds say of the record
-    otherwise than gate_bounds.py explains."""
+    """Measure the rows of `sample` again. Gives the figures that differ from the record `rows`, and the bounds whose
+    verdict on the record is not the one that gate_bounds.py explains."""
     problems = []
     for row in track(sample, description="gate"):
         live = measure({name: row[name] for name in KEY}, row["windows"])
         problems += [f"{key_of(row)}: {text}" for text in differences(row, live)]
     for verdict in verdicts(rows):
         if verdict.held == bool(verdict.reason):
-            said = "held, but its miss is explained" if verdict.held else "missed, unexplained"
-            problems.append(f"{verdict.name}, bound {verdict.bound:g}, {verdict.measured} by {verdict.by}: {said}")
+            outcome = "held, but its miss is explained" if verdict.held else "missed, unexplained"
+            problems.append(f"{verdict.name}, bound {verdict.bound:g}, {verdict.measured} by {verdict.by}: {outcome}")
     return problems
 
 
@@ -177,22 +179,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--check", type=int, metavar="N", help="measure N recorded rows again; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of N rows")
-    given = parser.parse_args()
-    done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
-    shapes = given.shape or SHAPES
-    fits = lambda row: row["cache"].startswith(given.only) and given.mode in ("", row["mode"])  # noqa: E731
-    if given.check is not None:
-        among = [row for row in done if fits(row) and row["shape"] in shapes]
-        count = min(given.check or len(among), len(among))
-        problems = check(done, random.Random(given.seed).sample(among, count))
+    options = parser.parse_args()
+    rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+    shapes = options.shape or SHAPES
+    fits = lambda row: row["cache"].startswith(options.only) and options.mode in ("", row["mode"])  # noqa: E731
+    if options.check is not None:
+        candidates = [row for row in rows if fits(row) and row["shape"] in shapes]
+        count = min(options.check or len(candidates), len(candidates))
+        problems = check(rows, random.Random(options.seed).sample(candidates, count))
         sys.exit("\n".join(problems) or None)
-    known = {key_of(row) for row in done if row["windows"] == given.windows}
-    wanted = [row for row in plan(shapes) if key_of(row) not in known and fits(row)]
-    for row in track(wanted, description="gate"):
-        done = [old for old in done if key_of(old) != key_of(row)] + [measure(row, given.windows)]
-        print(json.dumps(done[-1]), flush=True)
-        text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key_of))
-        given.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
+    measured = {key_of(row) for row in rows if row["windows"] == options.windows}
+    missing = [row for row in plan(shapes) if key_of(row) not in measured and fits(row)]
+    for row in track(missing, description="gate"):
+        rows = [old for old in rows if key_of(old) != key_of(row)] + [measure(row, options.windows)]
+        print(json.dumps(rows[-1]), flush=True)
+        text = ",\n ".join(json.dumps(line) for line in sorted(rows, key=key_of))
+        options.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

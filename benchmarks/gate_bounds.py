@@ -51,16 +51,16 @@ class Verdict(NamedTuple):
     @property
     def reason(self) -> str:
         """Why the bound is missed, as far as that is known; "" where it is not said."""
-        found = (why for (name, cache), why in MISSED.items() if self.name.startswith(name) and cache in self.by)
-        return next(found, "")
+        reasons = (why for (name, cache), why in MISSED.items() if self.name.startswith(name) and cache in self.by)
+        return next(reasons, "")
 
 
 def _best(rows: list[dict]) -> list[Verdict]:
     out = []
     for shape, stress in dict.fromkeys((r["shape"], r["stress"]) for r in rows):
-        own = [r for r in rows if (r["shape"], r["stress"]) == (shape, stress)]
+        case_rows = [r for r in rows if (r["shape"], r["stress"]) == (shape, stress)]
         for most, bound in BEST:
-            fit = [r for r in own if r["bits"] <= most]
+            fit = [r for r in case_rows if r["bits"] <= most]
             if fit:
                 best = min(fit, key=lambda r: r["ratio"])
                 name = f"{shape}, stress {stress}: best ratio at <= {most} bits"
@@ -77,17 +77,17 @@ def needs_offsets_handled(cache: str) -> bool:
 
 
 def _qwen(rows: list[dict]) -> list[Verdict]:
-    out, own = [], [r for r in rows if r["shape"] == "qwen2"]
-    for row in own:
+    out, qwen_rows = [], [r for r in rows if r["shape"] == "qwen2"]
+    for row in qwen_rows:
         if needs_offsets_handled(row["cache"]):
             name = f"qwen2, stress {row['stress']}: ratio at 3 bits"
-            held = row["ratio"] <= QWEN_AT_3
-            out.append(Verdict(name, QWEN_AT_3, f"{row['ratio']:.5g}", held, f"`{row['cache']}`"))
-    for row in own:
+            is_held = row["ratio"] <= QWEN_AT_3
+            out.append(Verdict(name, QWEN_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`"))
+    for row in qwen_rows:
         if row["cache"] == NAIVE:
             name = f"qwen2, stress {row['stress']}: ratio of the naive baseline at 3 bits, at least"
-            held = row["ratio"] >= NAIVE_FACTOR
-            out.append(Verdict(name, NAIVE_FACTOR, f"{row['ratio']:.5g}", held, f"`{NAIVE}`"))
+            is_held = row["ratio"] >= NAIVE_FACTOR
+            out.append(Verdict(name, NAIVE_FACTOR, f"{row['ratio']:.5g}", is_held, f"`{NAIVE}`"))
     return out
 
 
@@ -95,10 +95,10 @@ def defaults(rows: list[dict]) -> list[Verdict]:
     """Every method as it is by default, but for windows, at 3 bits on the Qwen shape."""
     out, name = [], "qwen2, stress none: ratio by default at 3 bits"
     for row in rows:
-        own = (row["shape"], row["stress"], row["mode"]) == ("qwen2", "none", "copy")
-        if own and "bits=3" in row["cache"] and ",centre=" not in row["cache"]:
-            held = row["ratio"] <= DEFAULT_AT_3
-            out.append(Verdict(name, DEFAULT_AT_3, f"{row['ratio']:.5g}", held, f"`{row['cache']}`"))
+        is_copy = (row["shape"], row["stress"], row["mode"]) == ("qwen2", "none", "copy")
+        if is_copy and "bits=3" in row["cache"] and ",centre=" not in row["cache"]:
+            is_held = row["ratio"] <= DEFAULT_AT_3
+            out.append(Verdict(name, DEFAULT_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`"))
     return out
 
 
@@ -115,9 +115,9 @@ def _drift(rows: list[dict]) -> list[Verdict]:
         noises = [r["growth"] for r in long if r["shape"] == row["shape"] and r["cache"].startswith("noise")]
         if noises and not row["cache"].startswith("noise"):
             name = f"{row['shape']}: growth of KLD over that of constant noise"
-            most, own = max(noises), row["growth"]
-            measured = f"{own / most:.4g} ({own:.3g} / {most:.3g})"
-            out.append(Verdict(name, DRIFT, measured, own / most <= DRIFT, f"`{row['cache']}`"))
+            most, growth = max(noises), row["growth"]
+            measured = f"{growth / most:.4g} ({growth:.3g} / {most:.3g})"
+            out.append(Verdict(name, DRIFT, measured, growth / most <= DRIFT, f"`{row['cache']}`"))
     return out
 
 

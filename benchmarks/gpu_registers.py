@@ -111,8 +111,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
         for name in options.cases.split(","):
-            found = record[name] = measure(name, Path(folder))
-            print(json.dumps({"case": name, **found}), flush=True)
+            figures = record[name] = measure(name, Path(folder))
+            print(json.dumps({"case": name, **figures}), flush=True)
     if options.write:
         RECORD.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 

@@ -133,24 +133,24 @@ def kernel(case, chip: str, folder: Path) -> dict:
     """The kernel's bundles per 512 tokens, spills and temporary bytes."""
     run, arguments = _arguments(case, chip)
     memory = _compiled(_through_kernel(run, chip), arguments, (len(arguments) - 1,)).memory_analysis()
-    found = count(folder)
-    found["bundles"] = round(found["bundles"] * 512 / _tile(run, chip))
-    return {**found, "temp_bytes": memory.temp_size_in_bytes}
+    figures = count(folder)
+    figures["bundles"] = round(figures["bundles"] * 512 / _tile(run, chip))
+    return {**figures, "temp_bytes": memory.temp_size_in_bytes}
 
 
 def xla(case, chip: str) -> dict:
     """XLA's estimated cycles for 512 tokens of the path without a kernel, and those of the product alone."""
     from estimated_cycles import by_blocks, largest_body
 
-    run, (q, cache, *more, _) = _arguments(case, chip)
+    run, (q, cache, *inputs, _) = _arguments(case, chip)
     attend = by_blocks(run, run.wiring.fast.packed.spec.kv_heads)
-    cycles = largest_body(_compiled(attend, (q, cache.runs[0], *more)))
+    cycles = largest_body(_compiled(attend, (q, cache.runs[0], *inputs)))
     return {name: round(count * 512 / run.reading) for name, count in zip(("xla", "product"), cycles, strict=True)}
 
 
 def measure(chip: str, name: str, folder: Path, *, kernel_only: bool) -> dict:
-    found = kernel(CASES[name], chip, folder)
-    return found if kernel_only or name.startswith(("exact", "aqua")) else found | xla(CASES[name], chip)
+    figures = kernel(CASES[name], chip, folder)
+    return figures if kernel_only or name.startswith(("exact", "aqua")) else figures | xla(CASES[name], chip)
 
 
 def main() -> None:

@@ -30,11 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=512, help="cached tokens; a multiple of 512")
-    given, rows = parser.parse_args(), []
+    options, rows = parser.parse_args(), []
     for form in FORMS:
-        model = kvq.load(given.model, layers=form)
+        model = kvq.load(options.model, layers=form)
         for cache in CACHES:
-            first, step = measure(model, cache, given.tokens)
+            first, step = measure(model, cache, options.tokens)
             rows.append([form, f"`{cache}`", f"{step:.1f}", f"{first:.1f}"])
     print(table(["layers", "cache", "ms a step", "first call, s"], rows))
 

@@ -45,14 +45,14 @@ FAMILIES = {
 
 def config_of_size(family: str, size: float) -> ModelConfig:
     """As many layers as fill `size` bytes of bfloat16."""
-    one, two = (
+    one_layer, two_layers = (
         sum(
             2 * np.prod(p.shape, dtype=int) * len(p.layers or [0])
             for p in parameters(FAMILIES[family].__class__(**fields))
         )
         for fields in (_fields(family, 1), _fields(family, 2))
     )
-    return ModelConfig(**_fields(family, max(1, round((size - one) / (two - one)) + 1)))
+    return ModelConfig(**_fields(family, max(1, round((size - one_layer) / (two_layers - one_layer)) + 1)))
 
 
 def _fields(family: str, layers: int) -> dict:
@@ -63,12 +63,12 @@ def _fields(family: str, layers: int) -> dict:
 def write(folder: Path, config: ModelConfig, shard: float):
     """Shards of random bfloat16 tensors with their index."""
     folder.mkdir(parents=True)
-    random, held, size, places, number = np.random.default_rng(0), {}, 0, {}, 0
+    random, tensors, size, places, number = np.random.default_rng(0), {}, 0, {}, 0
 
     def flush():
-        nonlocal held, size, number
-        save_file(held, folder / f"model-{number:05}.safetensors")
-        held, size, number = {}, 0, number + 1
+        nonlocal tensors, size, number
+        save_file(tensors, folder / f"model-{number:05}.safetensors")
+        tensors, size, number = {}, 0, number + 1
 
     # Shards are filled layer by layer, as published ones are.
     names = [(row, name, p) for p in parameters(config) for row, names in enumerate(p.tensors) for name in names]
@@ -78,7 +78,7 @@ def write(folder: Path, config: ModelConfig, shard: float):
         x = (random.random(shape, np.float32) * 0.02 - 0.01).astype(ml_dtypes.bfloat16)
         if size + x.nbytes > shard:
             flush()
-        held[name], places[name], size = x, f"model-{number:05}.safetensors", size + x.nbytes
+        tensors[name], places[name], size = x, f"model-{number:05}.safetensors", size + x.nbytes
     flush()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "config.json").write_text(json.dumps(config_to_hf(config)))

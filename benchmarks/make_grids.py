@@ -88,9 +88,9 @@ def main(
     names: Annotated[list[str], typer.Argument(help="p2_n16 ...: only these; the file's others are kept")] = [],  # noqa: B006
 ) -> None:
     """Write float16 points: their rounding costs 1e-7 of MSE and halves the file."""
-    known = [f"p{dim}_n{count}" for dim, count in GRIDS]
-    if unknown := sorted(set(names) - set(known)):
-        raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(known)}")
+    grid_names = [f"p{dim}_n{count}" for dim, count in GRIDS]
+    if unknown := sorted(set(names) - set(grid_names)):
+        raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(grid_names)}")
     grids = dict(np.load(path)) if names else {}
     for (dim, count), (steps, starts) in GRIDS.items():
         if names and f"p{dim}_n{count}" not in names:

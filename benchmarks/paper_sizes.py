@@ -42,7 +42,7 @@ def sizes() -> list[list[str]]:
     """The table's rows."""
     rows = []
     for table, model, spec, context, batch, figure, unit in ROWS:
-        found = plan_memory(config_of(model), parse(spec), context, batch)
-        cells = [table, model, f"`{spec}`", f"{batch} x {context}", f"{figure:g}", f"{found.cache / unit:.1f}"]
-        rows.append([*cells, f"{(found.cache + found.constants) / unit:.1f}", f"{found.book.bits_stored:.3f}"])
+        plan = plan_memory(config_of(model), parse(spec), context, batch)
+        cells = [table, model, f"`{spec}`", f"{batch} x {context}", f"{figure:g}", f"{plan.cache / unit:.1f}"]
+        rows.append([*cells, f"{(plan.cache + plan.constants) / unit:.1f}", f"{plan.book.bits_stored:.3f}"])
     return rows

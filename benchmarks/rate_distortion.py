@@ -68,9 +68,12 @@ def vectors(name: str, data: str) -> tuple[np.ndarray, np.ndarray, dict]:
     model = kvqjax.load(folder)
     about = {"name": "repeated spans of symbols", "layer": LAYER}
     if shape == "demo":
-        text, found = read_text(data, 12_000, 0)
+        text, source_about = read_text(data, 12_000, 0)
         ids = np.asarray(model.tokenizer(text)["input_ids"], np.int32)
-        rows, about = ids[: ROWS * LENGTH].reshape(ROWS, LENGTH), found | {"name": Path(data).name, "layer": LAYER}
+        rows, about = (
+            ids[: ROWS * LENGTH].reshape(ROWS, LENGTH),
+            source_about | {"name": Path(data).name, "layer": LAYER},
+        )
     else:
         rows = span_rows(model, ROWS, LENGTH, seed=0)
     cached = activations(model.params, jnp.asarray(rows), model.config, gradients=False)
@@ -83,10 +86,10 @@ def _nuq_constants(spec: Nuq, learn) -> dict:
     extremes = passes.observe(passes.empty_extremes(1, WIDTH, passes.rank(len(learn), spec.outliers)), learn[None])
     upper, lower = passes.thresholds(extremes, len(learn), spec.outliers)
     slots = spec.slot_count(WIDTH)
-    every = (learn[None], learn[None], jnp.ones_like(learn)[None], jnp.ones_like(learn)[None])
+    tokens = (learn[None], learn[None], jnp.ones_like(learn)[None], jnp.ones_like(learn)[None])
     options = {"key_slots": slots, "value_slots": slots, "dtype": spec.dtype, "objective": "fisher_s2"}
-    found = passes.tally(every, {"upper": upper, "lower": lower}, **options)
-    signposts = kmeans.weighted_kmeans(found.k if spec.per == "channel" else found.v, 2**spec.bits)[0]
+    tally = passes.tally(tokens, {"upper": upper, "lower": lower}, **options)
+    signposts = kmeans.weighted_kmeans(tally.k if spec.per == "channel" else tally.v, 2**spec.bits)[0]
     return {"upper": upper[0], "lower": lower[0], "signposts": signposts}
 
 
@@ -132,13 +135,13 @@ def measure(source: str, data: str) -> list[dict]:
     for family, members in specs().items():
         for spec in members:
             bits = bits_per_value(spec.build(WIDTH))
-            found = float(error(spec, constants(spec, source, learn), jnp.asarray(test)))
-            needed = rate(eigenvalues, found)
+            mse = float(error(spec, constants(spec, source, learn), jnp.asarray(test)))
+            needed = rate(eigenvalues, mse)
             row = {
                 "source": source,
                 "codec": family,
                 "bits": round(bits, 4),
-                "relative_mse": float(f"{found / variance:.5g}"),
+                "relative_mse": float(f"{mse / variance:.5g}"),
             }
             rows.append(row | {"limit_bits": round(needed, 4), "gap": round(bits - needed, 4), "data": about})
     return rows
@@ -156,9 +159,9 @@ def markdown(rows: list[dict]) -> str:
     about = (
         "Mean squared error over the channels' mean variance and, in brackets, stored bits above what a Gaussian source"
     )
-    more = "of the same covariance needs at that error (`benchmarks/rate_distortion.py`; layer 1, before RoPE).\n"
+    limit_text = "of the same covariance needs at that error (`benchmarks/rate_distortion.py`; layer 1, before RoPE).\n"
     return "\n".join(
-        [about, more, table(["codec", "bits", *SOURCES], lines), "![error against bits](rate_distortion.png)\n"]
+        [about, limit_text, table(["codec", "bits", *SOURCES], lines), "![error against bits](rate_distortion.png)\n"]
     )
 
 
@@ -177,12 +180,12 @@ def plot(rows: list[dict], path: Path) -> None:
     figure = new_figure(6.4, 8.0)
     panels, labelled = figure.subplots(3, 2, sharex=True), []
     for panel, source in zip(panels.flat, SOURCES, strict=True):
-        mine = [row for row in rows if row["source"] == source]
-        limit = sorted((row["limit_bits"], row["relative_mse"]) for row in mine if row["limit_bits"] > 0)
+        source_rows = [row for row in rows if row["source"] == source]
+        limit = sorted((row["limit_bits"], row["relative_mse"]) for row in source_rows if row["limit_bits"] > 0)
         curves = [Curve("limit", *zip(*limit, strict=True), "#000000")]
         panel.plot(curves[0].x, curves[0].y, "k--", lw=1.5)
         for number, (family, name) in enumerate(CURVES.items()):
-            points = [(row["bits"], row["relative_mse"]) for row in mine if row["codec"] == family]
+            points = [(row["bits"], row["relative_mse"]) for row in source_rows if row["codec"] == family]
             curves.append(Curve(name, *zip(*points, strict=True), curve_style(number)["color"]))
             panel.plot(curves[-1].x, curves[-1].y, lw=1.2, ms=4, **curve_style(number))
         panel.set_title(source, fontsize=10)
@@ -201,11 +204,11 @@ def main() -> None:
     parser.add_argument("--data", default="synthetic", help="text for demo")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--plot-only", action="store_true", help="draw the picture from the record, run nothing")
-    given = parser.parse_args()
-    if given.plot_only:
+    options = parser.parse_args()
+    if options.plot_only:
         return plot(json.loads(RECORD.read_text(encoding="utf-8")), PLOT)
-    rows = [row for source in track(SOURCES, description="sources") for row in measure(source, given.data)]
-    given.out.write_text("[\n " + ",\n ".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    rows = [row for source in track(SOURCES, description="sources") for row in measure(source, options.data)]
+    options.out.write_text("[\n " + ",\n ".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     plot(rows, PLOT)
     print(markdown(rows))
 

@@ -80,23 +80,26 @@ BOUND_BITS, BOUND_RATIO, BOUND_KLD = 2.4, 1.01, 0.5
 
 def rows_of(shape: str) -> list[dict]:
     """Rows to be measured on one shape, the most telling first; those of `benchmarks.gate` are not among them."""
-    few = shape == "qwen2"  # where the gate has every method
-    aqua = () if few else AQUA[:1]
+    is_gate_shape = shape == "qwen2"  # where the gate has every method
+    aqua = () if is_gate_shape else AQUA[:1]
     caches = {
-        "none": (*TWO, *MORE.get(shape, ()), *AT[4], *aqua, *(() if few else OTHERS[3:])),
-        "keys x8": (*TWO[:8], *aqua, *(() if few else OTHERS[3:])),
+        "none": (*TWO, *MORE.get(shape, ()), *AT[4], *aqua, *(() if is_gate_shape else OTHERS[3:])),
+        "keys x8": (*TWO[:8], *aqua, *(() if is_gate_shape else OTHERS[3:])),
         "key bias": (*TWO[:8], *OTHERS, *aqua, *(f"{c},centre=mean" for c in CENTRED)) if shape in BIASED else (),
     }
-    caches = {s: _both(own, shape, s) if few or s == "key bias" else own for s, own in caches.items()}
-    centre = ",centre=mean" if few else ""
-    rows = [{"cache": c, "stress": s, "mode": "copy"} for s, own in caches.items() for c in own]
+    caches = {
+        s: _with_centre_none(texts, shape, s) if is_gate_shape or s == "key bias" else texts
+        for s, texts in caches.items()
+    }
+    centre = ",centre=mean" if is_gate_shape else ""
+    rows = [{"cache": c, "stress": s, "mode": "copy"} for s, texts in caches.items() for c in texts]
     long = [{"cache": c + centre, "stress": "none", "mode": LONG} for c in AT[3]]
     rows = sorted(rows + long, key=lambda row: row["stress"] == "key bias")
     return [{"shape": shape} | row for row in rows]
 
 
-def _both(caches: tuple[str, ...], shape: str, stress: str) -> tuple[str, ...]:
-    """Add centre=none to what would take a key bias off by default; on some shapes the default stands beside it."""
+def _with_centre_none(caches: tuple[str, ...], shape: str, stress: str) -> tuple[str, ...]:
+    """Add centre=none to caches that would take a key bias off by default. On some shapes the default is kept too."""
     after = [c for c in caches if "centre=" not in c and (c.startswith(AFTER_ROPE) or "rope=post" in c)]
     named = [f"{c},centre=none" if c in after else c for c in caches]
     return (*named, *(after if shape in DEFAULT and stress != "keys x8" else ()))
@@ -137,33 +140,33 @@ def _line(row: dict) -> list[str]:
 
 
 def verdict(rows: list[dict]) -> list[str]:
-    """Of every shape, without stress, the new data-free row that comes nearest to the bound."""
+    """For every shape, without stress, the new data-free row that comes nearest to the bound."""
     lines = []
     for shape in SHAPES:
-        own = {r["cache"]: r for r in rows if (r["shape"], r["stress"], r["mode"]) == (shape, "none", "copy")}
-        fit = [r for r in own.values() if r["new"] and not r["cache"].startswith(FITTED)]
+        row_of = {r["cache"]: r for r in rows if (r["shape"], r["stress"], r["mode"]) == (shape, "none", "copy")}
+        fit = [r for r in row_of.values() if r["new"] and not r["cache"].startswith(FITTED)]
         fit = [r for r in fit if "centre=mean" not in r["cache"] and bits_at_128(r["cache"]) <= BOUND_BITS]
-        if not fit or KIVI not in own:
+        if not fit or KIVI not in row_of:
             continue
-        best, kivi = min(fit, key=lambda r: r["ratio"]), own[KIVI]
+        best, kivi = min(fit, key=lambda r: r["ratio"]), row_of[KIVI]
         share = best["kld"] / kivi["kld"]
-        held = [best["ratio"] <= BOUND_RATIO, share <= BOUND_KLD]
+        is_held = [best["ratio"] <= BOUND_RATIO, share <= BOUND_KLD]
         said = " and ".join(
-            f"{name} {'held' if ok else '**missed**'}" for name, ok in zip(("perplexity", "KLD"), held, strict=True)
+            f"{name} {'held' if ok else '**missed**'}" for name, ok in zip(("perplexity", "KLD"), is_held, strict=True)
         )
         lines.append([shape, f"`{best['cache']}`", f"{best['ratio']:.4f}", f"{share:.2f}", said])
     return lines
 
 
 def losses(rows: list[dict]) -> list[list[str]]:
-    """For every new row of about 2 bits the older row of no more bits, here all in and with heads of 128 channels, that
-    has the least divergence, if it has less."""
+    """For every new row of about 2 bits the older row with the least divergence, where that is less than the new row's.
+    The older row has no more bits, neither here, all in, nor with heads of 128 channels."""
     lines = []
     for row in (r for r in rows if r["new"] and r["mode"] == "copy" and bits_at_128(r["cache"]) <= BOUND_BITS):
-        alike = [r for r in rows if not r["new"] and all(r[n] == row[n] for n in ("shape", "stress", "mode"))]
+        rivals = [r for r in rows if not r["new"] and all(r[n] == row[n] for n in ("shape", "stress", "mode"))]
         fair = [
             r
-            for r in alike
+            for r in rivals
             if r["bits_stored"] <= row["bits_stored"] + SLACK
             and bits_at_128(r["cache"]) <= bits_at_128(row["cache"]) + SLACK
         ]
@@ -185,10 +188,10 @@ def page(rows: list[dict]) -> str:
     ]
     head = ["cache", "", "bits at 128", "bits here", "at 32K, all in", "perplexity ratio", "KLD", "top-1"]
     for shape, stress in itertools.product(SHAPES, ("none", "keys x8", "key bias")):
-        own = [r for r in rows if (r["shape"], r["stress"], r["mode"]) == (shape, stress, "copy")]
-        own.sort(key=lambda r: (round(r["bits_stored"]), r["kld"]))
-        if any(r["new"] for r in own):
-            parts += [f"## {shape}, stress {stress}\n", table(head, [_line(r) for r in own])]
+        shape_rows = [r for r in rows if (r["shape"], r["stress"], r["mode"]) == (shape, stress, "copy")]
+        shape_rows.sort(key=lambda r: (round(r["bits_stored"]), r["kld"]))
+        if any(r["new"] for r in shape_rows):
+            parts += [f"## {shape}, stress {stress}\n", table(head, [_line(r) for r in shape_rows])]
     for shape in SHAPES:
         long = [r for r in rows if r["mode"] == LONG and r["shape"] == shape]
         if any(r["new"] for r in long):
@@ -200,11 +203,11 @@ def page(rows: list[dict]) -> str:
 
 def _said(lines: list[list[str]]) -> str:
     """What the bound came to, in one sentence."""
-    both = [line[0] for line in lines if "**missed**" not in line[-1]]
+    shapes = [line[0] for line in lines if "**missed**" not in line[-1]]
     kld = [line[0] for line in lines if "KLD held" in line[-1]]
-    named = ", ".join(both) or "none"
+    named = ", ".join(shapes) or "none"
     return (
-        f"Both parts are held on {len(both)} of {len(lines)} shapes ({named}), that on the divergence on {len(kld)}. "
+        f"Both parts are held on {len(shapes)} of {len(lines)} shapes ({named}), that on the divergence on {len(kld)}. "
         "**Elsewhere the bound on the perplexity is missed**, by the ratios above.\n"
     )
 
@@ -227,17 +230,17 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--page", action="store_true")
-    given = parser.parse_args()
-    done = _read(RECORD)
-    known = {key_of(row) for row in done if row["windows"] == given.windows}
-    lists = [rows_of(shape) for shape in given.shape or SHAPES]
-    turns = (row for some in itertools.zip_longest(*lists) for row in some if row is not None)
-    wanted = [row for row in turns if key_of(row) not in known]
-    for row in track([] if given.page else wanted, description="rotations"):
+    options = parser.parse_args()
+    measured = _read(RECORD)
+    keys = {key_of(row) for row in measured if row["windows"] == options.windows}
+    lists = [rows_of(shape) for shape in options.shape or SHAPES]
+    turns = (row for group in itertools.zip_longest(*lists) for row in group if row is not None)
+    missing = [row for row in turns if key_of(row) not in keys]
+    for row in track([] if options.page else missing, description="rotations"):
         if (share := encoded_share(row["cache"])) < 0.5:
             raise SystemExit(f"{row['cache']}: only {share:.2f} of its tokens are encoded")
-        done = [old for old in done if key_of(old) != key_of(row)] + [measure(row, given.windows)]
-        text = ",\n ".join(json.dumps(line) for line in sorted(done, key=lambda line: [line[name] for name in KEY]))
+        measured = [old for old in measured if key_of(old) != key_of(row)] + [measure(row, options.windows)]
+        text = ",\n ".join(json.dumps(line) for line in sorted(measured, key=lambda line: [line[name] for name in KEY]))
         RECORD.write_text(f"[\n {text}\n]\n", encoding="utf-8")
     write_page()
     print(PAGE)

@@ -9,15 +9,15 @@ NONE = 2**40  # what has no estimate says so with a huge number
 
 def estimate(attributes: str) -> int:
     """Estimated cycles of an instruction by its attributes; 0 where it has none."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', attributes)
-    return int(found[1]) if found and int(found[1]) < NONE else 0
+    match = re.search(r'"estimated_cycles":"(\d+)"', attributes)
+    return int(match[1]) if match and int(match[1]) < NONE else 0
 
 
 def turns(listing: str) -> list[int]:
     """How often every bundle of a listing runs in one grid step, 0 outside the grid: a loop as often as its exit test
     says, nested ones as the product."""
-    found, open_loops, trips, inside = list(BUNDLE.finditer(listing)), [], [], []
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    matches, open_loops, trips, inside = list(BUNDLE.finditer(listing)), [], [], []
+    for match, after in zip(matches, [*matches[1:], None], strict=True):
         depth = match[2].count(">")
         if not depth:  # outside the grid, or empty and without its mark
             inside.append(None)

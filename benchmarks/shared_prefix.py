@@ -38,18 +38,18 @@ def size(*caches: kvq.cache.Cache) -> int:
     return sum(kvq.ledger(cache).bytes for cache in caches)
 
 
-def measure(model: kvq.Model, method: str, prefix: int, own: int, requests: int) -> list[str]:
+def measure(model: kvq.Model, method: str, prefix: int, tail_length: int, requests: int) -> list[str]:
     """One row of the table."""
     random = np.random.default_rng(0)
     system = random.integers(0, model.config.vocab_size, (1, prefix))
-    tails = random.integers(0, model.config.vocab_size, (requests, own))
+    tails = random.integers(0, model.config.vocab_size, (requests, tail_length))
     texts = jnp.asarray(np.concatenate([np.broadcast_to(system, (requests, prefix)), tails], 1), jnp.int32)
     system, tails = jnp.asarray(system, jnp.int32), jnp.asarray(tails, jnp.int32)
-    capacity, each = prefix + 2 * own, jnp.full((requests,), own)
-    blank, many = (kvq.init_cache(model, method, rows, capacity) for rows in (1, requests))
+    capacity, tail_counts = prefix + 2 * tail_length, jnp.full((requests,), tail_length)
+    blank, blank_rows = (kvq.init_cache(model, method, rows, capacity) for rows in (1, requests))
 
     def apart():
-        return prefill(model, texts, jnp.full((requests,), prefix + own), many)
+        return prefill(model, texts, jnp.full((requests,), prefix + tail_length), blank_rows)
 
     def once():
         return prefill(model, system, jnp.asarray([prefix]), blank)[1]
@@ -57,7 +57,7 @@ def measure(model: kvq.Model, method: str, prefix: int, own: int, requests: int)
     shared = once()
 
     def behind():
-        return forward(model, tails, each, kvq.repeat(shared, requests), last=True)
+        return forward(model, tails, tail_counts, kvq.repeat(shared, requests), last=True)
 
     full = behind()[1]
     head, pieces = kvq.cut(full, prefix)

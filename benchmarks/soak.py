@@ -84,11 +84,11 @@ class Client:
         prompt = random.integers(0, self._vocabulary, random.integers(1, 300)).tolist()
         if random.random() < 0.5:
             prompt = [*self._beginnings[random.integers(BEGINNINGS)], *prompt[:60]]
-        asked = {"model": NAME, "prompt": prompt, "max_tokens": int(random.integers(1, 500)), "ignore_eos": True}
-        asked |= {"temperature": float(random.choice([0.0, 0.9])), "priority": int(random.integers(3))}
+        fields = {"model": NAME, "prompt": prompt, "max_tokens": int(random.integers(1, 500)), "ignore_eos": True}
+        fields |= {"temperature": float(random.choice([0.0, 0.9])), "priority": int(random.integers(3))}
         if random.random() < 0.2:
-            asked |= {"logprobs": 2}
-        return json.dumps(asked | options).encode()
+            fields |= {"logprobs": 2}
+        return json.dumps(fields | options).encode()
 
     def post(self, body: bytes) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
@@ -190,7 +190,7 @@ def soak(port: int, engine: kvq.Engine, options: argparse.Namespace) -> tuple[li
     counts: Counter = Counter()
     vocabulary = engine.model.config.vocab_size
     clients = [Client(port, vocabulary, options.seed * CLIENTS + number, counts) for number in range(CLIENTS)]
-    begun, wanted, changed, rests = time.monotonic(), probe(port), False, []
+    begun, probe_text, changed, rests = time.monotonic(), probe(port), False, []
     pause = min(REST, options.minutes * 60 / 12)
     compiled.clear()
     while time.monotonic() - begun < options.minutes * 60:
@@ -206,7 +206,7 @@ def soak(port: int, engine: kvq.Engine, options: argparse.Namespace) -> tuple[li
         for thread in threads:
             thread.join()
         at_rest(engine)
-        changed |= probe(port) != wanted
+        changed |= probe(port) != probe_text
         at_rest(engine)
         rests.append(figures(engine, compiled))
         stats = engine.stats()

@@ -25,11 +25,11 @@ BLOCKS = (32, 128, 1020)  # tokens with one mean
 RANKS = (0, 2, 4, 8, 16, 32, 64, 96, 128, 160, 191)
 
 
-def tail(first: np.ndarray, rest: float) -> tuple[float, float, float]:
-    """Kurtosis, furthest token and share of clipping, of the first coefficient (variance 1) of all tokens. `rest` is
-    the squared error of all coefficients on their grids, over the first one's variance."""
+def tail(first: np.ndarray, grid_error: float) -> tuple[float, float, float]:
+    """Kurtosis, furthest token and share of clipping, of the first coefficient (variance 1) of all tokens. `grid_error`
+    is the squared error of all coefficients on their grids, over the first one's variance."""
     clipped = np.square(np.maximum(np.abs(first) - CLIPPED, 0)).mean()
-    return (first**4).mean() / (first**2).mean() ** 2, np.abs(first).max(), clipped / (clipped + rest)
+    return (first**4).mean() / (first**2).mean() ** 2, np.abs(first).max(), clipped / (clipped + grid_error)
 
 
 def energy_left(x: np.ndarray, block: int) -> float:
@@ -47,12 +47,12 @@ def main() -> None:
     model, shape = model.replace(params=stacked(model.params)), model.config.kv_shape
     width, method = shape.kv_width, kvqjax.parse("klt")
     layers = of_model(model, method, sequences(model, read(options.learn, tokens=1 << 14), 8, 1024))
-    h, spectra, tails, rest = layers.h, {"k": [], "v": []}, [], {"k": [], "v": []}
+    h, spectra, tails, energies = layers.h, {"k": [], "v": []}, [], {"k": [], "v": []}
     for number in range(shape.num_layers):
         keys, seen, h = layers.read(number, h)
         for source, x in (("k", keys), ("v", seen.v)):
             x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
-            rest[source].append([energy_left(np.asarray(x, np.float64), block) for block in BLOCKS])
+            energies[source].append([energy_left(np.asarray(x, np.float64), block) for block in BLOCKS])
             mean, covariance = klt.covariance_of(x)
             costs = klt.costs_of(source, klt.energy_of(seen.q), seen.o, shape)
             into, back = klt.transform_of(covariance, costs, width)
@@ -68,7 +68,7 @@ def main() -> None:
     print(table(["log2 deviation at rank", *map(str, ranks)], lines))
     head = ["layer", "kurtosis of keys", "furthest token", "share of clipping"]
     print(table(head, [[str(n), f"{a:.1f}", f"{b:.1f}", f"{c:.2f}"] for n, (a, b, c) in enumerate(tails)]))
-    lines = [[source, *(f"{x:.3f}" for x in np.exp(np.log(rows).mean(0)))] for source, rows in rest.items()]
+    lines = [[source, *(f"{x:.3f}" for x in np.exp(np.log(rows).mean(0)))] for source, rows in energies.items()]
     print(table(["energy left by means of blocks of", *map(str, BLOCKS)], lines))
 
 

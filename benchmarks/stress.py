@@ -29,14 +29,16 @@ BIAS = 20.0  # length of what every key's slowest pair gets
 def scale_key_pairs(params: Params, config: ModelConfig, factor: Float[Array, "L K P"]) -> Params:
     """Multiply keys' rotary pairs by `factor` (P = D/2 pairs a head), and divide queries' by it. Raises UserError where
     a model with QK-norm, which has one norm weight for all heads, is given factors that differ by head."""
-    both = jnp.concatenate([factor, factor], axis=-1)
-    flat = both.reshape(len(both), -1)
-    shared = jnp.repeat(both, config.num_heads // config.num_kv_heads, axis=1)  # a KV head's, for its query heads
-    inverse = (1 / shared).reshape(len(both), -1)
+    channel_factor = jnp.concatenate([factor, factor], axis=-1)
+    flat = channel_factor.reshape(len(channel_factor), -1)
+    shared = jnp.repeat(
+        channel_factor, config.num_heads // config.num_kv_heads, axis=1
+    )  # a KV head's, for its query heads
+    inverse = (1 / shared).reshape(len(channel_factor), -1)
     if config.qk_norm:
         if not bool((factor == factor[:, :1]).all()):
             raise UserError("with QK-norm all heads share one weight: factors that differ by head cannot be put in")
-        factors = {"k_norm": both[:, 0], "q_norm": 1 / both[:, 0]}
+        factors = {"k_norm": channel_factor[:, 0], "q_norm": 1 / channel_factor[:, 0]}
     else:
         factors = {"k": flat[:, None], "k_bias": flat, "q": inverse[:, None], "q_bias": inverse}
     layers = params["layers"]

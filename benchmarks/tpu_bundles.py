@@ -156,16 +156,16 @@ def measure(chip: str, name: str, folder: Path) -> dict:
 
     (q, body, *_), spec = _arguments(name, chip)
     plan = make_plan(q, body, spec)
-    found = {}
+    figures = {}
     for tile in {*TILES, plan.tile}:
         pieces = max(1, plan.pieces * tile // plan.tile)
-        found[tile] = compile_case(chip, name, Work(tile, pieces, plan.ahead), folder)
-    marginal = (found[TILES[1]]["bundles"] - found[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
-    fixed = found[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
-    total = found[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
+        figures[tile] = compile_case(chip, name, Work(tile, pieces, plan.ahead), folder)
+    marginal = (figures[TILES[1]]["bundles"] - figures[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
+    fixed = figures[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
+    total = figures[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
     numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "total": round(total, 1)}
     numbers |= {"tile": plan.tile, "pieces": plan.pieces, "ahead": plan.ahead}
-    return {**numbers, **{name: found[plan.tile][name] for name in ("busy", "spills", "temp_bytes")}}
+    return {**numbers, **{name: figures[plan.tile][name] for name in ("busy", "spills", "temp_bytes")}}
 
 
 def options_of(description: str, cases) -> argparse.ArgumentParser:
@@ -184,9 +184,9 @@ def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str
         prepare(folder)
         for chip in options.chips.split(","):
             for name in options.cases.split(","):
-                found = measured(chip, name, Path(folder))
-                print(json.dumps({"chip": chip, "case": name, **found}), flush=True)
-                record.setdefault(chip, {}).setdefault(name, {}).update(found)
+                figures = measured(chip, name, Path(folder))
+                print(json.dumps({"chip": chip, "case": name, **figures}), flush=True)
+                record.setdefault(chip, {}).setdefault(name, {}).update(figures)
                 if options.write:
                     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
@@ -195,12 +195,15 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
     """Total and spills of every choice "tile:pieces" or "tile:pieces:ahead"."""
     from kvqjax.pallas_kernels.work import Work
 
-    found = {}
+    figures = {}
     for choice in choices:
         work = Work(*map(int, choice.split(":")))
-        one = compile_case(chip, name, work, folder)
-        found[choice] = {"total": round(one["bundles"] / KV_HEADS * 512 / work.tile, 1), "spills": one["spills"]}
-    return found
+        counts = compile_case(chip, name, work, folder)
+        figures[choice] = {
+            "total": round(counts["bundles"] / KV_HEADS * 512 / work.tile, 1),
+            "spills": counts["spills"],
+        }
+    return figures
 
 
 def main() -> None:

@@ -87,24 +87,28 @@ def measure(row: dict, out: Path) -> dict:
         tuned = tuned_at(model, row, out)
     except UserError as error:
         return row | {"refused": str(error)}
-    own, singles = tuned.rows[0], [r for r in tuned.rows if r["kind"] == "single"]
+    policy, singles = tuned.rows[0], [r for r in tuned.rows if r["kind"] == "single"]
     fitting = min((r for r in singles if r["bits_stored"] <= row["budget"]), key=lambda r: r["kld"], default=None)
     line = line_at(tuned.rows, row["budget"])
     short = lambda x: None if x is None else float(f"{x:.5g}")  # noqa: E731
-    found = {"policy": own["cache"], "bits": short(own["bits_stored"]), "kld": short(own["kld"])}
-    found |= {"kld_error": short(own["kld_error"]), "line": short(line), "ratio": short(line and own["kld"] / line)}
+    figures = {"policy": policy["cache"], "bits": short(policy["bits_stored"]), "kld": short(policy["kld"])}
+    figures |= {
+        "kld_error": short(policy["kld_error"]),
+        "line": short(line),
+        "ratio": short(line and policy["kld"] / line),
+    }
     if fitting is not None:
-        found |= {"single": fitting["cache"], "single_kld": short(fitting["kld"])}
+        figures |= {"single": fitting["cache"], "single_kld": short(fitting["kld"])}
     seconds = round(time.process_time() - begun, 1)
-    return row | found | {"measurements": tuned.about["measurements"], "cpu_seconds": seconds}
+    return row | figures | {"measurements": tuned.about["measurements"], "cpu_seconds": seconds}
 
 
 def again(row: dict) -> float:
-    """The divergence of a recorded row's policy on the same windows, through its own cache."""
+    """The divergence of a recorded row's policy on the same windows, measured again."""
     model = opened(row["shape"], row["stress"])
-    held = jnp.asarray(span_rows(model, WINDOWS, LENGTH, seed=HELD))
-    reference = exact_logits(model, held)
-    return float(np.asarray(divergence(model, held, reference, parse(row["policy"]), CHUNK, SCORED)).mean())
+    windows = jnp.asarray(span_rows(model, WINDOWS, LENGTH, seed=HELD))
+    reference = exact_logits(model, windows)
+    return float(np.asarray(divergence(model, windows, reference, parse(row["policy"]), CHUNK, SCORED)).mean())
 
 
 def held_at(rows: list[dict], budget: float) -> list[str]:
@@ -129,9 +133,9 @@ def tables(rows: list[dict]) -> str:
         lines.append(f"{name}| {row['bits']:.3f} | {kld} | {line} | {ratio} | {single} | `{row['policy']}` |")
     lines.append("")
     for budget in (2.5, 3.2):
-        held = held_at(rows, budget)
-        share = f"{len(held)} of the {len(SHAPES)} shapes"
-        lines.append(f"At {budget} bits {share} are at most {BOUND} x the line: {', '.join(held)}.")
+        shapes = held_at(rows, budget)
+        share = f"{len(shapes)} of the {len(SHAPES)} shapes"
+        lines.append(f"At {budget} bits {share} are at most {BOUND} x the line: {', '.join(shapes)}.")
     searches = sorted({key_of(row)[:3] for row in rows if "cpu_seconds" in row})
     spent = {s: sum(row.get("cpu_seconds", 0) for row in rows if key_of(row)[:3] == s) for s in searches}
     most = max(spent, key=lambda s: spent[s])
@@ -153,10 +157,10 @@ def write_page(page: Path, rows: list[dict]) -> None:
         size = f"{row['forward_passes']} | {row['tokens']} | {row['hours']:.2f} | {row['bytes'] / 2**30:.1f}"
         cost.append(f"| {row['device']} | {row['mesh'] or 'one chip'} | {row['candidates']} | {size} |")
     text = page.read_text(encoding="utf-8")
-    for mark, made in {"record": tables(rows), "cost": "\n".join(cost)}.items():
-        before, rest = text.split(f"<!-- {mark} -->\n")
-        after = rest.split(f"<!-- end of {mark} -->\n")[1]
-        text = f"{before}<!-- {mark} -->\n{made}\n<!-- end of {mark} -->\n{after}"
+    for mark, block in {"record": tables(rows), "cost": "\n".join(cost)}.items():
+        before, tail = text.split(f"<!-- {mark} -->\n")
+        after = tail.split(f"<!-- end of {mark} -->\n")[1]
+        text = f"{before}<!-- {mark} -->\n{block}\n<!-- end of {mark} -->\n{after}"
     page.write_text(text, encoding="utf-8")
 
 
@@ -167,25 +171,25 @@ def main() -> None:
     parser.add_argument("--budget", action="append", type=float, choices=BUDGETS)
     parser.add_argument("--page", type=Path, help="write the record's tables into this page and end")
     parser.add_argument("--out", type=Path, default=RECORD)
-    given = parser.parse_args()
-    done = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
-    if given.page is not None:
-        write_page(given.page, done)
+    options = parser.parse_args()
+    rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+    if options.page is not None:
+        write_page(options.page, rows)
         return
-    known = {key_of(row) for row in done}
-    asked = {name: getattr(given, name) for name in ("shape", "stress", "budget")}
-    meant = lambda row: all(values is None or row[name] in values for name, values in asked.items())  # noqa: E731
-    wanted = [row for row in plan() if meant(row) and key_of(row) not in known]
+    measured = {key_of(row) for row in rows}
+    choices = {name: getattr(options, name) for name in ("shape", "stress", "budget")}
+    meant = lambda row: all(values is None or row[name] in values for name, values in choices.items())  # noqa: E731
+    missing = [row for row in plan() if meant(row) and key_of(row) not in measured]
     with tempfile.TemporaryDirectory() as kept:
-        for row in track(wanted, description="tune"):
+        for row in track(missing, description="tune"):
             place = Path(kept) / identity(*key_of(row)[:-1])
             if not place.exists():
                 jax.clear_caches()
             place.mkdir(exist_ok=True)
-            done.append(measure(row, place))
-            print(json.dumps(done[-1]), flush=True)
-            text = ",\n ".join(json.dumps(line) for line in sorted(done, key=key_of))
-            given.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
+            rows.append(measure(row, place))
+            print(json.dumps(rows[-1]), flush=True)
+            text = ",\n ".join(json.dumps(line) for line in sorted(rows, key=key_of))
+            options.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

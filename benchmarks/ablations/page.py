@@ -31,8 +31,8 @@ def path_of(name: str) -> Path:
     return HERE / "records" / "ablations" / f"{name}.json"
 
 
-def _cells(model, case, found: dict, first: bool) -> list[str]:
-    gaps = [f"{found[name]:+.4f} ± {found[f'{name}_error']:.4f}" for name in ("against_first", "kl_against_first")]
+def _cells(model, case, figures: dict, first: bool) -> list[str]:
+    gaps = [f"{figures[name]:+.4f} ± {figures[f'{name}_error']:.4f}" for name in ("against_first", "kl_against_first")]
     gaps = ["", ""] if first else gaps
     method = kvq.parse(case.cache)
     flops = flops_per_token(method, model.config) * WINDOW / 1e6
@@ -40,21 +40,21 @@ def _cells(model, case, found: dict, first: bool) -> list[str]:
     return [
         label,
         f"{stored_bits(model, method):.3f}",
-        f"{found['nats']:.4f}",
-        f"{found['exact']:.4f}",
+        f"{figures['nats']:.4f}",
+        f"{figures['exact']:.4f}",
         gaps[0],
-        f"{found['kl']:.4f}",
+        f"{figures['kl']:.4f}",
         gaps[1],
-        f"{found['top1']:.4f}",
+        f"{figures['top1']:.4f}",
         f"{flops:.0f}" if flops else "",
     ]
 
 
 def _section(group: Group, rows: dict, model) -> str:
-    done = [case for case in group.cases if case.name in rows]
-    sums = {case.name: [batch for seed in rows[case.name]["sums"] for batch in seed] for case in done}
-    first = done[0].name if done else ""
-    body = [_cells(model, case, compare(sums[case.name], sums[first]), case.name == first) for case in done]
+    cases = [case for case in group.cases if case.name in rows]
+    sums = {case.name: [batch for seed in rows[case.name]["sums"] for batch in seed] for case in cases}
+    first = cases[0].name if cases else ""
+    body = [_cells(model, case, compare(sums[case.name], sums[first]), case.name == first) for case in cases]
     return f"\n## {group.title} (`{Path(SETS[group.data].model).name}`)\n\n" + (
         table(COLUMNS, body) if body else "Not measured yet.\n"
     )
@@ -66,6 +66,6 @@ def text() -> str:
     models = {name: kvq.load(kind.model) for name, kind in SETS.items()}
     rows = {}
     for name in SETS:
-        known = json.loads(path_of(name).read_text()) if path_of(name).exists() else {"rows": {}}
-        rows[name] = known["rows"]
+        record = json.loads(path_of(name).read_text()) if path_of(name).exists() else {"rows": {}}
+        rows[name] = record["rows"]
     return "".join([*parts, *(_section(group, rows[group.data], models[group.data]) for group in GROUPS)])

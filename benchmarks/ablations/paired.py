@@ -93,12 +93,12 @@ def stored_bits(model, method) -> float:
 def compare(sums: list[list[float]], first: list[list[float]]) -> dict[str, float]:
     """Means over all scored tokens; and the differences, in loss and in KL divergence (nats per token), to another
     cache on the same windows, with their paired standard errors."""
-    own, other = np.asarray(sums), np.asarray(first)
-    tokens = own[:, 4].sum()
+    batches, reference = np.asarray(sums), np.asarray(first)
+    tokens = batches[:, 4].sum()
     names = {"nats": 0, "exact": 1, "kl": 2, "top1": 3}
-    out = {name: float(own[:, i].sum() / tokens) for name, i in names.items()} | {"tokens": int(tokens)}
+    out = {name: float(batches[:, i].sum() / tokens) for name, i in names.items()} | {"tokens": int(tokens)}
     for name, i in (("against_first", 0), ("kl_against_first", 2)):
-        gap = own[:, i] / own[:, 4] - other[:, i] / other[:, 4]
+        gap = batches[:, i] / batches[:, 4] - reference[:, i] / reference[:, 4]
         out |= {name: float(gap.mean()), f"{name}_error": float(gap.std(ddof=1) / len(gap) ** 0.5)}
     return out
 

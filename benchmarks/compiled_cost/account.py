@@ -77,8 +77,8 @@ def operations(program: Program, instruction: Instruction, computation: Computat
     contracted = re.search(pattern, instruction.attributes)
     if contracted is None:
         raise ValueError(f"{instruction.name}: which axes it sums over is not said")
-    left = dimensions(computation.shapes(instruction)[0])
-    depth = math.prod(left[axis] for axis in numbers(contracted[1].replace('"', "")))
+    operand = dimensions(computation.shapes(instruction)[0])
+    depth = math.prod(operand[axis] for axis in numbers(contracted[1].replace('"', "")))
     return 2.0 * elements(instruction.shape) * depth
 
 
@@ -113,7 +113,9 @@ def costs(steps: Walk, chip: str, price: Price, stride: int = 1) -> Costs:
 
 def as_record(result: Costs) -> dict:
     """Return costs as JSON has them."""
-    moved = {part: {"read": round(each.read), "written": round(each.written)} for part, each in result.bytes.items()}
+    moved = {
+        part: {"read": round(traffic.read), "written": round(traffic.written)} for part, traffic in result.bytes.items()
+    }
     record = {"launches": round(result.launches), "syncs": result.syncs, "bytes": moved}
     return record | {"seconds": result.seconds, "unsure": result.unsure}
 
@@ -141,12 +143,12 @@ def resting(layout: CacheLayout, length: int) -> int:
 
 def encoding(layout: CacheLayout, length: int) -> list[tuple[int, int]]:
     """Return for every clock the most tokens, below `length`, before a step that encodes a unit, and the unit's."""
-    due = []
+    flushes = []
     for clock in _clocks(layout):
         units = _units(layout, clock, length)
         if units and any(run.slots for run in runs_of(layout)):
-            due.append((units * clock.unit + clock.window + layout.method.sinks - 1, clock.unit))
-    return due
+            flushes.append((units * clock.unit + clock.window + layout.method.sinks - 1, clock.unit))
+    return flushes
 
 
 def known_arguments(layout: CacheLayout, rows: list[int], new: int | None = None) -> dict[str, np.ndarray]:
@@ -159,16 +161,16 @@ def known_arguments(layout: CacheLayout, rows: list[int], new: int | None = None
     """
     lengths, fill = np.asarray(rows, np.int32), functools.partial(np.full, len(rows))
     if new is None:
-        known = {"state.done": fill(False), "state.owed": fill(True), "state.made": fill(1, np.int32)}
-        known["limit"], prefix = np.asarray(16, np.int32), "state.cache."
+        arguments = {"state.done": fill(False), "state.owed": fill(True), "state.made": fill(1, np.int32)}
+        arguments["limit"], prefix = np.asarray(16, np.int32), "state.cache."
     else:
-        known, prefix = {"counts": fill(new, np.int32), "cache.finite": lengths}, "cache."
-    known |= {prefix + "lengths": lengths, prefix + "overflow": fill(False)}
+        arguments, prefix = {"counts": fill(new, np.int32), "cache.finite": lengths}, "cache."
+    arguments |= {prefix + "lengths": lengths, prefix + "overflow": fill(False)}
     for number, run in enumerate(runs_of(layout)):
         for index, clock in enumerate(run.wiring.storage.clocks):
             units = [_units(layout, clock, tokens) if run.slots else 0 for tokens in rows]
-            known[f"{prefix}runs[{number}].flushed[{index}]"] = np.asarray(units, np.int32)
-    return known
+            arguments[f"{prefix}runs[{number}].flushed[{index}]"] = np.asarray(units, np.int32)
+    return arguments
 
 
 def _encoded(layout: CacheLayout, rows: list[int]) -> list[int]:
@@ -224,14 +226,14 @@ def step_record(program: Program, chip: str, layout: CacheLayout, lengths: list[
     rows = [resting(layout, length) for length in lengths]
     result, added = step_costs(program, chip, layout, rows, folder), 0.0
     for tokens, unit in encoding(layout, lengths[-1]):
-        due = step_costs(program, chip, layout, [*rows[1:], tokens], folder)
-        added += max(0.0, due.total - result.total) / unit * len(rows)
+        flush = step_costs(program, chip, layout, [*rows[1:], tokens], folder)
+        added += max(0.0, flush.total - result.total) / unit * len(rows)
     return as_record(result) | {"encoding_seconds": added}
 
 
 def step_summary(record: dict, chip: str, config: ModelConfig, lengths: list[int]) -> dict:
     """Return a step's costs over its bound: of parts, bytes on a GPU and time on a TPU."""
-    least, moved = bound(config, lengths), {part: sum(each.values()) for part, each in record["bytes"].items()}
+    least, moved = bound(config, lengths), {part: sum(traffic.values()) for part, traffic in record["bytes"].items()}
     if chip in tpu.CLOCKS:
         work = {part: seconds * bandwidth(chip) for part, seconds in record["seconds"].items()}
     else:
@@ -252,5 +254,5 @@ def prompt_record(
 ) -> dict:
     """Return the costs of `new` tokens of one row that holds `tokens`."""
     price = lambda visit: tpu.splash_cost(visit, folder, chip, tokens and new, config.windows[0])  # noqa: E731
-    known = known_arguments(layout, [tokens], new)
-    return as_record(costs(walk(program, known, per_step=False), chip, price))
+    arguments = known_arguments(layout, [tokens], new)
+    return as_record(costs(walk(program, arguments, per_step=False), chip, price))

@@ -51,17 +51,17 @@ class Walk:
         """Walk one computation."""
         computation = self.program.computations[name]
         for instruction in computation.instructions.values():
-            here = self.program.part(instruction, computation, part)
+            instruction_part = self.program.part(instruction, computation, part)
             match instruction.op:
                 case "while":
-                    self._loop(instruction, values, times, here, once)
+                    self._loop(instruction, values, times, instruction_part, once)
                 case "conditional":
-                    self._conditional(instruction, values, times, here, once)
+                    self._conditional(instruction, values, times, instruction_part, once)
                 case "call" | "async-start":
                     called = values.inner(instruction.called, instruction.operands)
-                    self.computation(instruction.called, called, times, here, once)
+                    self.computation(instruction.called, called, times, instruction_part, once)
                 case _:
-                    self.visits.append(Visit(instruction, computation, here, times, once))
+                    self.visits.append(Visit(instruction, computation, instruction_part, times, once))
 
     def _loop(self, instruction: Instruction, values: Values, times: int, part: str, once: bool) -> None:
         condition, body = instruction.attribute("condition="), instruction.attribute("body=")
@@ -81,10 +81,10 @@ class Walk:
                 if not trips:
                     self.unsure.append(f"{instruction.name}: {reason}")
         if not trips:
-            asked = len(turns) + (not over_steps)  # the last answer ends the loop
-            self.syncs += times * asked
-            tested = values.inner(condition, instruction.operands)
-            self.computation(condition, tested, times * asked, part, once and not over_steps)
+            tests = len(turns) + (not over_steps)  # the last answer ends the loop
+            self.syncs += times * tests
+            test_values = values.inner(condition, instruction.operands)
+            self.computation(condition, test_values, times * tests, part, once and not over_steps)
         once = once and not over_steps
         if varies and len(turns) <= MOST_FOLLOWED:
             for turn in turns:
@@ -117,25 +117,26 @@ class Walk:
             self.unsure += costliest.unsure
 
 
-def walk(program: Program, known: Mapping[str, np.ndarray], per_step: bool = True) -> Walk:
+def walk(program: Program, values: Mapping[str, np.ndarray], per_step: bool = True) -> Walk:
     """Walk a program.
 
     Args:
         program: The program.
-        known: Arguments whose values are known, by their names in the program, such as "state.cache.lengths".
+        values: The values of arguments, as far as they are known, by their names in the program, such as
+            "state.cache.lengths".
         per_step: Walk one turn of the outermost loop, a decode step; otherwise all that one call runs.
     """
     result = Walk(program)
-    arguments = [_argument(parameter, known) for parameter in program.computations[program.entry].parameters]
+    arguments = [_argument(parameter, values) for parameter in program.computations[program.entry].parameters]
     result.computation(program.entry, Values(program, program.entry, arguments), 1, "rest", per_step)
     return result
 
 
-def _argument(parameter: Instruction, known: Mapping[str, np.ndarray]) -> Later:
+def _argument(parameter: Instruction, values: Mapping[str, np.ndarray]) -> Later:
     def value() -> np.ndarray:
-        if parameter.source not in known:
+        if parameter.source not in values:
             raise Unknown(parameter.source or parameter.name)
-        return known[parameter.source]
+        return values[parameter.source]
 
     return value
 
@@ -151,16 +152,16 @@ class Bytes(NamedTuple):
 
 def kernels(steps: Walk) -> list[tuple[Visit, Bytes]]:
     """Return every kernel that a walk launches, with the bytes that one launch moves."""
-    known: dict[tuple[int, str], Bytes] = {}
+    traffic_of: dict[tuple[int, str], Bytes] = {}
     launched = []
     for visit in steps.visits:
         op = visit.instruction.op
         if op in FREE or op.endswith(("-done", "-update")):
             continue
         key = id(visit.computation), visit.instruction.name
-        if key not in known:
-            known[key] = _traffic(steps.program, visit.instruction, visit.computation)
-        launched.append((visit, known[key]))
+        if key not in traffic_of:
+            traffic_of[key] = _traffic(steps.program, visit.instruction, visit.computation)
+        launched.append((visit, traffic_of[key]))
     return launched
 
 
@@ -170,7 +171,9 @@ def _traffic(program: Program, instruction: Instruction, computation: Computatio
     match instruction.op:
         case "fusion":
             fused = program.computations[instruction.called]
-            return Bytes(sum(_read(program, fused, each) for each in fused.parameters), _written(fused, fused.root))
+            return Bytes(
+                sum(_read(program, fused, parameter) for parameter in fused.parameters), _written(fused, fused.root)
+            )
         case "copy" | "slice" | "dynamic-slice":
             return Bytes(result, result)
         case "copy-start":  # its result is source, target and 4 bytes of context

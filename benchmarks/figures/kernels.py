@@ -50,7 +50,7 @@ def _spilled(records: dict) -> str:
 def _by_chip(records: dict, cell) -> str:
     cases = dict.fromkeys(case for rows in records.values() for case in rows)
     rows = [
-        [f"`{case}`", *(cell(found[case]) if case in found else "" for found in records.values())] for case in cases
+        [f"`{case}`", *(cell(record[case]) if case in record else "" for record in records.values())] for case in cases
     ]
     return table(["case", *records], rows) + _spilled(records)
 

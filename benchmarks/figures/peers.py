@@ -29,12 +29,14 @@ def _limit(row: dict, record: dict) -> str:
 def limits(record: dict) -> str:
     """What bounds the slower caches, with figures from steps behind 8192 tokens."""
     rows = [row for row in record["rows"] if row["kind"] == "step" and row["tokens"] == 8192]
-    each = ",\n".join(_limit(row, record) for row in rows)
-    return f"{LIMITS}\nNanoseconds that a cached token takes a layer, and, in brackets, that its bytes take:\n{each}.\n"
+    lines = ",\n".join(_limit(row, record) for row in rows)
+    return (
+        f"{LIMITS}\nNanoseconds that a cached token takes a layer, and, in brackets, that its bytes take:\n{lines}.\n"
+    )
 
 
-def _machine(found: dict | str) -> str:
-    return found if isinstance(found, str) else f"{found['processor']}, jax {found['jax']}"
+def _machine(machine: dict | str) -> str:
+    return machine if isinstance(machine, str) else f"{machine['processor']}, jax {machine['jax']}"
 
 
 def _steps() -> str:

@@ -64,12 +64,12 @@ def _plans() -> str:
 
 
 def _times() -> str:
-    found = read("compile_times")
-    heads = [f"{chip}, {program}" for chip in found for program in ("decode", "prefill")]
-    caches = dict.fromkeys(cache for rows in found.values() for cache in rows)
-    seconds = lambda chip, cache, part: found[chip][cache][part]["processor"] if cache in found[chip] else ""  # noqa: E731
+    record = read("compile_times")
+    heads = [f"{chip}, {program}" for chip in record for program in ("decode", "prefill")]
+    caches = dict.fromkeys(cache for rows in record.values() for cache in rows)
+    seconds = lambda chip, cache, part: record[chip][cache][part]["processor"] if cache in record[chip] else ""  # noqa: E731
     rows = [
-        [f"`{cache}`", *(str(seconds(c, cache, p)) for c in found for p in ("decode", "prefill"))] for cache in caches
+        [f"`{cache}`", *(str(seconds(c, cache, p)) for c in record for p in ("decode", "prefill"))] for cache in caches
     ]
     return TIMES + table(["method", *heads], rows)
 

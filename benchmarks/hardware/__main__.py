@@ -107,21 +107,21 @@ def run_child(command: list[str], seconds: float, gpu: bool, log: Path, title: s
         output.seek(max(0, output.seek(0, os.SEEK_END) - LOG_BYTES))
         with log.open("ab") as file:
             file.write(f"--- {title}\n".encode() + output.read() + b"\n")
-    late = code is None or time.monotonic() - begun > seconds - 2.5
-    return "done" if code == 0 else "late" if late else f"died ({code})"
+    is_late = code is None or time.monotonic() - begun > seconds - 2.5
+    return "done" if code == 0 else "late" if is_late else f"died ({code})"
 
 
 def run_block(block: Block, hard: float, options: argparse.Namespace, gpu: bool) -> str:
     """Run a block, again behind an item that ended its process, until its limit or the run's hard end."""
     end, state = min(hard, time.monotonic() + block.limit * (1 if gpu else ON_CPU)), "late"
     for _ in range(TRIES):
-        left = end - time.monotonic()
-        if left < 3:
+        seconds_left = end - time.monotonic()
+        if seconds_left < 3:
             break
         command = [sys.executable, "-m", "benchmarks.hardware.child", block.name, "--out", str(options.out)]
-        command += ["--limit", str(max(1.0, left - 2)), "--commit", options.commit, "--run", options.run]
+        command += ["--limit", str(max(1.0, seconds_left - 2)), "--commit", options.commit, "--run", options.run]
         command += [word for part in options.only for word in ("--only", part)]
-        state = run_child(command + ["--tiny"] * options.tiny, left, gpu, options.out / "log.txt", block.name)
+        state = run_child(command + ["--tiny"] * options.tiny, seconds_left, gpu, options.out / "log.txt", block.name)
         if not state.startswith("died"):
             break
     return state
@@ -139,8 +139,8 @@ def run_blocks(options: argparse.Namespace) -> None:
     begun, gpu = time.monotonic(), has_gpu()
     soft, hard = begun + 60 * options.minutes, begun + 60 * options.minutes * HARD - 5
     for block in [b for b in PLAN if not options.blocks or b.name in options.blocks]:
-        left, started = soft - time.monotonic(), time.monotonic()
-        if left < block.least:
+        seconds_left, started = soft - time.monotonic(), time.monotonic()
+        if seconds_left < block.least:
             state = "dropped"
             log = Log(options.out, block.name, options.commit, options.run)
             log.write({"item": "(block)", "state": state, "short": "no time left"})

@@ -55,8 +55,8 @@ def layer_chain(x, cache, q, k, v, fixed, sweep):
     counts = jnp.ones((q.shape[0],), jnp.int32)
 
     def step(_, x):
-        held, x = jax.lax.optimization_barrier((cache, x))  # so that nothing of the cache is done before the loop
-        out, _ = kvq.attend_layer(held, 0, x, k, v, counts, constants=fixed)
+        loop_cache, x = jax.lax.optimization_barrier((cache, x))  # so that nothing of the cache is done before the loop
+        out, _ = kvq.attend_layer(loop_cache, 0, x, k, v, counts, constants=fixed)
         return _swept(_fed(q, out), sweep)
 
     return jax.lax.fori_loop(0, INNER, step, x)
@@ -93,8 +93,8 @@ def _timed(program, x, *arguments) -> tuple[list[float], jax.Array]:
 
 def temporaries(program) -> int:
     """Return the bytes that a compiled program takes beside its arguments."""
-    found = program.memory_analysis()
-    return found.temp_size_in_bytes if found else -1
+    memory = program.memory_analysis()
+    return memory.temp_size_in_bytes if memory else -1
 
 
 class Bench:
@@ -113,24 +113,25 @@ class Bench:
 
     def row(self, name: str, program, x, arguments, stored: float, context: int, batch: int) -> dict:
         """Time a program and say what it reached, against bfloat16 keys and values at the best bandwidth."""
-        seconds, given = _timed(program, x, *arguments)
+        seconds, out = _timed(program, x, *arguments)
         words = profiled(
             self.out, f"layer {name} {context} x {batch}", lambda: jax.block_until_ready(program(x, *arguments))
         )
-        taken = self.sweep_us if arguments[-1] is not None else 0.0
-        us = {word: value - taken for word, value in spread(seconds, 1e6).items()}
+        sweep_us = self.sweep_us if arguments[-1] is not None else 0.0
+        us = {word: value - sweep_us for word, value in spread(seconds, 1e6).items()}
         bound = BF16_BYTES * context * batch / self.rate * 1e-3
-        fine = bool(jnp.isfinite(given.astype(jnp.float32)).all()) and bool((given != x).any())
+        fine = bool(jnp.isfinite(out.astype(jnp.float32)).all()) and bool((out != x).any())
         row = us | {"bytes": stored, "GB_s": stored / us["median"] * 1e-3, "bf16_us": bound}
-        row |= {"over_bf16": us["median"] / bound, "swept": taken > 0, "state": "done" if fine else "wrong"}
+        row |= {"over_bf16": us["median"] / bound, "swept": sweep_us > 0, "state": "done" if fine else "wrong"}
         short = f"{us['median']:9.1f} us ({us['min']:.1f}..{us['max']:.1f}) {row['GB_s']:6.0f} GB/s"
         short += f" {row['over_bf16']:5.2f} x bf16, {words}"
         return row | {"temp_bytes": temporaries(program), "short": short}
 
 
-def layer_program(text: str, made: tuple, context: int, batch: int, bench: Bench, **form) -> tuple:
-    """Return (compiled chain, its arguments but the first, stored bytes) of a method at a shape."""
-    (tile, fixed), (q, k, v) = made, vectors(batch)
+def layer_program(text: str, body: tuple, context: int, batch: int, bench: Bench, **form) -> tuple:
+    """Return (compiled chain, its arguments but the first, stored bytes) of a method at a shape. `body` is the
+    method's `random_tile`."""
+    (tile, fixed), (q, k, v) = body, vectors(batch)
     shapes = abstract_cache(LAYER, text, batch, context, **form)
     stored = kvq.ledger(shapes).bytes
     arguments = (full_cache(shapes, tile, context - 1), q, k, v, fixed, bench.between(stored))
@@ -157,11 +158,11 @@ def attention(log, options) -> None:
             jobs = {text: (build, text) for text in (*METHODS, *MORE * ((context, batch) in MORE_AT))}
             jobs |= {name: (_library_program, name, context, batch, bench) for name in libraries}
             jobs = {f"{name} {context} x {batch}": job for name, job in jobs.items()}
-            made = {name: pool.submit(*job) for name, job in jobs.items() if log.new(name)}
-            for future in made.values():
+            programs = {name: pool.submit(*job) for name, job in jobs.items() if log.new(name)}
+            for future in programs.values():
                 future.exception()  # all are compiled before anything is timed
-            for name in list(made):
-                log.item(name, lambda: _measured(name, made.pop(name), context, batch, bench))  # noqa: B023
+            for name in list(programs):
+                log.item(name, lambda: _measured(name, programs.pop(name), context, batch, bench))  # noqa: B023
 
 
 def _measured(name: str, future, context: int, batch: int, bench: Bench) -> dict:

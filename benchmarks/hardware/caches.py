@@ -43,8 +43,8 @@ PLAIN = {"form": "heads", "kernels": "off"}  # what XLA reads on GPUs
 
 def target() -> str:
     """Return the kernel target of the device in use; a CPU stands in for a Hopper GPU, so that the same is traced."""
-    found = target_of(jnp.zeros(()))
-    return "sm90" if found == "cpu" else found
+    name = target_of(jnp.zeros(()))
+    return "sm90" if name == "cpu" else name
 
 
 def layer_shape(config: ModelConfig) -> kvq.KVShape:
@@ -86,12 +86,12 @@ def random_constants(layout, seed: int = 0) -> tuple:
     """Make up the calibrated constants of every run, the same for a seed whatever the dtype."""
     random = np.random.default_rng(seed)
 
-    def one(run) -> dict:
+    def run_constants(run) -> dict:
         make = lambda name, x: jnp.asarray(made_up(name, x.shape, random), x.dtype)  # noqa: E731
-        wanted = run.wiring.constants(run.count, layout.dtype).items()
-        return {group: {name: make(name, x) for name, x in names.items()} for group, names in wanted}
+        groups = run.wiring.constants(run.count, layout.dtype).items()
+        return {group: {name: make(name, x) for name, x in names.items()} for group, names in groups}
 
-    return tuple(one(run) for run in runs_of(layout))
+    return tuple(run_constants(run) for run in runs_of(layout))
 
 
 def abstract_cache(of, text: str, batch: int, capacity: int, **form):
@@ -111,8 +111,8 @@ def random_tile(text: str, layer: kvq.KVShape = LAYER, **form) -> tuple:
     fixed, keys = random_constants(layout), jax.random.split(jax.random.key(1), 4)
     numbers = lambda key, w: jax.random.normal(key, (1, tokens, w)) + jax.random.normal(keys[3], (w,))  # noqa: E731
     widths = {name: array.shape[-1] for name, array in cache.runs[0].window.items()}
-    made = {name: numbers(key, width).astype("bfloat16") for key, (name, width) in zip(keys, widths.items())}  # noqa: B905
-    return kvq.append(cache, [made], jnp.full((1,), tokens, jnp.int32), constants=fixed), fixed
+    sources = {name: numbers(key, width).astype("bfloat16") for key, (name, width) in zip(keys, widths.items())}  # noqa: B905
+    return kvq.append(cache, [sources], jnp.full((1,), tokens, jnp.int32), constants=fixed), fixed
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -122,10 +122,10 @@ def _stretched(x, shape):
     return jnp.copy(jax.lax.slice(jnp.tile(x, turns), (0,) * x.ndim, shape))
 
 
-def full_cache(shapes, tile, held: int):
-    """Return a cache of the shapes `shapes` whose rows hold `held` tokens: real codes and scales, those of the
-    one-layer cache `tile` again and again."""
-    lengths = jnp.full(shapes.lengths.shape, held, jnp.int32)
+def full_cache(shapes, tile, tokens: int):
+    """Return a cache of the shapes `shapes` whose rows hold `tokens` tokens. Their codes and scales are real: those of
+    the one-layer cache `tile`, repeated."""
+    lengths = jnp.full(shapes.lengths.shape, tokens, jnp.int32)
     past_sinks = lengths - shapes.layout.method.sinks
     source, parts = tile.runs[0], ("body", "sinks", "window")
 
@@ -145,8 +145,8 @@ def loop_state(cache, room: int):
     make = lambda cache: unbegun(cache, room)  # noqa: E731
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(cache)):
         return jax.eval_shape(make, cache)
-    whole = lambda value: jnp.full((cache.batch,), value, jnp.int32)  # noqa: E731
-    return make(cache).replace(owed=jnp.ones((cache.batch,), bool), left=whole(10**6), newest=whole(1))
+    filled = lambda value: jnp.full((cache.batch,), value, jnp.int32)  # noqa: E731
+    return make(cache).replace(owed=jnp.ones((cache.batch,), bool), left=filled(10**6), newest=filled(1))
 
 
 def lower_loop(model: kvq.Model, shapes, room: int):

@@ -38,16 +38,18 @@ def _version(name: str) -> str:
 
 
 def _machine() -> dict:
-    found = {name: _version(name) for name in PACKAGES}
-    about = {"python": sys.version.split()[0], "cores": os.cpu_count(), "ptxas": shutil.which("ptxas") or "none"}
-    return about | found | {"short": f"jax {found['jax']}, python {about['python']}, {about['cores']} cores"}
+    versions = {name: _version(name) for name in PACKAGES}
+    machine = {"python": sys.version.split()[0], "cores": os.cpu_count(), "ptxas": shutil.which("ptxas") or "none"}
+    return (
+        machine | versions | {"short": f"jax {versions['jax']}, python {machine['python']}, {machine['cores']} cores"}
+    )
 
 
 def _card() -> dict:
     if shutil.which("nvidia-smi") is None:
         return {"state": "skipped", "short": "no GPU"}
-    asked = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader"]
-    text = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
+    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     return dict(zip(FIELDS.split(","), text.split(", "), strict=False)) | {"short": text}
 
 
@@ -71,19 +73,19 @@ def ceilings(log, options) -> None:
 
 def _chained(function, x):
     """Make `run(n)` for `slopes`: n calls, each fed by the one before, which may take its memory."""
-    held = [x]
+    values = [x]
 
     def run(turns: int) -> None:
         for _ in range(turns):
-            held[0] = function(held[0])
-        jax.block_until_ready(held[0])
+            values[0] = function(values[0])
+        jax.block_until_ready(values[0])
 
     return run
 
 
 def _rate(seconds: list[float], work: float, unit: str) -> dict:
-    found = spread([work / s for s in seconds])
-    return found | {"unit": unit, "short": words_of(found, unit)}
+    rates = spread([work / s for s in seconds])
+    return rates | {"unit": unit, "short": words_of(rates, unit)}
 
 
 def _copy(size: int) -> dict:
@@ -110,8 +112,8 @@ def _product(order: int) -> dict:
 
 
 def _per_turn(seconds: list[float], count: int) -> dict:
-    found = spread(seconds, 1e6 / count)
-    return found | {"unit": "us", "short": words_of(found, "us")}
+    times = spread(seconds, 1e6 / count)
+    return times | {"unit": "us", "short": words_of(times, "us")}
 
 
 def _launches(options: dict) -> dict:

@@ -94,12 +94,12 @@ def _attention_row(method: str, got: np.ndarray, want: np.ndarray) -> dict:
 
 
 def _exactly() -> np.ndarray:
-    """Attend as `attended` does through the exact cache, in float64, in numpy: what is appended to it counts as turned
-    by RoPE."""
+    """Attend as `attended` does through the exact cache, in float64, in numpy. Appended keys are taken as already
+    turned by RoPE."""
     random = np.random.default_rng(0)
     sizes = ((2, TOKENS), (2, TOKENS), (8, 1), (2, 1), (2, 1))
     k, v, q, new_k, new_v = (_vectors(random, tokens, heads).astype(np.float64) for heads, tokens in sizes)
-    return np.stack([_row(*(x[b] for x in (k, v, q, new_k, new_v)), held) for b, held in enumerate(HELD)])
+    return np.stack([_row(*(x[b] for x in (k, v, q, new_k, new_v)), tokens_held) for b, tokens_held in enumerate(HELD)])
 
 
 def _turned(x: np.ndarray, position: int) -> np.ndarray:
@@ -108,16 +108,16 @@ def _turned(x: np.ndarray, position: int) -> np.ndarray:
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def _row(k, v, q, new_k, new_v, held: int) -> np.ndarray:
-    q, new_k = _turned(q, held), _turned(new_k, held)
-    k, v = (np.repeat(np.concatenate([x[:held], new]), 4, axis=1) for x, new in ((k, new_k), (v, new_v)))
+def _row(k, v, q, new_k, new_v, tokens: int) -> np.ndarray:
+    q, new_k = _turned(q, tokens), _turned(new_k, tokens)
+    k, v = (np.repeat(np.concatenate([x[:tokens], new]), 4, axis=1) for x, new in ((k, new_k), (v, new_v)))
     scores = np.einsum("thd,shd->ths", q, k) * 128**-0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("ths,shd->thd", weights / weights.sum(-1, keepdims=True), v)
 
 
 def logits(method: str, dtype: str, form: dict) -> np.ndarray:
-    """Return the logits of a prompt's last token and of STEPS given ones more, [rows, 1 + STEPS, V]."""
+    """Return the logits of a prompt's last token and of STEPS more tokens, [rows, 1 + STEPS, V]."""
     shapes, random = abstract_model(small_config()), np.random.default_rng(0)
     number = lambda x: jnp.asarray(_weight(random, x.shape), jnp.bfloat16).astype(dtype)  # noqa: E731
     model = shapes.replace(params=jax.tree.map(number, shapes.params))
@@ -125,11 +125,11 @@ def logits(method: str, dtype: str, form: dict) -> np.ndarray:
     cache = kvq.init_cache(model, method, len(HELD), 1024, **form)
     model = model.replace(constants=random_constants(cache.layout))
     out, cache = jax.jit(kvq.prefill)(model, tokens, jnp.asarray(HELD), cache)
-    step, found = jax.jit(kvq.forward, static_argnames="last"), [out]
-    for given in np.asarray(tokens[:, -STEPS:]).T[..., None]:
-        out, cache = step(model, jnp.asarray(given), jnp.ones((len(HELD),), jnp.int32), cache, last=True)
-        found.append(out)
-    return np.stack([np.asarray(x, np.float32) for x in found], 1)
+    step, outputs = jax.jit(kvq.forward, static_argnames="last"), [out]
+    for next_tokens in np.asarray(tokens[:, -STEPS:]).T[..., None]:
+        out, cache = step(model, jnp.asarray(next_tokens), jnp.ones((len(HELD),), jnp.int32), cache, last=True)
+        outputs.append(out)
+    return np.stack([np.asarray(x, np.float32) for x in outputs], 1)
 
 
 def _weight(random, shape: tuple[int, ...]) -> np.ndarray:
@@ -137,9 +137,9 @@ def _weight(random, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _logits_row(method: str, got: np.ndarray, want: np.ndarray) -> dict:
-    row, alike = _judged(relative(got, want), LIMITS[method]), float((got.argmax(-1) == want.argmax(-1)).mean())
-    row |= {"error_prompt": relative(got[:, 0], want[:, 0]), "greedy_alike": alike}
-    return row | {"short": f"{row['short']}, greedy alike {alike:.0%}"}
+    row, agreement = _judged(relative(got, want), LIMITS[method]), float((got.argmax(-1) == want.argmax(-1)).mean())
+    row |= {"error_prompt": relative(got[:, 0], want[:, 0]), "greedy_alike": agreement}
+    return row | {"short": f"{row['short']}, greedy alike {agreement:.0%}"}
 
 
 # ---- Words that both encode ----
@@ -165,35 +165,35 @@ def _division() -> dict:
 
 
 def _words(method: str) -> dict:
-    here, host = jax.devices()[0], jax.devices("cpu")[0]
+    chip, host = jax.devices()[0], jax.devices("cpu")[0]
     caches = {}
     for name, device, dtype, form in (
-        ("own", here, "bfloat16", _tried()),
+        ("own", chip, "bfloat16", _tried()),
         ("host's", host, "bfloat16", _tried()),
         ("wanted", host, "float32", REFERENCE),
     ):
         with jax.default_device(device):
             caches[name] = _cached(method, dtype, form)
     with jax.default_device(host):
-        wanted = _attend(*caches["wanted"])
-    own, other = _attend(*caches["own"]), _attend(*jax.device_put(caches["host's"], here))
+        reference = _attend(*caches["wanted"])
+    own_words, host_words = _attend(*caches["own"]), _attend(*jax.device_put(caches["host's"], chip))
     differ = _different(*(caches[name][0].runs[0].body for name in ("own", "host's")))
-    error = relative(other, wanted)
-    row = {"error_own_words": relative(own, wanted), "error_same_words": error} | differ
+    error = relative(host_words, reference)
+    row = {"error_own_words": relative(own_words, reference), "error_same_words": error} | differ
     short = f"error {error:.1e} with the host's words, {row['error_own_words']:.1e} with its own; "
     short += ", ".join(f"{name} {share:.1%}" for name, share in differ.items())
     return row | {"state": "done" if error <= SAME_WORDS else "wrong", "short": f"{short} differ"}
 
 
-def _different(body, other) -> dict[str, float]:
+def _different(body, reference) -> dict[str, float]:
     """Return the share of stored numbers that differ, by field."""
-    found = {}
-    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(body)[0], jax.tree.leaves(other), strict=True):
+    shares = {}
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(body)[0], jax.tree.leaves(reference), strict=True):
         wide = jnp.int8 if a.dtype == jnp.int4 else a.dtype
         name = " ".join(str(part.key) for part in path if hasattr(part, "key"))
         a, b = (np.asarray(x.astype(wide)) for x in (a, b))
-        found[name] = max(found.get(name, 0.0), float((a != b).mean()))
-    return found
+        shares[name] = max(shares.get(name, 0.0), float((a != b).mean()))
+    return shares
 
 
 # ---- Text ----
@@ -207,8 +207,8 @@ def text(log, options) -> None:
 
 def _text_row(method: str) -> dict:
     here, host = (_generated(method, device) for device in (jax.devices()[0], jax.devices("cpu")[0]))
-    alike = next((i for i, (a, b) in enumerate(zip(here, host, strict=False)) if a != b), min(len(here), len(host)))
-    short = f"the first {alike} of {len(host)} characters alike"
+    prefix = next((i for i, (a, b) in enumerate(zip(here, host, strict=False)) if a != b), min(len(here), len(host)))
+    short = f"the first {prefix} of {len(host)} characters alike"
     return {"state": "done" if here == host else "differs", "short": short, "here": here, "host": host}
 
 

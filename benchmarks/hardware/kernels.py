@@ -58,12 +58,14 @@ def _check_cudnn() -> dict:
 def _check(text: str) -> dict:
     """Do what `kvqjax doctor` does for one kernel of a layer of Llama-3.1-8B, its timing left out."""
     layout = CacheLayout(shape=CHECKED[0], method=parse(text), capacity=2048, dtype="bfloat16", target=target())
-    one = candidates(layout)[0]
-    assert one is not None
-    found = check(one, target(), "planes", timed=lambda *_: Speed(0.0, 1.0), sizes=(SIZE,))
-    fine = found.outcome in ("faster", "slower") and found.error is not None and found.error > 0  # 0: XLA's path, twice
-    short = f"{'right' if fine else found.outcome}, error {found.error}, {found.note}"
-    return {"state": "done" if fine else "wrong", "relative_error": found.error, "note": found.note, "short": short}
+    kernel = candidates(layout)[0]
+    assert kernel is not None
+    verdict = check(kernel, target(), "planes", timed=lambda *_: Speed(0.0, 1.0), sizes=(SIZE,))
+    fine = (
+        verdict.outcome in ("faster", "slower") and verdict.error is not None and verdict.error > 0
+    )  # 0: XLA's path, twice
+    short = f"{'right' if fine else verdict.outcome}, error {verdict.error}, {verdict.note}"
+    return {"state": "done" if fine else "wrong", "relative_error": verdict.error, "note": verdict.note, "short": short}
 
 
 def _row(item: str, text: str, tile: tuple, context: int, batch: int, bench: Bench, form: dict, outputs: list) -> dict:

@@ -73,25 +73,25 @@ class _Model:
         shapes = abstract_cache(self.shapes, case.text, case.batch, case.context, **case.form)
         return lower_loop(self.shapes, shapes, ROOM).compile(case.options), time.monotonic() - begun
 
-    def row(self, case: Case, name: str, made, repeats: int = REPEATS) -> dict:
+    def row(self, case: Case, name: str, compiled, repeats: int = REPEATS) -> dict:
         """Time a decode loop over rows that are nearly full."""
-        program, compiled_in = made
+        program, compiled_in = compiled
         shapes = abstract_cache(self.shapes, case.text, case.batch, case.context, **case.form)
         key = case.text, str(case.form)
         if key not in self.tiles:
             self.tiles[key] = random_tile(case.text, layer_shape(self.config), **case.form)[0]
-        held = [loop_state(full_cache(shapes, self.tiles[key], case.context - ROOM), ROOM)]
+        loop = [loop_state(full_cache(shapes, self.tiles[key], case.context - ROOM), ROOM)]
 
         def run(steps: int) -> None:
-            held[0] = jax.block_until_ready(program(self.weights, held[0], *settings(), jnp.int32(steps)))
+            loop[0] = jax.block_until_ready(program(self.weights, loop[0], *settings(), jnp.int32(steps)))
 
-        found = spread(slopes(run, FEW, MANY, repeats), 1e3)
+        times = spread(slopes(run, FEW, MANY, repeats), 1e3)
         words = profiled(self.options.out, f"step {name}", lambda: run(PROFILED))
-        cache = held[0].cache
-        sound = bool((~cache.overflow & ~cache.nonfinite & ~held[0].done).all())
-        row = found | self._about(found["median"], case, shapes) | {"compiled_s": round(compiled_in, 1)}
+        cache = loop[0].cache
+        sound = bool((~cache.overflow & ~cache.nonfinite & ~loop[0].done).all())
+        row = times | self._about(times["median"], case, shapes) | {"compiled_s": round(compiled_in, 1)}
         row |= {"temp_bytes": temporaries(program), "peak_bytes": _peak(), "state": "done" if sound else "wrong"}
-        short = f"{found['median']:8.3f} ms ({found['min']:.3f}..{found['max']:.3f}) {row['over_bf16']:5.2f} x bf16"
+        short = f"{times['median']:8.3f} ms ({times['min']:.3f}..{times['max']:.3f}) {row['over_bf16']:5.2f} x bf16"
         return row | {"short": f"{short}, {row['over_own']:.2f} x own bytes, {words}"}
 
     def _about(self, ms: float, case: Case, shapes) -> dict:
@@ -119,14 +119,14 @@ def measure_steps(log, options, groups: list[dict[str, Case]]) -> None:
     with ThreadPoolExecutor(8) as pool:
         for group in groups:
             cases = {name: case for name, case in group.items() if log.new(name)}
-            made = {name: pool.submit(shared.compiled, case) for name, case in cases.items()}
-            for future in made.values():
+            programs = {name: pool.submit(shared.compiled, case) for name, case in cases.items()}
+            for future in programs.values():
                 future.exception()  # all are compiled before anything is timed
             for name, case in cases.items():
-                log.item(name, lambda: shared.row(case, name, made[name].result()))  # noqa: B023
-                if name in LISTED and not made[name].exception():
+                log.item(name, lambda: shared.row(case, name, programs[name].result()))  # noqa: B023
+                if name in LISTED and not programs[name].exception():
                     with gzip.open(options.out / LISTED[name], "wt", encoding="utf-8") as file:
-                        file.write(made[name].result()[0].as_text())
+                        file.write(programs[name].result()[0].as_text())
 
 
 def steps(log, options) -> None:
@@ -135,11 +135,11 @@ def steps(log, options) -> None:
     shapes = TINY if options.tiny else SHAPES
     for places in (shapes[:1], shapes[1:]):
         group = [Case(text, *place) for place in places for text in METHODS]
-        found = {case.name(): case for case in group}
+        case_of = {case.name(): case for case in group}
         for place in places[:1]:
             case = Case(METHODS[-1], *place, options=bare)
-            found[case.name("no command buffers")] = case
-        groups.append(found)
+            case_of[case.name("no command buffers")] = case
+        groups.append(case_of)
     measure_steps(log, options, groups)
 
 
@@ -148,16 +148,16 @@ def prompts(log, options) -> None:
     geometry = config_of("llama-3.1-8b")
     config = small_config() if options.tiny else dataclasses.replace(geometry, num_layers=PROMPT_LAYERS)
     lengths = (256,) if options.tiny else (8192, 32768)
-    wanted = [("exact", length, "off") for length in lengths]
+    jobs = [("exact", length, "off") for length in lengths]
     if on_gpu():
-        wanted += [("exact", length, "cudnn") for length in lengths] + [(METHODS[-1], 8192, "cudnn")]
+        jobs += [("exact", length, "cudnn") for length in lengths] + [(METHODS[-1], 8192, "cudnn")]
     shapes = abstract_model(config)
     with ThreadPoolExecutor(3) as pool:
-        made = {one: pool.submit(_compiled_prompt, shapes, *one) for one in wanted}
+        programs = {job: pool.submit(_compiled_prompt, shapes, *job) for job in jobs}
         model = random_weights(shapes)
-        for future in made.values():
+        for future in programs.values():
             future.exception()
-        for (text, length, kernels), future in made.items():
+        for (text, length, kernels), future in programs.items():
             name = f"{text} {length}, {config.num_layers} layers" + ", cuDNN" * (kernels == "cudnn")
             log.item(name, lambda: _prompt(model, future, length, options))  # noqa: B023
 
@@ -179,12 +179,12 @@ def _prompt(model: kvq.Model, future, length: int, options) -> dict:
         begun = time.perf_counter()
         logits, _ = jax.block_until_ready(program(model, ids, counts, fresh))
         spent.append(time.perf_counter() - begun)
-    found, most = spread(spent[WARMED:]), ceiling(options.out, options.commit, "product TFLOP/s")
-    reached = prompt_operations(model.config, 0, length) / found["median"] * 1e-12
-    row = found | {"TFLOP_s": reached, "share": reached / most if most else None, "compiled_s": round(compiled_in, 1)}
+    times, most = spread(spent[WARMED:]), ceiling(options.out, options.commit, "product TFLOP/s")
+    reached = prompt_operations(model.config, 0, length) / times["median"] * 1e-12
+    row = times | {"TFLOP_s": reached, "share": reached / most if most else None, "compiled_s": round(compiled_in, 1)}
     row |= {"temp_bytes": temporaries(program), "peak_bytes": _peak()}
     share = f", {row['share']:.0%} of the product's" if most else ""
-    short = f"{found['median']:.3f} s ({found['min']:.3f}..{found['max']:.3f}), {reached:.0f} TFLOP/s{share}"
+    short = f"{times['median']:.3f} s ({times['min']:.3f}..{times['max']:.3f}), {reached:.0f} TFLOP/s{share}"
     return row | {"state": "done" if bool(jnp.isfinite(logits).all()) else "wrong", "short": short}
 
 

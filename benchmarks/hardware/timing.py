@@ -14,16 +14,17 @@ __all__ = ["profiled", "relative", "slopes", "spread", "words_of"]
 MOST_KERNELS = 500  # names of a profile that are kept
 
 
-def slopes(run: Callable[[int], None], few: int, many: int, repeats: int = 7) -> list[float]:
-    """Measure the seconds of one turn: (time of `many` turns - time of `few`) / (many - few), repeatedly. `run(n)` does
-    n turns, each fed by the one before, and waits for the last. The first call of each warms up."""
+def slopes(run: Callable[[int], None], short_turns: int, long_turns: int, repeats: int = 7) -> list[float]:
+    """Measure the seconds of one turn, repeatedly: the time of `long_turns` turns less that of `short_turns`, over the
+    difference of the two numbers. `run(n)` does n turns, each fed by the one before, and waits for the last. The first
+    call of each warms up."""
     spent: tuple[list[float], list[float]] = [], []
     for _ in range(repeats + 1):
-        for times, turns in zip(spent, (few, many), strict=True):
+        for times, turns in zip(spent, (short_turns, long_turns), strict=True):
             begun = time.perf_counter()
             run(turns)
             times.append(time.perf_counter() - begun)
-    return [(long - short) / (many - few) for short, long in zip(spent[0][1:], spent[1][1:], strict=True)]
+    return [(long - short) / (long_turns - short_turns) for short, long in zip(spent[0][1:], spent[1][1:], strict=True)]
 
 
 def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
@@ -31,9 +32,9 @@ def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
     return {name: scale * f(values) for name, f in (("min", min), ("median", statistics.median), ("max", max))}
 
 
-def words_of(found: dict[str, float], unit: str) -> str:
+def words_of(figures: dict[str, float], unit: str) -> str:
     """Say a spread in a few words."""
-    return f"{found['median']:.4g} {unit} ({found['min']:.4g}..{found['max']:.4g})"
+    return f"{figures['median']:.4g} {unit} ({figures['min']:.4g}..{figures['max']:.4g})"
 
 
 def relative(got, want) -> float:
@@ -71,9 +72,9 @@ def profiled(out: Path, name: str, run: Callable[[], Any]) -> str:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 run()
-            found = _kernels(Path(folder))
+            profile = _kernels(Path(folder))
     except Exception as error:
-        found = {"error": repr(error)[:300]}
+        profile = {"error": repr(error)[:300]}
     with (out / "profiles.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name} | found) + "\n")
-    return found.get("error") or f"{found['events']} kernels, busy {found['busy_ms']:.2f} ms"
+        file.write(json.dumps({"name": name} | profile) + "\n")
+    return profile.get("error") or f"{profile['events']} kernels, busy {profile['busy_ms']:.2f} ms"

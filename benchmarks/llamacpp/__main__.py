@@ -96,40 +96,40 @@ def reading(params: dict) -> Callable:
 def in_turn(calls: dict[str, Callable], rounds: int, inner: int = 1) -> dict[str, float]:
     """Median milliseconds of each call in the rounds."""
     spent = alternating_seconds(list(calls.values()), rounds)
-    return {name: 1e3 * float(np.median(own)) / inner for name, own in zip(calls, spent, strict=True)}
+    return {name: 1e3 * float(np.median(times)) / inner for name, times in zip(calls, spent, strict=True)}
 
 
-def row_of(found: dict[str, float], **about) -> dict:
+def row_of(times: dict[str, float], **about) -> dict:
     """A row of the record: a cache's milliseconds, the exact cache's and llama.cpp's in the same rounds."""
-    return about | {"ms": found["own"], "exact": found["exact"], "peers": {n: found[n] for n in TYPES if n in found}}
+    return about | {"ms": times["own"], "exact": times["exact"], "peers": {n: times[n] for n in TYPES if n in times}}
 
 
-def step_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
+def step_rows(ready: dict, caches: list[str], path: Path, tokens: int, options):
     """Decode steps behind `tokens` cached ones, cache by cache."""
-    peers = {kind: Peer(path, kind, tokens + 512, given.threads, tokens // 512 + 1) for kind in TYPES}
+    peers = {kind: Peer(path, kind, tokens + 512, options.threads, tokens // 512 + 1) for kind in TYPES}
     theirs = {kind: peer.steps(tokens, STEPS) for kind, peer in peers.items()}
-    for name in wanted:
+    for name in caches:
         announce(f"steps behind {tokens} tokens: {name}")
-        calls, room = {}, STEPS * (given.rounds + 1)
+        calls, room = {}, STEPS * (options.rounds + 1)
         for kind, text in {"exact": "exact", "own": name}.items():
             cache = filled(ready[text], text, tokens, room)
             size = array_bytes(cache)
             calls[kind] = stepping(ready[text], cache, STEPS)
-        found = in_turn(calls | theirs | {"weights": reading(ready[name].params)}, given.rounds, STEPS)
-        yield row_of(found, kind="step", tokens=tokens, cache=name, bytes=size, read=found["weights"])
+        times = in_turn(calls | theirs | {"weights": reading(ready[name].params)}, options.rounds, STEPS)
+        yield row_of(times, kind="step", tokens=tokens, cache=name, bytes=size, read=times["weights"])
     for peer in peers.values():
         peer.close()
 
 
-def prompt_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
+def prompt_rows(ready: dict, caches: list[str], path: Path, tokens: int, options):
     """A whole prompt up to the first new token: at once, in chunks through the cache, and llama.cpp's."""
     ids = np.random.default_rng(2).integers(0, ready["exact"].config.vocab_size, tokens)
-    whole, counts = jax.jit(prefill, donate_argnames="cache"), jnp.full((1,), tokens, jnp.int32)
-    through = jax.jit(lambda *given: forward(*given, last=True), donate_argnums=3)
+    prefill_once, counts = jax.jit(prefill, donate_argnames="cache"), jnp.full((1,), tokens, jnp.int32)
+    through = jax.jit(lambda *options: forward(*options, last=True), donate_argnums=3)
 
     def at_once(name):
         model = ready[name]
-        return lambda: whole(model, jnp.asarray(ids[None]), counts, kvq.init_cache(model, name, 1, tokens))[0]
+        return lambda: prefill_once(model, jnp.asarray(ids[None]), counts, kvq.init_cache(model, name, 1, tokens))[0]
 
     def in_chunks(name):
         def run():
@@ -140,25 +140,25 @@ def prompt_rows(ready: dict, wanted: list[str], path: Path, tokens: int, given):
 
         return run
 
-    peer = Peer(path, "f16", tokens + 512, given.threads)
-    for name in wanted:
-        for kind, made in {"prompt": at_once, f"prompt in chunks of {CHUNK}": in_chunks}.items():
+    peer = Peer(path, "f16", tokens + 512, options.threads)
+    for name in caches:
+        for kind, make_call in {"prompt": at_once, f"prompt in chunks of {CHUNK}": in_chunks}.items():
             announce(f"{kind}, {tokens} tokens: {name}")
-            calls = {"exact": made("exact"), "own": made(name), "f16": peer.prompt(ids)}
-            yield row_of(in_turn(calls, max(1, given.rounds // 3)), kind=kind, tokens=tokens, cache=name)
+            calls = {"exact": make_call("exact"), "own": make_call(name), "f16": peer.prompt(ids)}
+            yield row_of(in_turn(calls, max(1, options.rounds // 3)), kind=kind, tokens=tokens, cache=name)
     peer.close()
 
 
 def missing(record: dict, kind: str, tokens: int, caches: tuple[str, ...], named: list[str] | None) -> list[str]:
     """Those of the caches that are named, else those that the record lacks."""
-    there = {row["cache"] for row in record["rows"] if row["tokens"] == tokens and row["kind"].startswith(kind)}
-    return [name for name in caches if (name in named if named else name not in there)]
+    recorded = {row["cache"] for row in record["rows"] if row["tokens"] == tokens and row["kind"].startswith(kind)}
+    return [name for name in caches if (name in named if named else name not in recorded)]
 
 
 def merged(record: dict, row: dict) -> dict:
     """The record with this row, in the place of the one that measured the same."""
-    same = lambda other: all(other[name] == row[name] for name in ("kind", "tokens", "cache"))  # noqa: E731
-    rows = [other for other in record["rows"] if not same(other)] + [row]
+    is_replaced = lambda old_row: all(old_row[name] == row[name] for name in ("kind", "tokens", "cache"))  # noqa: E731
+    rows = [old_row for old_row in record["rows"] if not is_replaced(old_row)] + [row]
     order = ("step", "prompt", f"prompt in chunks of {CHUNK}")
     names = (*CACHES, *REAL)
     place = lambda row: (order.index(row["kind"]), row["tokens"], names.index(row["cache"]))  # noqa: E731
@@ -198,23 +198,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    model, caches = opened(given.model), CACHES if given.model == "random" else REAL
-    if given.only and not set(given.only) <= set(caches):
+    options = parser.parse_args()
+    model, caches = opened(options.model), CACHES if options.model == "random" else REAL
+    if options.only and not set(options.only) <= set(caches):
         parser.error(f"--only is one of {', '.join(caches)}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(path, model.params, model.config)
-        record, ready = begun(given.out, model, checked(path, model, given.threads)), models(model, caches)
-        groups = [(step_rows, "step", tokens, caches) for tokens in given.tokens or (8192, 32768)]
+        record, ready = begun(options.out, model, checked(path, model, options.threads)), models(model, caches)
+        groups = [(step_rows, "step", tokens, caches) for tokens in options.tokens or (8192, 32768)]
         prompted = tuple(name for name in caches if name in PROMPTED)
-        groups += [(prompt_rows, "prompt", given.prompt, prompted)] if given.prompt else []
+        groups += [(prompt_rows, "prompt", options.prompt, prompted)] if options.prompt else []
         for measure, kind, tokens, names in groups:
-            wanted = missing(record, kind, tokens, names, given.only)
-            for row in measure(ready, wanted, path, tokens, given) if wanted else ():
+            missing_caches = missing(record, kind, tokens, names, options.only)
+            for row in measure(ready, missing_caches, path, tokens, options) if missing_caches else ():
                 record = merged(record, row)
-                if given.out:
-                    given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                if options.out:
+                    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(llamacpp(record))
 
 

@@ -102,12 +102,12 @@ class Peer:
     def compute(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """Compute one batch of at most `piece` tokens: (token, position, row, whether its logits are wanted) each."""
         self.batch.n_tokens = len(entries)
-        for index, (token, position, row, wanted) in enumerate(entries):
+        for index, (token, position, row, has_logits) in enumerate(entries):
             self.batch.token[index] = token
             self.batch.pos[index] = position
             self.batch.n_seq_id[index] = 1
             self.batch.seq_id[index][0] = row
-            self.batch.logits[index] = wanted
+            self.batch.logits[index] = has_logits
         if lib.llama_decode(self.context, self.batch) != 0:
             raise RuntimeError(f"llama.cpp did not decode a batch of {len(entries)} tokens")
 

@@ -62,17 +62,17 @@ def main(
     if not page_only and not (book and learn):
         raise typer.BadParameter("--book FILE and --learn FILE are wanted, or --page-only")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = cache or [text for bits in (16, 2, 4, 3, 1) for text in CACHES[bits]]
+    rows = cache or [text for bits in (16, 2, 4, 3, 1) for text in CACHES[bits]]
     # The papers' rows first; CommVQ last: its training takes longer than all other rows.
     compared = {cache for paper in PAPERS for *_, cache in paper.rows}
-    wanted.sort(key=lambda text: (text.startswith("commvq"), text not in compared))
+    rows.sort(key=lambda text: (text.startswith("commvq"), text not in compared))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     if not page_only:
         model = kvqjax.load(MODEL)
         texts, passages = texts_of(model, wikitext, book, learn, folder), passages_of(model, wikitext, book, folder)
         with Progress(*columns, console=CONSOLE) as bar:
             if not long_only:
-                run_rows(model, texts, wanted, bar)
+                run_rows(model, texts, rows, bar)
             run_long(model, texts, passages, [text for text in LONG if not cache or text in cache], bar)
     PAGE.write_text(page_text(), encoding="utf-8")
     STRESS_PAGE.write_text(stress_text(), encoding="utf-8")

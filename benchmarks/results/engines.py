@@ -151,10 +151,10 @@ def scored(logits: Logits, reference: Logits | list[np.ndarray], windows: dict[s
     return means
 
 
-def measure(model: Model, engine: str, wanted: list[str], windows: dict, about: dict, threads: int, bar: Progress):
+def measure(model: Model, engine: str, caches: list[str], windows: dict, about: dict, threads: int, bar: Progress):
     """Write the record of every cache of an engine that has none under the same stamp."""
-    todo = [name for name in wanted if kept(path_of(engine, name), about) is None]
-    task = bar.add_task(engine, total=len(wanted), completed=len(wanted) - len(todo))
+    todo = [name for name in caches if kept(path_of(engine, name), about) is None]
+    task = bar.add_task(engine, total=len(caches), completed=len(caches) - len(todo))
     logits_of, sizes_of = ENGINES[engine]
     flat = [tokens for pieces in windows.values() for tokens in pieces]
     with tempfile.TemporaryDirectory() as folder:
@@ -190,8 +190,8 @@ def main(
             about = {key: value for key, value in stamp(model, MODEL, 0).items() if key not in ("date", "seed")}
             about["versions"] |= {package: metadata.version(package) for package in PACKAGES[name]}
             about |= {"plan": plan, "data": sha256_of(data)}
-            wanted = [peer for peer in PEERS[name] if not cache or peer in cache]
-            measure(model, name, wanted, windows, about, threads, bar)
+            caches = [peer for peer in PEERS[name] if not cache or peer in cache]
+            measure(model, name, caches, windows, about, threads, bar)
 
 
 if __name__ == "__main__":

@@ -114,15 +114,15 @@ def retrieval_passage(model: Model, task: str, length: int, text: str) -> Passag
     questions = []
     for place in np.linspace(0, len(lines) - 1, QUESTIONS).round().astype(int):
         word, value = list(lines.items())[place]
-        ask, both = model.encode(f"\n{word}:"), model.encode(f"\n{word}: {value}")
-        questions.append((ask, both[len(ask) :]))
+        ask, line = model.encode(f"\n{word}:"), model.encode(f"\n{word}: {value}")
+        questions.append((ask, line[len(ask) :]))
     return Passage(f"{task} {length}", np.asarray(model.encode(context), np.int32), tuple(questions))
 
 
 def passages_of(model: Model, wikitext: str, book: str, folder: Path | None) -> list[Passage]:
     """All texts. Raises UserError for one that cannot be read."""
     data = {"WikiText-2": read(wikitext, folder=folder), "book": read(book)}
-    asked = [retrieval_passage(model, task, length, data["book"].text) for length in LENGTHS for task in TASKS]
+    retrieval = [retrieval_passage(model, task, length, data["book"].text) for length in LENGTHS for task in TASKS]
     continued, decoded = [], []
     for name, count in WINDOWS.items():
         pieces = sequences(model, data[name], count, LENGTH)
@@ -132,7 +132,7 @@ def passages_of(model: Model, wikitext: str, book: str, folder: Path | None) -> 
     first, *further = zip(*continued, strict=True)
     short = sum(length <= LENGTH // 2 for length in LENGTHS) * len(TASKS)
     # A run that is stopped has something of everything.
-    return [*asked[:short], *decoded, *first, *asked[short:], *(passage for row in further for passage in row)]
+    return [*retrieval[:short], *decoded, *first, *retrieval[short:], *(passage for row in further for passage in row)]
 
 
 def decode_name(text: str) -> str:
@@ -281,8 +281,8 @@ def run_long(model: Model, texts: Texts, passages: list[Passage], caches: list[s
 
     def missing(passage: Passage) -> list[str]:
         """The caches to be measured on a passage. The exact one's spans are what others are compared with."""
-        wanted = [cache for cache in caches if passage.questions or cache != EXACT]
-        return [cache for cache in wanted if passage.name not in rows_by_cache[cache]["parts"]]
+        scored = [cache for cache in caches if passage.questions or cache != EXACT]
+        return [cache for cache in scored if passage.name not in rows_by_cache[cache]["parts"]]
 
     todo = [passage for passage in passages if missing(passage)]
     task = bar.add_task("long contexts", total=sum(len(missing(passage)) for passage in todo))

@@ -98,16 +98,16 @@ def retrieval_section(rows: dict[str, Row]) -> str:
     """The share of the exact cache's answers that each cache gives too."""
     answers = {name: np.asarray(answers) for name, answers in rows.get(EXACT, {"parts": {}})["parts"].items()}
     # A text counts once the exact cache and another one were asked about it.
-    asked = {name for cache, row in rows.items() if cache != EXACT for name in row["parts"]} & set(answers)
-    names = [(task, n, f"{task} {n}") for task in TASKS for n in LENGTHS if f"{task} {n}" in asked]
-    known = {name: answers[name] for *_, name in names}
-    head = ["cache", *(f"{task} {size(length)} ({int(np.sum(known[name]))})" for task, length, name in names)]
+    texts = {name for cache, row in rows.items() if cache != EXACT for name in row["parts"]} & set(answers)
+    names = [(task, n, f"{task} {n}") for task in TASKS for n in LENGTHS if f"{task} {n}" in texts]
+    exact = {name: answers[name] for *_, name in names}
+    head = ["cache", *(f"{task} {size(length)} ({int(np.sum(exact[name]))})" for task, length, name in names)]
     lines = []
     for cache, row in rows.items():
         cells = []
         for *_, name in names:
             answers = np.asarray(row["parts"].get(name, []))
-            cells.append(f"{answers[known[name]].mean():.2f}" if len(answers) else "-")
+            cells.append(f"{answers[exact[name]].mean():.2f}" if len(answers) else "-")
         if cache != EXACT:
             lines.append([f"`{cache}`", *cells])
     return "\n".join([RETRIEVED, table(head, lines)])

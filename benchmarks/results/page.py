@@ -126,19 +126,19 @@ def rows_section() -> str:
     rows = stored()
     if not rows:
         return "Not run yet.\n"
-    some = next(iter(rows.values()))
-    said = [f"{text}: exact perplexity {np.exp(_mean(some, text, 'nll_exact')):.4g}" for text in TEXTS]
-    said += [f"SHA-256 of {name}: {about['sha256'][:12]}" for name, about in some["about"]["data"].items()]
-    said += [f"{key} {value}" for key, value in some["about"]["versions"].items()]
+    first_row = next(iter(rows.values()))
+    facts = [f"{text}: exact perplexity {np.exp(_mean(first_row, text, 'nll_exact')):.4g}" for text in TEXTS]
+    facts += [f"SHA-256 of {name}: {about['sha256'][:12]}" for name, about in first_row["about"]["data"].items()]
+    facts += [f"{key} {value}" for key, value in first_row["about"]["versions"].items()]
     numbers = ["ratio", "KLD", "top-1"]
     head = ["cache", "bits", "at 32K", *(f"{text}, {n}" for text in TEXTS for n in numbers), "calibration, minutes"]
-    parts = ["; ".join(said) + ".\n"]
+    parts = ["; ".join(facts) + ".\n"]
     for bits, caches in CACHES.items():
-        found = [_cells(rows[cache]) for cache in caches if cache in rows and bits != 16]
+        lines = [_cells(rows[cache]) for cache in caches if cache in rows and bits != 16]
         missing = [f"`{cache}`" for cache in caches if cache not in rows]
-        if found or missing:
+        if lines or missing:
             parts.append(f"## Codes of {bits} bit" + ("" if bits == 1 else "s"))
-        parts += [table(head, found)] if found else []
+        parts += [table(head, lines)] if lines else []
         parts += [f"Not run: {', '.join(missing)}.\n"] if missing else []
     return "\n".join(parts)
 
@@ -169,22 +169,22 @@ def paper_section(paper: Paper) -> str:
     rows = [[label, size, f"{value:g}", f"`{cache}`", cell(cache)] for label, size, value, cache in paper.rows]
     head = ["paper's row", "bits or size", paper.measure, "our row", f"{TEXTS[0]}, ratio (KLD)"]
     parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
-    found = _differences(paper, ours)
-    return "\n".join([*parts, *([f"{DIFFERS}\n", *found, ""] if found else [])])
+    lines = _differences(paper, ours)
+    return "\n".join([*parts, *([f"{DIFFERS}\n", *lines, ""] if lines else [])])
 
 
 def _read(path: Path):
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _verdict_table(found: list[Verdict]) -> str:
+def _verdict_table(verdict_list: list[Verdict]) -> str:
     said = lambda v: "held" if v.held else "**missed**" + f": {v.reason}" * bool(v.reason)  # noqa: E731
-    lines = [[v.name, f"{v.bound:g}", v.measured, said(v), v.by] for v in found]
+    lines = [[v.name, f"{v.bound:g}", v.measured, said(v), v.by] for v in verdict_list]
     return table(["bound", "value", "measured", "", "by"], lines)
 
 
-def _has(rows: list[dict], wanted: dict) -> bool:
-    return any(all(row[key] == value for key, value in wanted.items()) for row in rows)
+def _has(rows: list[dict], fields: dict) -> bool:
+    return any(all(row[key] == value for key, value in fields.items()) for row in rows)
 
 
 def gate_section(rows: list[dict]) -> str:
@@ -196,18 +196,18 @@ def gate_section(rows: list[dict]) -> str:
     )
     about += "measures a sample of the rows again). Run: "
     about += ", ".join(f"{shape} ({mode})" for shape, mode in run) + f". {len(missing)} planned rows are not run yet.\n"
-    more = (
+    note = (
         "The best method is XQuant's X itself, which in these shapes is half as large as keys and values (a quarter\n"
         "in `mha`) and in Llama-3.1-8B twice as large. Among methods that cache keys and values or their latents:\n"
     )
-    return "\n".join(["## The gate", about, _verdict_table(verdicts(rows)), more, _verdict_table(without_x(rows))])
+    return "\n".join(["## The gate", about, _verdict_table(verdicts(rows)), note, _verdict_table(without_x(rows))])
 
 
-def drift_section(found: dict | None) -> str:
+def drift_section(record: dict | None) -> str:
     """KL divergence of a long decode beside that of noise which cannot drift."""
-    if not found:
+    if not record:
         return ""
-    spans = found["spans"]
+    spans = record["spans"]
     ends = [f"to {256 * (i + 1)}" for i in range(len(next(iter(spans.values()))))]
     rows = []
     for name, values in spans.items():
@@ -215,7 +215,7 @@ def drift_section(found: dict | None) -> str:
         growth = sum(values[half:]) / sum(values[:half])
         rows.append([name, *(f"{x:.2g}" for x in values), f"{growth:.2f}"])
     about = (
-        f"`{found['model']}`, one token at a time (`python -m benchmarks.drift`): mean over spans of 256 steps of\n"
+        f"`{record['model']}`, one token at a time (`python -m benchmarks.drift`): mean over spans of 256 steps of\n"
         "the exact cache's loss and of KL(exact || cache). The noise has one size wherever a token stands: its growth\n"
         "is that of the model's sensitivity with the tokens it chooses among. Growth beyond is the cache's own.\n"
     )
@@ -228,8 +228,8 @@ def bias_section(rows: list[dict]) -> str:
     lines = []
     for cache, stress in pick:
         if ",centre=" not in cache:
-            found = [pick.get((cache + centre, stress)) for centre in ("", ",centre=none", ",centre=mean")]
-            cells = [f"{r['ratio']:.4g} (KLD {r['kld']:.2g})" if r else "" for r in found]
+            variants = [pick.get((cache + centre, stress)) for centre in ("", ",centre=none", ",centre=mean")]
+            cells = [f"{r['ratio']:.4g} (KLD {r['kld']:.2g})" if r else "" for r in variants]
             lines.append([f"`{cache}`", f"{pick[cache, stress]['bits']:.2f}", stress, *cells])
     about = (
         "Qwen2 shape, whose key bias is at least 25 times the keys' spread: perplexity over the exact one. HIGGS,\n"
@@ -242,10 +242,10 @@ def bias_section(rows: list[dict]) -> str:
 
 def page_text() -> str:
     """The page of the real model."""
-    beside = peers.section(stored(), _scores)
+    engines = peers.section(stored(), _scores)
     papers = [paper_section(paper) for paper in PAPERS]
     head = "## The papers' tables beside ours\n"
-    parts = [HEAD, rows_section(), long_section(), beside, head, COMPARED, *papers]
+    parts = [HEAD, rows_section(), long_section(), engines, head, COMPARED, *papers]
     return "\n".join([*parts, METHODS_PAGES])
 
 

@@ -111,7 +111,12 @@ def disagreements(paper: Paper, ours: dict[str, Sequence[float]]) -> list[tuple[
     cache, lower is better. A difference counts beyond twice its standard error, windows being paired."""
     sign = 1 if paper.lower else -1
     rows = [(label, sign * value, np.asarray(ours[cache])) for label, _, value, cache in paper.rows if cache in ours]
-    return [(a, b) for a, theirs, mine in rows for b, other, own in rows if theirs < other and beyond(mine - own)]
+    return [
+        (a, b)
+        for a, figure_a, values_a in rows
+        for b, figure_b, values_b in rows
+        if figure_a < figure_b and beyond(values_a - values_b)
+    ]
 
 
 def beyond(differences: np.ndarray) -> bool:

@@ -109,20 +109,20 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def beats(point: tuple[float, float], others: list[tuple[float, float]]) -> bool | None:
-    """Whether a point (bits, divergence) lies below the line through the front of others.
+def beats(point: tuple[float, float], points: list[tuple[float, float]]) -> bool | None:
+    """Whether a point (bits, divergence) lies below the line through the front of other points.
 
-    The line is straight in the logarithm of the divergence. It is level beyond its right end. Left of its first point
-    there is none.
+    The line is straight in the logarithm of the divergence. It is level beyond its right end, and ends at its first
+    point on the left.
 
     Args:
         point: bits and divergence.
-        others: the points that the line goes through, as far as they are on their front.
+        points: the other points. The line goes through those on their front.
 
     Returns:
-        Whether the point lies below; None where there is no line and the point is not below its first point either.
+        Whether the point lies below. None where it lies left of the line, and not below the line's first point.
     """
-    bits, divergence = np.asarray(front(others)).T
+    bits, divergence = np.asarray(front(points)).T
     below = bool(point[1] < np.exp(np.interp(point[0], bits, np.log(divergence))))
     return None if point[0] < bits[0] and not below else below
 
@@ -163,7 +163,7 @@ def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits:
         verdicts = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
         (above if False in verdicts else apart if None in verdicts else below).append(row)
     plain = sum(not row["calibration_seconds"] for row in below)
-    names = lambda some: ", ".join(f"`{row['cache']}`" for row in some) or "none"  # noqa: E731
+    names = lambda group: ", ".join(f"`{row['cache']}`" for row in group) or "none"  # noqa: E731
     return (
         f"{len(below)} of our {len(rows)} rows are below it on both texts, {plain} of them without calibration. "
         f"Not below it on one text or both: {names(above)}. "

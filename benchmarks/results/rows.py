@@ -124,8 +124,8 @@ def windows_of(model: Model, data: dict[str, Data]) -> dict[str, np.ndarray]:
     pieces = {name: sequences(model, data[name], count, LENGTH) for name, count in WINDOWS.items()}
     for name, rows in pieces.items():
         if len(rows) < WINDOWS[name]:
-            wanted = WINDOWS[name] * LENGTH
-            raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {wanted} are wanted")
+            tokens = WINDOWS[name] * LENGTH
+            raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {tokens} are wanted")
     return pieces
 
 

@@ -25,8 +25,8 @@ PIECE = 512  # tokens of one batch, as many as our engine feeds of a prompt at a
 class _Row:
     """A sequence that is being served."""
 
-    def __init__(self, request: Request, number: int, cells: int, held: int):
-        self.request, self.number, self.cells, self.held = request, number, cells, held
+    def __init__(self, request: Request, number: int, cells: int, tokens: int):
+        self.request, self.number, self.cells, self.held = request, number, cells, tokens
         self.made = 0
         self.first = 0.0  # seconds from the beginning to its first token
         self.last = 0
@@ -36,7 +36,7 @@ class Batching:
     """Continuous batching over a context of llama.cpp.
 
     Args:
-        peer: the context, of one sequence more than rows: the last one holds the prefix.
+        peer: the context, with one sequence more than there are rows, which holds the prefix.
         rows: requests at a time.
         cells: tokens of all sequences together.
         prefix: tokens that prompts may begin with.
@@ -57,7 +57,7 @@ class Batching:
         cells = len(request.prompt) - request.shared + request.answer
         if not self.numbers or cells > self.free:
             return False
-        number, held = self.numbers.pop(), 0
+        number, tokens = self.numbers.pop(), 0
         if request.shared:
             if not self.prefix_held:
                 self.peer.feed(np.asarray(self.prefix), 0, self.home)
@@ -65,17 +65,17 @@ class Batching:
             else:
                 self.reused += request.shared
             self.peer.share(self.home, number, request.shared)
-            held = request.shared
+            tokens = request.shared
         self.free -= cells
-        self.rows[number] = _Row(request, number, cells, held)
+        self.rows[number] = _Row(request, number, cells, tokens)
         return True
 
     def step(self) -> list[_Row]:
         """Compute one batch, and give the rows that got a token."""
-        entries, asked = [], []
+        entries, outputs = [], []
         for row in self.rows.values():
             if row.made:
-                asked.append((row, len(entries)))
+                outputs.append((row, len(entries)))
                 entries.append((row.last, row.held, row.number, True))
                 row.held += 1
         for row in self.rows.values():
@@ -87,9 +87,9 @@ class Batching:
                 entries.append((row.request.prompt[place], place, row.number, place + 1 == len(row.request.prompt)))
             row.held += count
             if count == missing:
-                asked.append((row, len(entries) - 1))
+                outputs.append((row, len(entries) - 1))
         self.peer.compute(entries)
-        for row, place in asked:
+        for row, place in outputs:
             row.last, row.made = self.peer.likeliest(place, self.vocabulary), row.made + 1
             if row.made == row.request.answer:
                 self.peer.drop(row.number)
@@ -97,8 +97,8 @@ class Batching:
                 self.free += row.cells
                 del self.rows[row.number]
         self.steps += 1
-        self.tokens += len(asked)
-        return [row for row, _ in asked]
+        self.tokens += len(outputs)
+        return [row for row, _ in outputs]
 
 
 def by_llamacpp(
@@ -186,8 +186,8 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
             time.sleep(max(0.0, request.seconds - (time.perf_counter() - begun)))
             name = loop.add_request(request.prompt, max_new_tokens=request.answer, streaming=True)
             names[name] = request
-        done = 0
-        while done < len(requests):
+        end_count = 0
+        while end_count < len(requests):
             result = loop.get_result(timeout=1)
             if result is None:
                 continue
@@ -196,7 +196,7 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
             now = time.perf_counter() - begun
             first.setdefault(result.request_id, now)
             if result.is_finished():
-                done += 1
+                end_count += 1
                 pace.append((now - first[result.request_id]) / (names[result.request_id].answer - 1))
         seconds = time.perf_counter() - begun
     waits = [at - names[name].seconds for name, at in first.items()]

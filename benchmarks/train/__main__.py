@@ -56,8 +56,8 @@ def main(
     if not only_export:
         train(recipe, corpus, work, report)
     state = flax.serialization.msgpack_restore((work / "checkpoint.msgpack").read_bytes())
-    wanted = init_params(jax.random.key(0), recipe.config)
-    params = flax.serialization.from_state_dict(wanted, state["params"])
+    template = init_params(jax.random.key(0), recipe.config)
+    params = flax.serialization.from_state_dict(template, state["params"])
     stored = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16).astype(np.float32), params)
     lengths = (256,) if recipe.config.windows[0] else (256, 512, 1024)
     measured = figures(stored, recipe.config, corpus, lengths, problems)

@@ -82,9 +82,9 @@ def passkey(rng: np.random.Generator, length: int, corpus: Corpus):
     """A pass-key problem that fills the sequence; filler counts as text of low weight."""
     problem = passkey_prompt(rng, length, lambda s: len(corpus.encode(s)), digits=int(rng.integers(4, 7)))
     prompt, answer = corpus.encode(problem.prompt), corpus.encode(problem.answer)
-    rest = corpus.encode(". ") + list(corpus.text[:length])
-    weights = np.concatenate([np.full(len(prompt), 0.05), np.ones(len(answer)), np.zeros(len(rest))])
-    return _fit(corpus, np.asarray(prompt + answer + rest), weights, length)
+    filler = corpus.encode(". ") + list(corpus.text[:length])
+    weights = np.concatenate([np.full(len(prompt), 0.05), np.ones(len(answer)), np.zeros(len(filler))])
+    return _fit(corpus, np.asarray(prompt + answer + filler), weights, length)
 
 
 SOURCES = {"text": text, "distinct": distinct, "spans": spans, "pairs": pairs, "passkey": passkey}

@@ -47,8 +47,10 @@ def _step(recipe: Recipe, optimizer: optax.GradientTransformation, mesh: jax.sha
     def gradient(params, tokens, weights):
         return jax.lax.psum(jax.value_and_grad(model.loss)(params, tokens, weights, recipe.config), "data")
 
-    rows, whole = PartitionSpec("data"), PartitionSpec()
-    parallel = jax.shard_map(gradient, mesh=mesh, in_specs=(whole, rows, rows), out_specs=whole, check_vma=False)
+    rows, replicated = PartitionSpec("data"), PartitionSpec()
+    parallel = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(replicated, rows, rows), out_specs=replicated, check_vma=False
+    )
 
     def step(params, state, tokens, weights):
         total = jnp.maximum(weights.sum(), 1.0)
@@ -81,8 +83,8 @@ def train(
     if checkpoint.exists():
         state = flax.serialization.from_bytes(state, checkpoint.read_bytes())
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
-    params, opt_state = jax.device_put((state["params"], state["optimizer"]), whole)
+    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    params, opt_state = jax.device_put((state["params"], state["optimizer"]), replicated)
     step, losses, saved = _step(recipe, optimizer, mesh), [], time.monotonic()
     begun, first = time.monotonic(), int(state["tokens"])
     tokens_seen = first
