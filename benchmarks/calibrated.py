@@ -35,8 +35,8 @@ def calibrated(model: Model, method: Method, tokens: np.ndarray, recipe=None) ->
     if one is given."""
     begun = time.perf_counter()
     if not learns(method, model.config):
-        ready = xquant.prepared(model, method)
-        return ready, time.perf_counter() - begun if ready.constants else 0.0
+        prepared_model = xquant.prepared(model, method)
+        return prepared_model, time.perf_counter() - begun if prepared_model.constants else 0.0
     artifact = learnt(model, method, tokens, recipe)
     return model.with_artifact(artifact), time.perf_counter() - begun
 

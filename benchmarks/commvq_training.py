@@ -52,9 +52,9 @@ def errors(constants: dict, data: Activations, spec: CommVQValues) -> jax.Array:
     """Squared errors of values and outputs through the codec, over the signals' own mean squares."""
     v, codec = data.v.astype(jnp.float32), spec.build(data.v.shape[-1])
     flat = v.reshape(-1, v.shape[-1])
-    away = codec.decode(constants, codec.encode(constants, flat)).reshape(v.shape) - v
+    residual = codec.decode(constants, codec.encode(constants, flat)).reshape(v.shape) - v
     return jnp.stack(
-        [jnp.mean(away**2) / jnp.mean(v**2), training.output_error(data, away) / training.output_energy(data)]
+        [jnp.mean(residual**2) / jnp.mean(v**2), training.output_error(data, residual) / training.output_energy(data)]
     )
 
 
@@ -80,11 +80,11 @@ def main() -> None:
             chosen, key = ValueSettings(**settings, rate=rate), jax.random.key(0)
             begun = time.process_time()
             state = start(key, learnt.v, spec, chosen)
-            before = np.asarray(errors(training.constants(state), unseen, spec))
+            errors_before = np.asarray(errors(training.constants(state), unseen, spec))
             state, _ = training.train(key, state, learnt, chosen, jnp.int32(chosen.steps))
-            after = np.asarray(errors(training.constants(state), unseen, spec))
+            errors_after = np.asarray(errors(training.constants(state), unseen, spec))
             seconds = time.process_time() - begun
-            rows.append([str(layer), name, *(f"{x:.4f}" for x in (*before, *after)), f"{seconds:.0f}"])
+            rows.append([str(layer), name, *(f"{x:.4f}" for x in (*errors_before, *errors_after)), f"{seconds:.0f}"])
     head = ["layer", "begins as", "values", "outputs", "values, trained", "outputs, trained", "processor s"]
     print(table(head, rows))
 

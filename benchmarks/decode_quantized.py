@@ -38,7 +38,7 @@ ATTENTION = ModelConfig(
 )
 
 
-def theirs(backend: str, bits: int, context: int, steps: int) -> Callable[[], None]:
+def transformers_steps(backend: str, bits: int, context: int, steps: int) -> Callable[[], None]:
     """What decodes `steps` tokens with transformers' torch model on its own quantised cache."""
     import torch
     from transformers import AutoModelForCausalLM, QuantizedCache
@@ -71,7 +71,7 @@ def decode_rows(options) -> list[dict]:
     loaded = kvq.load("demo", dtype="f32")
     shape = (options.context, 1, options.steps, options.repeats + 1)
     calls = {text: decoding(loaded, kvq.parse(text), *shape)[1] for text in OURS}
-    calls |= {pair: theirs(*pair, options.context, options.steps) for pair in THEIRS}
+    calls |= {pair: transformers_steps(*pair, options.context, options.steps) for pair in THEIRS}
     spent = timed(calls, options)
     rows = [{"cache": text, "ms_per_step": float(np.median(spent[text]))} for text in OURS]
     for backend, bits in THEIRS:

@@ -36,8 +36,8 @@ def measure(name: str, rows: int) -> dict[str, list[float]]:
     exact, learn = exact_logits(model, tokens), span_rows(model, 8, 388, seed=1)
     spans = {"loss of the exact cache": by_span(score(exact, exact, tokens).nll)}
     for method in map(method_of, CACHES):
-        ready, _ = calibrated(model, method, learn)
-        spans[method.name] = by_span(score(replay(ready, tokens, method, 1), exact, tokens).kld)
+        calibrated_model, _ = calibrated(model, method, learn)
+        spans[method.name] = by_span(score(replay(calibrated_model, tokens, method, 1), exact, tokens).kld)
         print(method.name, [f"{x:.3g}" for x in spans[method.name]], flush=True)
     return spans
 

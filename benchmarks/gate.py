@@ -105,14 +105,14 @@ def copy_row(model, method, rows: np.ndarray) -> dict[str, float]:
     """Ratio of perplexities on the second copy, its error, KL divergence and agreement."""
     tokens, half = jnp.asarray(rows), rows.shape[1] // 2 + 1
     exact = exact_logits(model, tokens)
-    got = jax.tree.map(
+    scores = jax.tree.map(
         lambda a: np.asarray(a, np.float64)[:, half:], score(replay(model, tokens, method, CHUNK), exact, tokens)
     )
-    gap = (got.nll - np.asarray(score(exact, exact, tokens).nll)[:, half:]).mean(1)
-    kld = got.kld.mean(1)
+    gap = (scores.nll - np.asarray(score(exact, exact, tokens).nll)[:, half:]).mean(1)
+    kld = scores.kld.mean(1)
     numbers = {"ratio": np.exp(gap.mean()), "log_error": standard_error(gap), "kld": kld.mean(),
-               "kld_error": standard_error(kld), "top1": got.agree.mean()}  # fmt: skip
-    return {name: float(f"{value:.6g}") for name, value in numbers.items()} | {"tokens": int(got.nll.size)}
+               "kld_error": standard_error(kld), "top1": scores.agree.mean()}  # fmt: skip
+    return {name: float(f"{value:.6g}") for name, value in numbers.items()} | {"tokens": int(scores.nll.size)}
 
 
 def long_row(model, method, rows: np.ndarray) -> dict[str, float]:
@@ -130,12 +130,14 @@ def measure(row: dict, windows: int) -> dict:
     """One row with its figures."""
     model = under(open_shape(row["shape"]), row["stress"])
     method = method_of(row["cache"])
-    ready, seconds = calibrated(model, method, span_rows(model, 8, 388, seed=1))
+    calibrated_model, seconds = calibrated(model, method, span_rows(model, 8, 388, seed=1))
     if row["mode"] == "copy":
-        figures = copy_row(ready, method, span_rows(model, windows, LENGTH, seed=0))
+        figures = copy_row(calibrated_model, method, span_rows(model, windows, LENGTH, seed=0))
     else:
-        figures = long_row(ready, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
-    return row | bits(ready, method) | figures | {"windows": windows, "calibration_seconds": round(seconds, 1)}
+        figures = long_row(calibrated_model, method, span_rows(model, max(2, windows // 8), STEPS, seed=2, span=255))
+    return (
+        row | bits(calibrated_model, method) | figures | {"windows": windows, "calibration_seconds": round(seconds, 1)}
+    )
 
 
 def differences(recorded: dict, live: dict) -> list[str]:
@@ -191,7 +193,7 @@ def main() -> None:
     measured = {key_of(row) for row in rows if row["windows"] == options.windows}
     missing = [row for row in plan(shapes) if key_of(row) not in measured and fits(row)]
     for row in track(missing, description="gate"):
-        rows = [old for old in rows if key_of(old) != key_of(row)] + [measure(row, options.windows)]
+        rows = [recorded for recorded in rows if key_of(recorded) != key_of(row)] + [measure(row, options.windows)]
         print(json.dumps(rows[-1]), flush=True)
         text = ",\n ".join(json.dumps(line) for line in sorted(rows, key=key_of))
         options.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")

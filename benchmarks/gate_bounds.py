@@ -51,7 +51,9 @@ class Verdict(NamedTuple):
     @property
     def reason(self) -> str:
         """Why the bound is missed, as far as that is known; "" where it is not said."""
-        reasons = (why for (name, cache), why in MISSED.items() if self.name.startswith(name) and cache in self.by)
+        reasons = (
+            reason for (name, cache), reason in MISSED.items() if self.name.startswith(name) and cache in self.by
+        )
         return next(reasons, "")
 
 
@@ -59,11 +61,11 @@ def _best(rows: list[dict]) -> list[Verdict]:
     out = []
     for shape, stress in dict.fromkeys((r["shape"], r["stress"]) for r in rows):
         case_rows = [r for r in rows if (r["shape"], r["stress"]) == (shape, stress)]
-        for most, bound in BEST:
-            fit = [r for r in case_rows if r["bits"] <= most]
+        for most_bits, bound in BEST:
+            fit = [r for r in case_rows if r["bits"] <= most_bits]
             if fit:
                 best = min(fit, key=lambda r: r["ratio"])
-                name = f"{shape}, stress {stress}: best ratio at <= {most} bits"
+                name = f"{shape}, stress {stress}: best ratio at <= {most_bits} bits"
                 out.append(Verdict(name, bound, f"{best['ratio']:.5g}", best["ratio"] <= bound, f"`{best['cache']}`"))
     return out
 
@@ -115,9 +117,9 @@ def _drift(rows: list[dict]) -> list[Verdict]:
         noises = [r["growth"] for r in long if r["shape"] == row["shape"] and r["cache"].startswith("noise")]
         if noises and not row["cache"].startswith("noise"):
             name = f"{row['shape']}: growth of KLD over that of constant noise"
-            most, growth = max(noises), row["growth"]
-            measured = f"{growth / most:.4g} ({growth:.3g} / {most:.3g})"
-            out.append(Verdict(name, DRIFT, measured, growth / most <= DRIFT, f"`{row['cache']}`"))
+            noise_growth, growth = max(noises), row["growth"]
+            measured = f"{growth / noise_growth:.4g} ({growth:.3g} / {noise_growth:.3g})"
+            out.append(Verdict(name, DRIFT, measured, growth / noise_growth <= DRIFT, f"`{row['cache']}`"))
     return out
 
 

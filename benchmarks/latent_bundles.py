@@ -95,7 +95,7 @@ def _through_kernel(run, chip: str):
     from kvqjax.cache.readers.kernel import recent_of
     from kvqjax.pallas_kernels.exact import ExactSpec, room
 
-    def beside(q, cache, new, carry):
+    def operands(q, cache, new, carry):
         if carry:
             return {"carry": carry}
         if not isinstance(run.wiring.fast.packed.spec, ExactSpec):
@@ -108,7 +108,7 @@ def _through_kernel(run, chip: str):
         body = run.wiring.fast.packed.body(weights, at_layer(constants, layer), cache.runs[-1].body, first)
         spec = dataclasses.replace(run.wiring.fast.packed.spec, target=chip)
         return _module(run).packed_attention(
-            q, body, layer, jnp.zeros_like(positions), positions, spec, **beside(q, cache, new, carry)
+            q, body, layer, jnp.zeros_like(positions), positions, spec, **operands(q, cache, new, carry)
         )
 
     return attend

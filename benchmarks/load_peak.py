@@ -101,9 +101,9 @@ def measure(folder: Path, layers: str) -> dict:
 
     checkpoint.read_slice = counted
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
-    before, begun = memory("VmRSS"), time.perf_counter()
+    bytes_before, begun = memory("VmRSS"), time.perf_counter()
     model = jax.block_until_ready(load(folder, dtype="bf16", layers=layers))
-    seconds, peak = time.perf_counter() - begun, memory("VmHWM") - before
+    seconds, peak = time.perf_counter() - begun, memory("VmHWM") - bytes_before
     weights = array_bytes(model.params)
     files = list(folder.glob("*.safetensors"))
     return {

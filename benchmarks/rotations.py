@@ -100,9 +100,9 @@ def rows_of(shape: str) -> list[dict]:
 
 def _with_centre_none(caches: tuple[str, ...], shape: str, stress: str) -> tuple[str, ...]:
     """Add centre=none to caches that would take a key bias off by default. On some shapes the default is kept too."""
-    after = [c for c in caches if "centre=" not in c and (c.startswith(AFTER_ROPE) or "rope=post" in c)]
-    named = [f"{c},centre=none" if c in after else c for c in caches]
-    return (*named, *(after if shape in DEFAULT and stress != "keys x8" else ()))
+    after_rope = [c for c in caches if "centre=" not in c and (c.startswith(AFTER_ROPE) or "rope=post" in c)]
+    named = [f"{c},centre=none" if c in after_rope else c for c in caches]
+    return (*named, *(after_rope if shape in DEFAULT and stress != "keys x8" else ()))
 
 
 def encoded_share(cache: str) -> float:
@@ -219,8 +219,12 @@ def _long_line(row: dict) -> list[str]:
 
 def write_page() -> None:
     """The page of what is on record."""
-    old = (*AQUA, *OTHERS)
-    rows = [row | {"new": path == RECORD and row["cache"] not in old} for path in (RECORD, GATE) for row in _read(path)]
+    older_caches = (*AQUA, *OTHERS)
+    rows = [
+        row | {"new": path == RECORD and row["cache"] not in older_caches}
+        for path in (RECORD, GATE)
+        for row in _read(path)
+    ]
     rows = [row for row in rows if not row["cache"].startswith("noise") or row["mode"] == "long decode"]
     PAGE.write_text(page(rows), encoding="utf-8")
 
@@ -239,7 +243,9 @@ def main() -> None:
     for row in track([] if options.page else missing, description="rotations"):
         if (share := encoded_share(row["cache"])) < 0.5:
             raise SystemExit(f"{row['cache']}: only {share:.2f} of its tokens are encoded")
-        measured = [old for old in measured if key_of(old) != key_of(row)] + [measure(row, options.windows)]
+        measured = [recorded for recorded in measured if key_of(recorded) != key_of(row)] + [
+            measure(row, options.windows)
+        ]
         text = ",\n ".join(json.dumps(line) for line in sorted(measured, key=lambda line: [line[name] for name in KEY]))
         RECORD.write_text(f"[\n {text}\n]\n", encoding="utf-8")
     write_page()

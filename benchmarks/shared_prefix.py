@@ -48,27 +48,27 @@ def measure(model: kvq.Model, method: str, prefix: int, tail_length: int, reques
     capacity, tail_counts = prefix + 2 * tail_length, jnp.full((requests,), tail_length)
     blank, blank_rows = (kvq.init_cache(model, method, rows, capacity) for rows in (1, requests))
 
-    def apart():
+    def prefill_all():
         return prefill(model, texts, jnp.full((requests,), prefix + tail_length), blank_rows)
 
-    def once():
+    def prefill_prefix():
         return prefill(model, system, jnp.asarray([prefix]), blank)[1]
 
-    shared = once()
+    shared = prefill_prefix()
 
-    def behind():
+    def forward_tails():
         return forward(model, tails, tail_counts, kvq.repeat(shared, requests), last=True)
 
-    full = behind()[1]
-    head, pieces = kvq.cut(full, prefix)
+    cache = forward_tails()[1]
+    head, pieces = kvq.cut(cache, prefix)
     head = kvq.gather(head, jnp.asarray([0]))
 
     def joined():
         return kvq.join(kvq.repeat(head, requests), pieces)
 
-    kept = size(kvq.resize(head, pieces.start + max_window(full))) + size(pieces.cache)
-    times = [f"{seconds(call):.3f}" for call in (apart, once, behind, joined)]
-    return [method, *times, f"{size(full) / 2**20:.2f}", f"{kept / 2**20:.2f}", str(pieces.start)]
+    joined_bytes = size(kvq.resize(head, pieces.start + max_window(cache))) + size(pieces.cache)
+    times = [f"{seconds(call):.3f}" for call in (prefill_all, prefill_prefix, forward_tails, joined)]
+    return [method, *times, f"{size(cache) / 2**20:.2f}", f"{joined_bytes / 2**20:.2f}", str(pieces.start)]
 
 
 def max_window(cache: kvq.cache.Cache) -> int:

@@ -153,13 +153,13 @@ def figures(engine: kvq.Engine, compiled: Counter) -> dict[str, int]:
     gc.collect()
     arrays = jax.live_arrays()
     stats = engine.stats()
-    kept = {page for prefix in engine._prefixes._kept.values() for page in prefix.pages}
+    kept_pages = {page for prefix in engine._prefixes._kept.values() for page in prefix.pages}
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
         "resident_bytes": resident,
         "arrays": len(arrays),
         "array_bytes": array_bytes(arrays),
-        "pages_lost": stats.pages - stats.pages_free - len(kept),
+        "pages_lost": stats.pages - stats.pages_free - len(kept_pages),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "programs": compiled.total(),

@@ -99,7 +99,7 @@ def _arguments(name: str, chip: str):
 
     case = CASES[name]
     key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
-    nuq, before = name.startswith("nuq"), name.startswith("nuq") or name.endswith("-pre")
+    nuq, before_rope = name.startswith("nuq"), name.startswith("nuq") or name.endswith("-pre")
     count = int((re.findall(r"-o(\d+)", name) or [0])[0])
     spec = PackedSpec(
         key_bits=key_bits,
@@ -109,7 +109,7 @@ def _arguments(name: str, chip: str):
         kv_heads=KV_HEADS,
         head_dim=head_dim,
         target=chip,
-        rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if before else None,
+        rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if before_rope else None,
         datatype="nuq" if nuq else "uniform",
         key_slots=count,
         value_slots=count,

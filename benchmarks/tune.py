@@ -138,9 +138,9 @@ def tables(rows: list[dict]) -> str:
         lines.append(f"At {budget} bits {share} are at most {BOUND} x the line: {', '.join(shapes)}.")
     searches = sorted({key_of(row)[:3] for row in rows if "cpu_seconds" in row})
     spent = {s: sum(row.get("cpu_seconds", 0) for row in rows if key_of(row)[:3] == s) for s in searches}
-    most = max(spent, key=lambda s: spent[s])
+    top = max(spent, key=lambda s: spent[s])
     lines.append(
-        f"The budgets of a model together took at most {spent[most] / 60:.1f} minutes of CPU time ({most[0]}); on idle "
+        f"The budgets of a model together took at most {spent[top] / 60:.1f} minutes of CPU time ({top[0]}); on idle "
         "cores a search takes less time than that."
     )
     return "\n".join(lines)
@@ -180,9 +180,9 @@ def main() -> None:
     choices = {name: getattr(options, name) for name in ("shape", "stress", "budget")}
     meant = lambda row: all(values is None or row[name] in values for name, values in choices.items())  # noqa: E731
     missing = [row for row in plan() if meant(row) and key_of(row) not in measured]
-    with tempfile.TemporaryDirectory() as kept:
+    with tempfile.TemporaryDirectory() as folder:
         for row in track(missing, description="tune"):
-            place = Path(kept) / identity(*key_of(row)[:-1])
+            place = Path(folder) / identity(*key_of(row)[:-1])
             if not place.exists():
                 jax.clear_caches()
             place.mkdir(exist_ok=True)

@@ -63,8 +63,8 @@ def measured(case: Case, kind: Set, options) -> dict:
     for seed in range(SEEDS):
         books = kind.data == "books"
         texts = learnt_from(plain, options.calibration, case, seed) if books else np.zeros((0, 0), np.int32)
-        ready = calibrated(model, method, texts, case.recipe)[0]
-        out.append(score(ready, method, *_scored(kind, options.data, seed), 0 if books else WINDOW // 2))
+        calibrated_model = calibrated(model, method, texts, case.recipe)[0]
+        out.append(score(calibrated_model, method, *_scored(kind, options.data, seed), 0 if books else WINDOW // 2))
     return {"learnt_from": digest(options.calibration), "sums": out}
 
 

@@ -22,8 +22,8 @@ LAYERS = 8  # of the model beside llama.cpp
 def _limit(row: dict, record: dict) -> str:
     """Say what a cached token costs one layer of a step, beside what its bytes do."""
     tokens = LAYERS * row["tokens"]
-    spent, least = row["ms"] - row["read"], row["read"] * row["bytes"] / record["weights"]
-    return f"`{row['cache']}` {1e6 * spent / tokens:.0f} ({1e6 * least / tokens:.0f})"
+    spent, least_ms = row["ms"] - row["read"], row["read"] * row["bytes"] / record["weights"]
+    return f"`{row['cache']}` {1e6 * spent / tokens:.0f} ({1e6 * least_ms / tokens:.0f})"
 
 
 def limits(record: dict) -> str:
@@ -61,8 +61,8 @@ def _beside_llamacpp(row: dict, record: dict) -> list[str]:
     ratios = [min(peers.values()) / ms, peers["q4_0"] / ms if "q4_0" in peers else None, row["exact"] / ms]
     bound = row["read"] * (1 + row["bytes"] / record["weights"]) if "read" in row else None
     cells = [row["kind"], str(row["tokens"]), f"`{row['cache']}`", f"{ms:.1f}"]
-    theirs = [f"{peers[name]:.1f}" if name in peers else "" for name in ("f16", "q8_0", "q4_0")]
-    return [*cells, *theirs, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
+    peer_cells = [f"{peers[name]:.1f}" if name in peers else "" for name in ("f16", "q8_0", "q4_0")]
+    return [*cells, *peer_cells, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
 
 
 RANDOM = "A Llama of 8 layers, width 768, MLP 2048, 12 query and 4 KV heads of 64, float32 weights"

@@ -63,11 +63,11 @@ def environment(gpu: bool) -> dict[str, str]:
     """Make what children inherit: one folder of compiled programs, and the platforms there are."""
     cache = Path(".jax_cache/hardware").resolve()
     cache.mkdir(parents=True, exist_ok=True)
-    ours = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
-    ours |= {"JAX_PLATFORMS": "cuda,cpu" if gpu else "cpu", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
-    ours |= {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+    settings |= {"JAX_PLATFORMS": "cuda,cpu" if gpu else "cpu", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    settings |= {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
     # Also where the parent was found by other means: a child finds this folder and the library beside it.
-    return os.environ | ours | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def has_gpu() -> bool:
@@ -176,11 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out, options.commit = options.out.resolve(), (options.commit or _commit()) + "-tiny" * options.tiny
     options.run = f"{time.time():.0f}"
     options.out.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run_blocks(options)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
         write_page(options.out, options.commit)
         print(short_table(options.out, options.commit), flush=True)
 

@@ -43,12 +43,12 @@ def correctness(log, options) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that are started from now on
     spawn = multiprocessing.get_context("spawn")
     jobs = [(attended, method) for method in ATTENDED] + [(logits, method) for method in LIMITS]
-    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as host, ThreadPoolExecutor(4) as here:
-        want = {job: host.submit(*job, "float32", REFERENCE) for job in jobs}
-        got = {job: here.submit(*job, "bfloat16", tried) for job in jobs}
+    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as host, ThreadPoolExecutor(4) as device:
+        host_results = {job: host.submit(*job, "float32", REFERENCE) for job in jobs}
+        device_results = {job: device.submit(*job, "bfloat16", tried) for job in jobs}
         for function, method in jobs:
             judge = {attended: _attention_row, logits: _logits_row}[function]
-            pair = got[function, method], want[function, method]
+            pair = device_results[function, method], host_results[function, method]
             name = f"{function.__name__} {method}"
             log.item(name, lambda: judge(method, *(future.result() for future in pair)))  # noqa: B023
 
@@ -157,9 +157,9 @@ def _division() -> dict:
     random = np.random.default_rng(0)
     number = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)  # noqa: E731
     x, y = number(random.normal(size=2**20)), number(random.uniform(0.5, 2, size=2**20))
-    got = np.asarray(jax.jit(lambda a, b: a / b)(x, y))
-    off = int(np.abs(got.view(np.int32).astype(np.int64) - (x / y).view(np.int32)).max())
-    share = float((got != x / y).mean())
+    quotients = np.asarray(jax.jit(lambda a, b: a / b)(x, y))
+    off = int(np.abs(quotients.view(np.int32).astype(np.int64) - (x / y).view(np.int32)).max())
+    share = float((quotients != x / y).mean())
     short = f"{share:.1%} of quotients are not the nearest number, by {off} units in the last place at most"
     return {"share": share, "units": off, "short": short}
 

@@ -179,11 +179,15 @@ def _prompt(model: kvq.Model, future, length: int, options) -> dict:
         begun = time.perf_counter()
         logits, _ = jax.block_until_ready(program(model, ids, counts, fresh))
         spent.append(time.perf_counter() - begun)
-    times, most = spread(spent[WARMED:]), ceiling(options.out, options.commit, "product TFLOP/s")
+    times, product_rate = spread(spent[WARMED:]), ceiling(options.out, options.commit, "product TFLOP/s")
     reached = prompt_operations(model.config, 0, length) / times["median"] * 1e-12
-    row = times | {"TFLOP_s": reached, "share": reached / most if most else None, "compiled_s": round(compiled_in, 1)}
+    row = times | {
+        "TFLOP_s": reached,
+        "share": reached / product_rate if product_rate else None,
+        "compiled_s": round(compiled_in, 1),
+    }
     row |= {"temp_bytes": temporaries(program), "peak_bytes": _peak()}
-    share = f", {row['share']:.0%} of the product's" if most else ""
+    share = f", {row['share']:.0%} of the product's" if product_rate else ""
     short = f"{times['median']:.3f} s ({times['min']:.3f}..{times['max']:.3f}), {reached:.0f} TFLOP/s{share}"
     return row | {"state": "done" if bool(jnp.isfinite(logits).all()) else "wrong", "short": short}
 

@@ -72,19 +72,19 @@ def agree(model: kvq.Model, peer: Peer) -> float:
     """The largest difference of both logits behind a short text, over the largest logit."""
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, 24)
     peer.feed(ids, 0)
-    theirs = peer.logits(model.config.vocab_size)
-    ours, _ = prefill(model, jnp.asarray(ids[None]), jnp.array([len(ids)]), kvq.init_cache(model, "exact", 1, 32))
-    return float(np.abs(np.asarray(ours[0], np.float32) - theirs).max() / np.abs(theirs).max())
+    peer_logits = peer.logits(model.config.vocab_size)
+    our_logits, _ = prefill(model, jnp.asarray(ids[None]), jnp.array([len(ids)]), kvq.init_cache(model, "exact", 1, 32))
+    return float(np.abs(np.asarray(our_logits[0], np.float32) - peer_logits).max() / np.abs(peer_logits).max())
 
 
 def models(model: kvq.Model, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
     """The model for each cache. The method's constants are random: no step's time depends on them."""
-    ready = {}
+    model_of = {}
     for text in caches:
         layout = CacheLayout(shape=model.config.kv_shape, method=kvq.parse(text), capacity=1024, dtype="float32")
         shapes = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
-        ready[text] = model.replace(constants=jax.tree.map(random, shapes))
-    return ready
+        model_of[text] = model.replace(constants=jax.tree.map(random, shapes))
+    return model_of
 
 
 def reading(params: dict) -> Callable:
@@ -104,38 +104,40 @@ def row_of(times: dict[str, float], **about) -> dict:
     return about | {"ms": times["own"], "exact": times["exact"], "peers": {n: times[n] for n in TYPES if n in times}}
 
 
-def step_rows(ready: dict, caches: list[str], path: Path, tokens: int, options):
+def step_rows(model_of: dict, caches: list[str], path: Path, tokens: int, options):
     """Decode steps behind `tokens` cached ones, cache by cache."""
     peers = {kind: Peer(path, kind, tokens + 512, options.threads, tokens // 512 + 1) for kind in TYPES}
-    theirs = {kind: peer.steps(tokens, STEPS) for kind, peer in peers.items()}
+    peer_calls = {kind: peer.steps(tokens, STEPS) for kind, peer in peers.items()}
     for name in caches:
         announce(f"steps behind {tokens} tokens: {name}")
         calls, room = {}, STEPS * (options.rounds + 1)
         for kind, text in {"exact": "exact", "own": name}.items():
-            cache = filled(ready[text], text, tokens, room)
+            cache = filled(model_of[text], text, tokens, room)
             size = array_bytes(cache)
-            calls[kind] = stepping(ready[text], cache, STEPS)
-        times = in_turn(calls | theirs | {"weights": reading(ready[name].params)}, options.rounds, STEPS)
+            calls[kind] = stepping(model_of[text], cache, STEPS)
+        times = in_turn(calls | peer_calls | {"weights": reading(model_of[name].params)}, options.rounds, STEPS)
         yield row_of(times, kind="step", tokens=tokens, cache=name, bytes=size, read=times["weights"])
     for peer in peers.values():
         peer.close()
 
 
-def prompt_rows(ready: dict, caches: list[str], path: Path, tokens: int, options):
+def prompt_rows(model_of: dict, caches: list[str], path: Path, tokens: int, options):
     """A whole prompt up to the first new token: at once, in chunks through the cache, and llama.cpp's."""
-    ids = np.random.default_rng(2).integers(0, ready["exact"].config.vocab_size, tokens)
+    ids = np.random.default_rng(2).integers(0, model_of["exact"].config.vocab_size, tokens)
     prefill_once, counts = jax.jit(prefill, donate_argnames="cache"), jnp.full((1,), tokens, jnp.int32)
     through = jax.jit(lambda *options: forward(*options, last=True), donate_argnums=3)
 
     def at_once(name):
-        model = ready[name]
+        model = model_of[name]
         return lambda: prefill_once(model, jnp.asarray(ids[None]), counts, kvq.init_cache(model, name, 1, tokens))[0]
 
     def in_chunks(name):
         def run():
-            cache, full = kvq.init_cache(ready[name], name, 1, tokens), jnp.full((1,), CHUNK, jnp.int32)
+            cache, counts_of_chunk = kvq.init_cache(model_of[name], name, 1, tokens), jnp.full((1,), CHUNK, jnp.int32)
             for start in range(0, tokens, CHUNK):
-                out, cache = through(ready[name], jnp.asarray(ids[None, start : start + CHUNK]), full, cache)
+                out, cache = through(
+                    model_of[name], jnp.asarray(ids[None, start : start + CHUNK]), counts_of_chunk, cache
+                )
             return out
 
         return run
@@ -205,13 +207,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(path, model.params, model.config)
-        record, ready = begun(options.out, model, checked(path, model, options.threads)), models(model, caches)
+        record, model_of = begun(options.out, model, checked(path, model, options.threads)), models(model, caches)
         groups = [(step_rows, "step", tokens, caches) for tokens in options.tokens or (8192, 32768)]
         prompted = tuple(name for name in caches if name in PROMPTED)
         groups += [(prompt_rows, "prompt", options.prompt, prompted)] if options.prompt else []
         for measure, kind, tokens, names in groups:
             missing_caches = missing(record, kind, tokens, names, options.only)
-            for row in measure(ready, missing_caches, path, tokens, options) if missing_caches else ():
+            for row in measure(model_of, missing_caches, path, tokens, options) if missing_caches else ():
                 record = merged(record, row)
                 if options.out:
                     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

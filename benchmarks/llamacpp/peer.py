@@ -47,10 +47,10 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
     if "head" in params:  # else the embedding table serves
         file.add_tensor("output.weight", as_f32(np.asarray(params["head"]).T))
     for layer, weights in enumerate(unrolled(params)["layers"]):
-        for name, theirs in _MATRICES.items():
-            file.add_tensor(f"blk.{layer}.{theirs}.weight", _matrix(name, weights[name], config))
-        for name, theirs in {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}.items():
-            file.add_tensor(f"blk.{layer}.{theirs}.weight", as_f32(weights[name]))
+        for name, gguf_name in _MATRICES.items():
+            file.add_tensor(f"blk.{layer}.{gguf_name}.weight", _matrix(name, weights[name], config))
+        for name, gguf_name in {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}.items():
+            file.add_tensor(f"blk.{layer}.{gguf_name}.weight", as_f32(weights[name]))
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()

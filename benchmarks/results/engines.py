@@ -86,13 +86,15 @@ def quantized(model: Model, options: dict[str, Any], folder: Path, windows: list
     torch.set_num_threads(threads)
     if not (folder / "config.json").exists():
         save_params(folder, model.params, model.config)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for tokens in windows:
-        cache = QuantizedCache(config=theirs.config, **options) if options else DynamicCache(config=theirs.config)
+        cache = (
+            QuantizedCache(config=torch_model.config, **options) if options else DynamicCache(config=torch_model.config)
+        )
         ids = torch.tensor(tokens[None], dtype=torch.long)
         with torch.no_grad():
             parts = [
-                theirs(ids[:, start : start + CHUNK], cache=cache, use_cache=True).logits[0].numpy()
+                torch_model(ids[:, start : start + CHUNK], cache=cache, use_cache=True).logits[0].numpy()
                 for start in range(0, LENGTH, CHUNK)
             ]
         yield np.concatenate(parts)
@@ -132,7 +134,7 @@ ENGINES: dict[str, tuple[Callable[..., Logits], Callable[..., dict[str, Any]]]] 
 }
 
 
-def ours(model: Model, windows: list[np.ndarray]) -> Logits:
+def exact_logits_of(model: Model, windows: list[np.ndarray]) -> Logits:
     """Logits of windows through our exact cache."""
     exact = kvqjax.parse("exact")
     for tokens in windows:
@@ -162,7 +164,7 @@ def measure(model: Model, engine: str, caches: list[str], windows: dict, about: 
         exact = list(through(exact_of(engine))) if todo else []
         for name in todo:
             bar.update(task, description=f"{engine} {name}")
-            pair = (exact, ours(model, flat)) if name == exact_of(engine) else (through(name), exact)
+            pair = (exact, exact_logits_of(model, flat)) if name == exact_of(engine) else (through(name), exact)
             row = {"engine": engine, "cache": name} | sizes_of(model, PEERS[engine][name])
             row |= {"by_window": scored(*pair, windows), "about": about}
             path_of(engine, name).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")

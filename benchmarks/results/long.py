@@ -287,14 +287,14 @@ def run_long(model: Model, texts: Texts, passages: list[Passage], caches: list[s
     todo = [passage for passage in passages if missing(passage)]
     task = bar.add_task("long contexts", total=sum(len(missing(passage)) for passage in todo))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    ready: Callable[[str], Model] = functools.cache(lambda cache: _ready(model, texts, cache))
+    model_for: Callable[[str], Model] = functools.cache(lambda cache: _ready(model, texts, cache))
     for passage in todo:
         bar.update(task, description=f"{passage.name}: exact pass")
         inputs = layer_inputs(model, passage.ids)
         for cache in missing(passage):
             bar.update(task, description=f"{passage.name}: {cache}")
             row = rows_by_cache[cache]
-            row["parts"][passage.name] = measure(ready(cache), kvqjax.parse(cache), passage, inputs)
+            row["parts"][passage.name] = measure(model_for(cache), kvqjax.parse(cache), passage, inputs)
             path_of_long(cache).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
             bar.advance(task)
 

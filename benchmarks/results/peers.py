@@ -102,11 +102,11 @@ def missing() -> list[str]:
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points (bits, divergence) that no other one beats in both, by bits."""
-    kept: list[tuple[float, float]] = []
+    points_kept: list[tuple[float, float]] = []
     for bits, divergence in sorted(points):
-        if not kept or divergence < kept[-1][1]:
-            kept.append((bits, divergence))
-    return kept
+        if not points_kept or divergence < points_kept[-1][1]:
+            points_kept.append((bits, divergence))
+    return points_kept
 
 
 def beats(point: tuple[float, float], points: list[tuple[float, float]]) -> bool | None:
@@ -147,10 +147,10 @@ def _mean(row: dict[str, Any], text: str, name: str) -> float:
 
 def _cells(row: dict[str, Any], scores: Callable[[dict[str, Any], str], list[str]]) -> list[str]:
     """A row of theirs, or, in bold, one of ours that stands beside them."""
-    theirs = "engine" in row
-    name = [row["engine"], row["cache"]] if theirs else ["**kvqjax**", f"**`{row['cache']}`**"]
-    bits = [f"{row['bits_32k']:.2f}", f"{row['bits_32k_of_16']:.2f}" if theirs else ""]
-    calibrated = "yes" if not theirs and row["calibration_seconds"] else ""
+    is_peer = "engine" in row
+    name = [row["engine"], row["cache"]] if is_peer else ["**kvqjax**", f"**`{row['cache']}`**"]
+    bits = [f"{row['bits_32k']:.2f}", f"{row['bits_32k_of_16']:.2f}" if is_peer else ""]
+    calibrated = "yes" if not is_peer and row["calibration_seconds"] else ""
     return [*name, *bits, *(cell for text in TEXTS for cell in scores(row, text)), calibrated]
 
 
@@ -158,30 +158,30 @@ def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits:
     """Say which of our rows lie below the line through theirs on both texts, their bits being those of a field."""
     rows = [row for cache, row in ours.items() if cache != "exact"]
     lines = {text: [(row[bits], _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
-    below, apart, above = [], [], []
+    below, unplaced, above = [], [], []
     for row in rows:
         verdicts = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
-        (above if False in verdicts else apart if None in verdicts else below).append(row)
+        (above if False in verdicts else unplaced if None in verdicts else below).append(row)
     plain = sum(not row["calibration_seconds"] for row in below)
     names = lambda group: ", ".join(f"`{row['cache']}`" for row in group) or "none"  # noqa: E731
     return (
         f"{len(below)} of our {len(rows)} rows are below it on both texts, {plain} of them without calibration. "
         f"Not below it on one text or both: {names(above)}. "
-        f"Of fewer bits than any of theirs, and farther from exact than the line's left end: {names(apart)}."
+        f"Of fewer bits than any of theirs, and farther from exact than the line's left end: {names(unplaced)}."
     )
 
 
 def _agreement(exact: list[dict[str, Any]]) -> str:
     """Say how far the engines' exact caches are from ours, and what they are."""
     loss = lambda row, name: f"{np.exp(_mean(row, TEXTS[0], name)):.6g}"  # noqa: E731
-    apart = [
+    distances = [
         f"that of {row['engine']} is at most {max(_mean(row, text, 'kld') for text in TEXTS):.1g} nats from ours, its "
         f"perplexity on {TEXTS[0]} {loss(row, 'nll')} where ours is {loss(row, 'nll_exact')}"
         for row in exact
     ]
     versions = {key: value for row in exact for key, value in row["about"]["versions"].items()}
     said = "; ".join(f"{key} {value}" for key, value in versions.items())
-    return f"Exact caches agree: {'; '.join(apart)}. Versions: {said}.\n"
+    return f"Exact caches agree: {'; '.join(distances)}. Versions: {said}.\n"
 
 
 def section(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]) -> str:

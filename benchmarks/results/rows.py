@@ -160,8 +160,8 @@ def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float
     """The model with what `method` needs, learnt from `LEARNT` of the text, and the processor seconds that it took
     once. Calibrations are kept where `kvq.compare` keeps its own."""
     if not learns(method, model.config):
-        ((ready, _),) = with_constants(model, [method], [])
-        return ready, 0.0
+        ((calibrated_model, _),) = with_constants(model, [method], [])
+        return calibrated_model, 0.0
     folder = kept_path(artifact_folder(), model, method, f"{texts.about['learnt']['sha256']} {LEARNT}", LEARNT[0])
     seconds = folder.with_name(f"{folder.name}.seconds.json")
     if not seconds.exists():
@@ -170,8 +170,8 @@ def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float
         learnt(model, method, sequences(model, texts.learnt, *LEARNT), state=state).save(folder)
         forget(state)
         seconds.write_text(json.dumps(time.process_time() - begun), encoding="utf-8")
-    ((ready, _),) = with_constants(model, [method], [folder])
-    return ready, json.loads(seconds.read_text(encoding="utf-8"))
+    ((calibrated_model, _),) = with_constants(model, [method], [folder])
+    return calibrated_model, json.loads(seconds.read_text(encoding="utf-8"))
 
 
 def references(model: Model, texts: Texts) -> dict[str, list[jax.Array]]:
@@ -205,9 +205,9 @@ def window_means(logits: jax.Array, exact: jax.Array, tokens: jax.Array) -> dict
 def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str) -> dict[str, Any]:
     """Bits, bytes and scores of one cache, and how long its calibration took."""
     method = kvqjax.parse(cache)
-    ready, seconds = calibrated(model, method, texts)
+    calibrated_model, seconds = calibrated(model, method, texts)
     book = ledger_of(model, method, CONTEXT)
     row = {"cache": cache, "bits": book.bits_method, "bits_32k": book.bits_stored, "bytes_32k": book.bytes}
     row |= {"calibration_seconds": round(seconds)}
-    windows = {name: scores(ready, method, rows, reference[name]) for name, rows in texts.scored.items()}
+    windows = {name: scores(calibrated_model, method, rows, reference[name]) for name, rows in texts.scored.items()}
     return row | {"by_window": windows}

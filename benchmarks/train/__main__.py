@@ -65,8 +65,8 @@ def main(
     progress = {field: int(state[field]) for field in ("step", "tokens")}
     export(folder, name, params, recipe, tokenizer, progress, measured)
     typer.echo(f"{folder}: step {progress['step']} of {recipe.steps}")
-    for what, value in measured.items():
-        typer.echo(f"  {what}: {value:.4g}")
+    for name_of_figure, value in measured.items():
+        typer.echo(f"  {name_of_figure}: {value:.4g}")
 
 
 if __name__ == "__main__":

@@ -78,9 +78,9 @@ class RopeConfig:
         """This rope for texts of up to `length` tokens."""
         if self.kind not in ("dynamic", "longrope"):
             return self
-        longer = length > self.original_max_position
+        is_longer = length > self.original_max_position
         length_beyond = length if self.kind == "dynamic" else self.original_max_position + 1
-        return dataclasses.replace(self, length=length_beyond if longer else 0)
+        return dataclasses.replace(self, length=length_beyond if is_longer else 0)
 
 
 def _reach(rope: RopeConfig, model_length: int) -> int:

@@ -229,9 +229,12 @@ def _by_type(raw: dict) -> dict[str, dict]:
         refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
     if ropes and not ropes.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
         refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
-    full = raw | {"rope_parameters": ropes.get(FULL_ATTENTION)}
-    sliding = raw | {"rope_parameters": ropes.get(SLIDING_ATTENTION), "rope_scaling": None}
-    return {FULL_ATTENTION: full, SLIDING_ATTENTION: sliding | {"rope_theta": raw.get("rope_local_base_freq")}}
+    full_attention = raw | {"rope_parameters": ropes.get(FULL_ATTENTION)}
+    sliding_attention = raw | {"rope_parameters": ropes.get(SLIDING_ATTENTION), "rope_scaling": None}
+    return {
+        FULL_ATTENTION: full_attention,
+        SLIDING_ATTENTION: sliding_attention | {"rope_theta": raw.get("rope_local_base_freq")},
+    }
 
 
 def ropes_to_hf(config: ModelConfig, family: Family) -> dict:
@@ -284,24 +287,24 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
         # The length that Gemma 3 states is the one after scaling, other families' the one before it.
-        original = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
-        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original, fraction=share)
+        original_length = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original_length, fraction=share)
     if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
 
-    full = read_integer(raw, "max_position_embeddings")
-    original = full if kind == "dynamic" else _original_length(raw, rope, prefix)
+    full_length = read_integer(raw, "max_position_embeddings")
+    original_length = full_length if kind == "dynamic" else _original_length(raw, rope, prefix)
     if kind == "llama3":
         fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
-        fields = _yarn(rope, full / original, prefix)
+        fields = _yarn(rope, full_length / original_length, prefix)
         if family.latent and fields["attention_factor"] != 1:
             refuse(f"{prefix}mscale", rope.get("mscale"), f"wanted that of {_MSCALE}: cos and sin are not scaled")
     elif kind == "longrope":
-        fields = _longrope(rope, original, full / original, int(head_dim * share) // 2, prefix)
+        fields = _longrope(rope, original_length, full_length / original_length, int(head_dim * share) // 2, prefix)
     else:
         fields = _dynamic(rope, int(head_dim * share), prefix)
-    config = RopeConfig(theta=theta, kind=kind, original_max_position=original, fraction=share, **fields)
+    config = RopeConfig(theta=theta, kind=kind, original_max_position=original_length, fraction=share, **fields)
     return config if length is None else config.for_length(length)
 
 

@@ -640,9 +640,9 @@ class Engine:
             handle.failed(RequestFailed(reason_text))
             return
         request = handle.request
-        text, kept, reason = read_row(handle.detokenizer, output.tokens, output.done, request.max_new_tokens)
-        piece = ServedPiece(text, kept, _at_most(output.scores[: len(kept)], request.likeliest))
-        self._count(tokens=len(kept))
+        text, tokens, reason = read_row(handle.detokenizer, output.tokens, output.done, request.max_new_tokens)
+        piece = ServedPiece(text, tokens, _at_most(output.scores[: len(tokens)], request.likeliest))
+        self._count(tokens=len(tokens))
         if reason is None:
             handle.told(piece, None)
             return

@@ -129,9 +129,9 @@ def write_newest(folder: Path, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: of `write`.
     """
-    older = _parts(folder)
-    write(folder / f"{PARTS}{1 + max(map(_number, older), default=0)}")
-    for part in older:
+    older_parts = _parts(folder)
+    write(folder / f"{PARTS}{1 + max(map(_number, older_parts), default=0)}")
+    for part in older_parts:
         shutil.rmtree(part, ignore_errors=True)
 
 

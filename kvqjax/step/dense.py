@@ -113,12 +113,12 @@ def _dense(cache: Cache, model: Model | None, constants, *, layer):
 def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...]):
     """Do `_dense` on one device's part."""
     call = begin(cache, jnp.zeros_like(cache.lengths), 1, fixed, "chunk")
-    carry, below = first_flow(call).body, ()
+    carry, layers_below = first_flow(call).body, ()
     if carry:
         if isinstance(layer, jax.core.Tracer):
             raise UserError(f"{cache.layout.method}: layers depend on each other, so `layer` must be a plain number")
-        below = range(layer)  # they are decoded for their carry alone; XLA drops their keys and values
-    for number in below:
+        layers_below = range(layer)  # they are decoded for their carry alone; XLA drops their keys and values
+    for number in layers_below:
         carry = _read(call, model, number, carry)[1]
     k, v, valid = _read(call, model, layer, carry)[0]
     return as_given(k, cache.layout.shape), v, valid

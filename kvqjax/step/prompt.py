@@ -59,22 +59,22 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
         The kernels and the chunk."""
     blocks, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
     # Large tiles have no place for a cap of scores, and none for a layer's chunk that begins inside a piece.
-    special = layout.shape.softcap is not None or layout.shape.chunked is not False
-    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and special):
+    is_special = layout.shape.softcap is not None or layout.shape.chunked is not False
+    if kernels == "off" or length <= CHUNK or (kernels == "tiles" and is_special):
         return blocks
     if kernels == "tiles" and _by_cudnn(layout) and not score_sinks:
         return Path("cudnn", _even(length, LARGEST))
     numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
-    most = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
-    chunk = _even(length, max(CHUNK, most))
+    longest_chunk = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
+    chunk = _even(length, max(CHUNK, longest_chunk))
     padded_length = -(-length // chunk) * chunk
     is_served = kernels == "tiles" or splash.fits(chunk, padded_length, layout.shape.head_dim)
     return Path(kernels, chunk) if is_served else blocks
 
 
-def _even(length: int, most: int) -> int:
-    """Choose chunks of at most `most` tokens, as even as multiples of CHUNK can be."""
-    return -(-length // -(-length // most) // CHUNK) * CHUNK
+def _even(length: int, longest_chunk: int) -> int:
+    """Choose chunks of at most `longest_chunk` tokens, as even as multiples of CHUNK can be."""
+    return -(-length // -(-length // longest_chunk) // CHUNK) * CHUNK
 
 
 def _by_cudnn(layout: CacheLayout) -> bool:
@@ -162,7 +162,7 @@ def exact_layer(
         return *parts, projected.q if path.kernels in AT_ONCE else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
-    kept, attending = kept_apart((keep(new, finite), attending))
+    keep_result, attending = kept_apart((keep(new, finite), attending))
     prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
     attend = _attention(prompt, q, path, weighing, sinks)
@@ -177,7 +177,7 @@ def exact_layer(
 
     empty = jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0)
     (mass, h), _ = jax.lax.scan(attended, (empty, h), starts)
-    return kept, h, mass
+    return keep_result, h, mass
 
 
 def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Callable) -> Callable:
