@@ -1,11 +1,13 @@
 """Turn codes of keys into keys, k = s c + m, inside the TPU decode-attention kernel.
 
-Scales s and minima m belong to groups of tokens, and tokens lie along the rows of a register. They are laid out like
-the codes, in one of two ways, by what the chip's vector unit computes with:
+c is a code, s the scale and m the minimum of the code's channel and group of tokens. Tokens lie along the rows of a
+register, in lane order (`unpack`), which mixes tokens of several groups. Scales and minima are laid out in the same
+order. How depends on what the chip's vector unit computes with:
 
-- bfloat16: slabs of 16 tokens, a register each. The same few groups alternate throughout what was unpacked together, so
-  that a block has few different slabs; each is stored once.
-- float32 (`Plan.wide`): lower and upper halves of words apart. Each half holds tokens of one group for 32 rows."""
+- bfloat16: A register holds 16 tokens, here called a slab. The slabs of a block repeat a few patterns of key groups.
+  The scales and minima of every pattern are written once for each block (`store_patterns`).
+- float32 (`Plan.wide`): A word holds the codes of two tokens. Its lower and upper halves are multiplied apart. Each
+  half has tokens of one group in 32 consecutive rows (`halves`)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +21,61 @@ from kvqjax.pallas_kernels.tpu.plan import Plan
 
 __all__ = ["halves", "packed", "patterns", "slab_keys", "store_patterns"]
 
-SLAB = 16  # rows of a register of bfloat16
+SLAB = 16  # tokens: the rows of a register of bfloat16
 
 
 def patterns(plan: Plan) -> Float[Array, "rows N"]:
-    """Return the one-hot matrix that lays scales out as slabs: row r of slab kind k, block by block, belongs to one of
-    a tile's N key groups."""
+    """Make the one-hot matrix by which `store_patterns` lays a tile's scales out as slabs.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        1 where the token of a row belongs to a key group, of the N of a tile. Rows are the SLAB tokens of the patterns
+        of the first block, then those of the second block, and so on."""
     kinds = np.concatenate(_kinds(plan)[0])
+    # Where keys have one scale for all tokens (`key_rows` = 1), every row takes it: modulo 1 all groups are group 0.
     group = (np.arange(plan.blocks)[:, None] * (plan.block // plan.group) + kinds[None]).reshape(-1) % plan.key_rows
     return jnp.asarray(group[:, None] == np.arange(plan.key_rows)[None], jnp.bfloat16)
 
 
 def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
-    """List the different slabs of a block, as the key groups of their tokens, and for every slab of the block which of
-    them it is."""
+    """List the different slabs of a block and the number of every slab among them.
+
+    Returns:
+        (kinds, slab_kinds). kinds[k] are the key groups of the tokens of slab kind k, [SLAB], counted from the block's
+        first group. slab_kinds[n] is the kind of the block's n-th slab."""
     slabs = [tuple(slab) for slab in (plan.order // plan.group).reshape(-1, SLAB)]
     kinds = sorted(set(slabs))
     return [np.asarray(kind) for kind in kinds], [kinds.index(slab) for slab in slabs]
 
 
 def store_patterns(refs, scale, zero, lanes) -> None:
-    """Write this tile's scales and minima [N, lanes] as slabs."""
+    """Write a tile's key scales and minima as slabs.
+
+    Args:
+        refs: The kernel's references; `slab_scales` and `slab_zeros` [rows, K*D] bfloat16 are written.
+        scale: Scales of the tile's N key groups, [N, lanes] float32.
+        zero: Minima of the same groups, less the codes' offset, [N, lanes] float32.
+        lanes: The slice of the lanes."""
     for ref, x in ((refs.slab_scales, scale), (refs.slab_zeros, zero)):
+        # Each row of `patterns` has a single 1, so that the product itself rounds nothing.
         ref[:, lanes] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
 
 
 def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
-    """Turn the codes of column `i` of block `index` into keys, [column, W] bfloat16."""
+    """Turn the codes of a column into keys, in bfloat16.
+
+    Args:
+        codes: Codes of the column, [column, W] bfloat16.
+        refs: The kernel's references, slabs among them.
+        plan: The call's plan.
+        place: The lane group.
+        index: Number of the block in its tile.
+        i: Number of the column in its block.
+
+    Returns:
+        Keys [column, W] bfloat16."""
     scale, zero = (_slabs(ref, plan, place, index, i) for ref in (refs.slab_scales, refs.slab_zeros))
     return codes * scale + zero
 
@@ -60,22 +90,38 @@ def _slabs(ref, plan: Plan, place: Place, index, i: int):
 
 
 def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
-    """Turn the codes of column `i` of block `index` into keys, [column/2, W] float32 for the tokens in the lower halves
-    of words and for those in the upper halves."""
-    # A code is a bfloat16 number, which is the upper half of a float32 one.
+    """Turn the codes of a column into keys, in float32.
+
+    Args:
+        codes: Codes of the column, [column, W] bfloat16.
+        refs: The kernel's references, `factors` and `zeros` among them.
+        plan: The call's plan.
+        place: The lane group.
+        index: Number of the block in its tile.
+        i: Number of the column in its block.
+
+    Returns:
+        Keys of the tokens in lower halves of words, then of those in upper halves, [column/2, W] float32 each."""
+    # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number, whose other bits are 0. So a
+    # shift widens the lower halves, a mask the upper ones.
     words = pltpu.bitcast(codes, jnp.uint32)
     parts = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
     return [_half(part, refs, plan, place, index, i, n) for n, part in enumerate(parts)]
 
 
 def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
-    """Turn the codes of half `n` (0 lower, 1 upper) into keys. Every 32 rows of words are of one key group."""
+    """Turn the codes of half `n` (0 lower, 1 upper) into keys, [column/2, W] float32.
+
+    `part` [column/2, W] are the bits of the codes as float32."""
     numbers = jax.lax.bitcast_convert_type(part, jnp.float32)
+    # Two consecutive places share a word, so that half `n` has every other place of the column. Every 32 rows of a half
+    # have tokens of one key group. The first of them stands for all.
     groups = (plan.order[i * plan.column : (i + 1) * plan.column][n::2] // plan.group).reshape(-1, PLANE)
     first = plan.groups(index)[0]
 
-    # A row is loaded once for every group, and stands on the registers of all of the group's tokens.
     def rows(ref):
+        """Load the scale, or minimum, of every token of the half: [column/2, W]."""
+        # Row `first + group` is loaded once for each group, as 8 equal rows, and repeated for each 8 of 32 tokens.
         by_group = {
             group: load_row(ref, first + group if plan.spec.key_group else 0, plan.key_rows, place.column, plan.lanes)
             for group in sorted({*map(int, groups[:, 0])})
@@ -86,5 +132,12 @@ def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
 
 
 def packed(low, high):
-    """Interleave two float32 [n, W] as the rows of one bfloat16 [2n, W]."""
+    """Interleave the rows of two arrays, rounded to bfloat16.
+
+    Args:
+        low: The even rows, [n, W] float32.
+        high: The odd rows, [n, W] float32.
+
+    Returns:
+        Both, [2n, W] bfloat16."""
     return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.bfloat16)
