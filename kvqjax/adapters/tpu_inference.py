@@ -1,22 +1,24 @@
-"""Attention over pages as vLLM's TPU engine asks for it: tokens of all sequences in one flat array, and block tables.
+"""Attention over blocks of tokens, called as vLLM's TPU engine calls its own: the new tokens of all sequences in one
+flat array, and block tables.
 
     kv_caches = create_kv_caches(shape, "kivi:bits=4,window=0", num_blocks=512, max_model_len=8192)
     block_size = kv_caches[0].block_size                       # what the scheduler must count in
 
     kv_caches[i], out = attention(kv_caches[i], q, k, v, metadata)       # layer i, inside jit, caches donated
 
-Names and arguments are those of `tpu_inference.layers.common.attention_interface` (tpu-inference 0.32.0), of which
-nothing is imported. The engine's scheduler gives blocks to sequences, shares full blocks between prompts that begin
-with the same tokens, and takes them back. Here a block is a page of our pool (kvqjax/cache/pages.py) in one layer.
+Names and arguments are those of `tpu_inference.layers.common.attention_interface` (tpu-inference 0.32.0). Nothing of
+that package is imported. The engine's scheduler gives blocks to sequences, takes them back, and shares full blocks
+between prompts with the same first tokens. A block is a page of one layer (kvqjax/cache/pages.py).
 
-*What a block holds.* The codes of its tokens, and the exact tokens of its last unit while that is not full: the tail.
-So a sequence consists of its blocks alone, wherever it stands in a batch, and a full block holds codes alone. That
-takes a method that keeps no window and no sinks, and a unit that divides blocks. Every block has a tail of `unit`
-tokens in `dtype`. With `slots=` every sequence has one instead, and `metadata.mamba_state_indices` says which, as it
-does for the states of recurrent layers.
+*What a block holds.* A block holds the codes of its tokens. Tokens are encoded a unit at a time. While the last unit of
+a sequence is not full, its exact tokens are the tail. By default every block has room for a tail, `unit` tokens in
+`dtype`. The blocks of a sequence are then all that is stored of it, so that it may stand anywhere in a batch. A full
+block has no tail, so that sequences can share it. This takes a method without window and sinks, and a unit that divides
+blocks. With `slots=` there are as many tails as sequences instead. `metadata.mamba_state_indices` then says which tail
+each sequence has, as it does for the states of recurrent layers.
 
-*How tokens are computed.* All sequences with one new token are computed together. Sequences with several new tokens
-follow one after the other, in chunks of `chunk` tokens. A chunk attends to the chunks before it as they are stored.
+*How tokens are worked off.* The sequences with one new token are worked off together. The others follow one after the
+other, in chunks of `chunk` tokens. A chunk attends to the tokens before it as they are stored.
 """
 
 import dataclasses
@@ -52,13 +54,18 @@ def __dir__() -> list[str]:
 
 
 class Metadata(NamedTuple):
-    """What the engine says of a call's sequences. The engine's own `AttentionMetadata` has these fields and is taken as
-    well.
+    """What the engine says of a call's sequences. The engine's own `AttentionMetadata` is taken as well.
 
-    The first `request_distribution[-1]` entries are sequences. Sequence i has the new tokens `query_start_loc[i]` to
-    `query_start_loc[i + 1]` - 1 of the flat array, and `seq_lens[i]` tokens with them. Its blocks are
-    `block_tables[i * width : (i + 1) * width]`, in the order of its tokens. Entries of a table beyond the blocks that
-    the tokens need may be anything."""
+    Attributes:
+        block_tables: The blocks of sequence i, in the order of its tokens, are
+            `block_tables[i * width : (i + 1) * width]`. Entries beyond those that its tokens need may be any numbers.
+        seq_lens: How many tokens each sequence has, with its new ones.
+        query_start_loc: The new tokens of sequence i are `query_start_loc[i]` to `query_start_loc[i + 1]` - 1 of the
+            flat array.
+        request_distribution: The last number counts the sequences. Entries of the other arrays beyond them are not
+            sequences.
+        mamba_state_indices: With `slots=`, which tail each sequence has.
+    """
 
     block_tables: Any  # Int[max_seqs * width]
     seq_lens: Any  # Int[max_seqs]
@@ -68,8 +75,16 @@ class Metadata(NamedTuple):
 
 
 class PagedLayer(struct.PyTreeNode):
-    """What one layer stores: the codes of all blocks, {source: {field: arrays [1, blocks, ...]}}; tails, {source: [1,
-    tails, unit, W]}; and how many tokens its sequence had when each tail was written."""
+    """What one layer stores.
+
+    Attributes:
+        body: The codes of all blocks, {source: {field: arrays [1, blocks, ...]}}.
+        tails: The exact tokens of units that are not full, {source: [1, N, unit, W]}. N is the number of tails.
+        ends: How many tokens the sequence had when each tail was written.
+        layout: The layout of a cache of this one layer, whose rows are sequences.
+        chunk: The most tokens of a sequence that are worked off together.
+        by_slot: Whether tails lie by `mamba_state_indices`, and not in blocks.
+    """
 
     body: dict[str, dict[str, Any]]
     tails: dict[str, Any]  # Float[1, N, unit, W]
@@ -86,7 +101,8 @@ class PagedLayer(struct.PyTreeNode):
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes in this layer, in bytes, with its tail where it has one: what the engine counts with."""
+        """What a block takes in this layer, in bytes. The tail is part of it where every block has one."""
+        # `ends` has an axis of blocks alone. In other arrays an axis of one layer comes before that of blocks.
         arrays = self.body if self.by_slot else (self.body, self.tails, self.ends)
         return sum(array_bytes(x) // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(arrays))
 
@@ -102,12 +118,12 @@ class PagedLayer(struct.PyTreeNode):
 
 
 def _layer_method(method: Method, shape: KVShape, index: int) -> Method:
-    """Give the method of one layer by itself."""
+    """Give the method of one layer by itself: without exceptions for other layers."""
     return dataclasses.replace(method, layer=method.layers(shape)[index], overrides=(), boundary=0)
 
 
 def _check_method(layout: CacheLayout) -> None:
-    """Raise UserError for a layer whose tokens do not all lie in blocks, or that depends on another layer."""
+    """Raise UserError for a layer that stores tokens outside blocks, or that needs what another layer computed."""
     (run,), method = runs_of(layout), layout.method
     clocks = run.wiring.storage.clocks
     if method.sinks or method.keep is not None or len(clocks) > 1 or clocks[0].window:
@@ -140,23 +156,23 @@ def create_kv_caches(
     """Make the empty caches of all layers.
 
     Args:
-        shape: the model's keys and values. With a rope, queries and keys come unrotated.
+        shape: the model's keys and values. With a rope, `attention` gets queries and keys before RoPE.
         method: how they are stored, with window=0 and sinks=0.
-        num_blocks: blocks of the pool, which the engine gives out.
+        num_blocks: the number of blocks. The engine's scheduler gives them to sequences.
         max_model_len: the most tokens of a sequence.
         block_size: the tokens of a block; by default the fewest that bodies allow.
-        slots: how many sequences have a tail at a time, where `mamba_state_indices` names them. None: every block has
-            one.
+        slots: how many sequences have a tail at a time, where `mamba_state_indices` says which tail is theirs. None:
+            every block has one.
         chunk: the most tokens of a sequence that are worked off together.
-        options: others of `kvq.init_cache`, such as `dtype` and `target`.
+        options: further options of `kvq.init_cache`, such as `dtype` and `target`.
 
     Returns:
         One cache for every layer.
 
     Raises:
-        UserError: a number below 1; a method that keeps a window, sinks or some tokens alone, or whose layers depend on
-            each other; a layer with a sliding window; a mesh; and as `kvq.init_cache`, such as for a `block_size` that
-            bodies do not allow.
+        UserError: a number below 1; a method with a window, sinks or eviction, or whose layers depend on each other; a
+            layer with a sliding window; a mesh; and as `kvq.init_cache`, such as for a `block_size` that bodies do not
+            allow.
     """
     check_counts(num_blocks=num_blocks, max_model_len=max_model_len, block_size=block_size, slots=slots, chunk=chunk)
     method, pool = parse(method), {"pages": num_blocks, "page_tokens": block_size}
@@ -167,6 +183,7 @@ def create_kv_caches(
         if cache.layout.rules is not None:
             raise UserError("a cache of blocks lies on one device; leave mesh= and sharding= out")
         (run,), (state,) = runs_of(cache.layout), cache.runs
+        # The method has no window, so that the ring of a row's window holds one unit: a tail.
         count = slots or num_blocks
         tails = {name: jnp.zeros((1, count, *x.shape[2:]), x.dtype) for name, x in state.window.items()}
         ends = jnp.zeros((count,), jnp.int32)
@@ -181,14 +198,14 @@ def layer_constants(shape: KVShape, method: MethodLike, constants: Any, layer: i
     Args:
         shape: the model's keys and values.
         method: how they are stored.
-        constants: an artifact's.
+        constants: those of an artifact.
         layer: the layer's number.
 
     Returns:
         The layer's constants.
 
     Raises:
-        UserError: missing constants, and a layer that does not exist.
+        UserError: missing constants, or a layer that does not exist.
     """
     layer = check_integer("layer", layer, 0, shape.num_layers - 1)
     layout = CacheLayout(shape=shape.alone, method=parse(method), capacity=1, dtype="float32", layers="unroll")
@@ -208,53 +225,60 @@ def attention(
     sinks: Float[Array, " sinks"] | None = None,
     attn_logits_soft_cap: float | None = None,
     constants: Any = None,
-    **others: Any,
+    **engine_options: Any,
 ) -> tuple[PagedLayer, Float[Array, "T H D"]]:
-    """Attend to what the sequences' blocks hold and to their new tokens, and store these. Pure; for use inside jit,
-    with the cache donated.
+    """Attend to the tokens in the sequences' blocks and to their new tokens, and store the new tokens.
+
+    The function is pure. It is for use inside jit, with the cache donated.
 
     Args:
-        kv_cache: the layer's, one of `create_kv_caches`.
+        kv_cache: the layer's cache, one of `create_kv_caches`.
         q: queries of the new tokens of all sequences, one sequence behind the other.
-        k: their keys.
-        v: their values.
+        k: keys of the same tokens.
+        v: values of the same tokens.
         attention_metadata: a `Metadata`, or the engine's own.
-        mesh: of one device.
-        head_dim_original: the shape's head_dim, where the arrays have further channels of zeros, which are not stored.
-        sm_scale: multiplies the scores, by default as the shape says.
+        mesh: a mesh of one device.
+        head_dim_original: the shape's head_dim, where the arrays have further channels of zeros. These are not stored.
+        sm_scale: what multiplies the scores, by default as the shape says.
         sinks: a logit of each query head, as in `kvq.attend_layer`.
-        attn_logits_soft_cap: caps the scores, by default as the shape says.
-        constants: the layer's (`layer_constants`).
-        others: further arguments of the engine's `attention`. They must ask for nothing.
+        attn_logits_soft_cap: what caps the scores, by default as the shape says.
+        constants: the layer's calibrated constants (`layer_constants`).
+        engine_options: further arguments of the engine's `attention`, with values that change nothing (`NEUTRAL`).
 
     Returns:
-        The cache that holds the tokens, and the output in q's dtype. Tokens of no sequence get 0. A sequence with
-        impossible metadata gets NaN, and nothing of it is stored: a table with too few blocks or with a block that does
-        not exist, or a tail that lies elsewhere, as where a draft's tokens are taken back beyond a unit. From a new
-        token on that is not finite, its sequence gets NaN in this call; later calls see 0 for such numbers.
+        The cache that holds the tokens, and the output in q's dtype.
+
+        - Tokens of no sequence get 0.
+        - All new tokens of a sequence get NaN, and none is stored, where its metadata are impossible or its tail is
+          lost. Impossible are a table with too few blocks or with a block that does not exist, and numbers of tokens
+          that do not fit the arrays or the layout. A tail is lost when tokens beyond its unit are taken back, as after
+          drafts.
+        - In a sequence with a new token that is not finite, this token and later ones of the call get NaN. Its numbers
+          that are not finite are stored as 0, which later calls see.
 
     Raises:
         UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for
             something (scales of quantised inputs, attention in chunks or in both directions, caches that layers share,
             drafts), and meshes of several devices.
     """
-    _check_arguments(mesh, attention_metadata, others)
+    _check_options(mesh, attention_metadata, engine_options)
     md = _metadata(kv_cache, attention_metadata)
     shape, width = kv_cache.layout.shape, q.shape[-1]
     if head_dim_original == shape.head_dim:
         q, k, v = (x[..., :head_dim_original] for x in (q, k, v))
     for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
-        if x.shape != (expected_shape := (q.shape[0], heads, shape.head_dim)):
-            raise UserError(
-                f"{name} has shape {list(x.shape)}; wanted {list(expected_shape)}: new tokens, heads, head_dim"
-            )
+        expected = q.shape[0], heads, shape.head_dim
+        if x.shape != expected:
+            raise UserError(f"{name} has shape {list(x.shape)}; wanted {list(expected)}: new tokens, heads, head_dim")
+    # Attention multiplies scores by the shape's scale. Queries take up the quotient.
     if sm_scale is not None:
         q = q * jnp.asarray(sm_scale / (shape.scale or shape.head_dim**-0.5), q.dtype)
     kv_cache, out = _attention(kv_cache, q, k, v, md, sinks, constants, softcap=attn_logits_soft_cap)
     return kv_cache, jnp.pad(out, ((0, 0), (0, 0), (0, width - shape.head_dim)))
 
 
-NOTHING = {  # arguments of the engine's `attention`, and what asks for nothing
+# Arguments of the engine's `attention` that are not served, each with the values that ask for nothing.
+NEUTRAL = {
     "attention_chunk_size": (None,),
     "q_scale": (None,),
     "k_scale": (None,),
@@ -263,23 +287,24 @@ NOTHING = {  # arguments of the engine's `attention`, and what asks for nothing
     "use_causal_mask": (None, True),
     "decode_query_size": (1,),
 }
-UNREAD = ("shared_attention_metadata", "attention_backend")
+IGNORED = ("shared_attention_metadata", "attention_backend")  # arguments that may have any value
 
 
-def _check_arguments(mesh: Mesh | None, metadata: Any, arguments: dict[str, Any]) -> None:
-    """Raise UserError for arguments of the engine's attention that are not served here."""
+def _check_options(mesh: Mesh | None, metadata: Any, engine_options: dict[str, Any]) -> None:
+    """Raise UserError for what the engine may ask of its own attention and this one does not serve."""
     if mesh is not None and mesh.size > 1:
         raise UserError(f"a mesh of {mesh.size} devices; caches of blocks lie on one device")
-    for name, value in arguments.items():
-        if name not in UNREAD and not any(value is nothing for nothing in NOTHING.get(name, ())):
-            hint = f"; left out, or {NOTHING[name][-1]}" if name in NOTHING else ", which is no argument"
+    for name, value in engine_options.items():
+        # Compared by identity: an array has no truth value, and 1 is not True.
+        if name not in IGNORED and not any(value is neutral for neutral in NEUTRAL.get(name, ())):
+            hint = f"; left out, or {NEUTRAL[name][-1]}" if name in NEUTRAL else ", which is no argument"
             raise UserError(f"attention over our blocks has no {name}={value!r}{hint}")
     if getattr(metadata, "pcp", None) is not None or not getattr(metadata, "use_causal_mask", True):
         raise UserError("attention over our blocks is causal and of one device; the metadata ask for another")
 
 
 def _metadata(kv_cache: Any, metadata: Any) -> Metadata:
-    """Read the engine's metadata. Raises UserError for arrays of other shapes than its sequences have."""
+    """Read the engine's metadata. Raises UserError for arrays whose shapes do not agree."""
     if not isinstance(kv_cache, PagedLayer):
         raise UserError(f"kv_cache is a {type(kv_cache).__name__}; wanted one of create_kv_caches(...)")
     md = Metadata(*(getattr(metadata, name, None) for name in Metadata._fields))
@@ -300,11 +325,16 @@ def _metadata(kv_cache: Any, metadata: Any) -> Metadata:
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a call.
+    """The sequences of a call, S of them.
 
-    - `cached` is how many tokens each had before it.
-    - `first` is where its new tokens begin in the flat array, and `count` how many they are.
-    - `table` has its blocks. `source` and `target` say where its tail lies before the call and after it."""
+    Attributes:
+        cached: How many tokens each had before the call.
+        first: Where its new tokens begin in the flat array.
+        count: How many new tokens it has.
+        table: Its blocks, N at most.
+        source: Which tail is its own before the call.
+        target: Which tail is its own after the call.
+    """
 
     cached: Int[Array, " S"]
     first: Int[Array, " S"]
@@ -315,48 +345,65 @@ class _Sequences(NamedTuple):
 
 
 def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences, Bool[Array, " T"]]:
-    """Read a call's sequences. Those with impossible metadata are left without tokens, and their tokens are marked."""
+    """Read a call's sequences, and mark the new tokens of those with impossible metadata or a lost tail.
+
+    Such sequences are returned without tokens and blocks, so that nothing is read or stored of them."""
     assert layer.layout.pool is not None
-    number, size, blocks = md.seq_lens.shape[0], layer.block_size, layer.layout.pool.pages
+    max_seqs, size, blocks = md.seq_lens.shape[0], layer.block_size, layer.layout.pool.pages
     lengths, start, table = (x.astype(jnp.int32) for x in (md.seq_lens, md.query_start_loc, md.block_tables))
-    table = table.reshape(number, -1)
-    real = jnp.arange(number) < md.request_distribution[-1]
-    first, count = start[:-1], jnp.where(real, start[1:] - start[:-1], 0)
-    cached = jnp.where(real, lengths - count, 0)
+    table = table.reshape(max_seqs, -1)
+    is_sequence = jnp.arange(max_seqs) < md.request_distribution[-1]
+    first, count = start[:-1], jnp.where(is_sequence, start[1:] - start[:-1], 0)
+    cached = jnp.where(is_sequence, lengths - count, 0)
 
     def tail(tokens: Int[Array, " S"]) -> Int[Array, " S"]:
-        """Find where the tail of a sequence of `tokens` tokens lies: by default in the block of the last token."""
+        """Find the tail of sequences of so many tokens: by default it is in the block of the last token."""
         if md.mamba_state_indices is not None:
             return md.mamba_state_indices.astype(jnp.int32)
         return jnp.take_along_axis(table, (jnp.maximum(tokens - 1, 0) // size)[:, None], 1, mode="clip")[:, 0]
 
-    source, target, unit, tails = tail(cached), tail(lengths), layer.run.ring, layer.ends.shape[0]
-    needed = jnp.arange(table.shape[1])[None] < -(-lengths // size)[:, None]
-    missing = (needed & ((table < 0) | (table >= blocks))).any(1) | (target < 0) | (target >= tails)
+    # In a layer without a window the ring holds one unit.
+    source, target, unit, num_tails = tail(cached), tail(lengths), layer.run.ring, layer.ends.shape[0]
+    block_mask = jnp.arange(table.shape[1])[None] < -(-lengths // size)[:, None]
+    lacks_block = (block_mask & ((table < 0) | (table >= blocks))).any(1) | (target < 0) | (target >= num_tails)
     out_of_range = (
         (first < 0) | (count < 0) | (first + count > length) | (cached < 0) | (lengths > layer.layout.capacity)
     )
-    # Tokens of a unit that is not full lie in the tail, unless it went on to another unit or another sequence.
+    # Where `cached` is not whole units, the last unit's tokens must be in the tail. The tail was last written with
+    # token number `end` - 1. That must be the last cached token, or a later one of the same unit. Otherwise the
+    # sequence went on to another unit before tokens were taken back, or another sequence took the tail.
     end = layer.ends.at[source].get(mode="clip")
-    lost = (cached % unit > 0) & ((end < cached) | ((end - 1) // unit != cached // unit))
-    wrong = real & (missing | out_of_range | lost)
+    lost_tail = (cached % unit > 0) & ((end < cached) | ((end - 1) // unit != cached // unit))
+    fault = is_sequence & (lacks_block | out_of_range | lost_tail)
     tokens = jnp.arange(length)[None]
-    marked = (wrong[:, None] & (tokens >= first[:, None]) & (tokens < start[1:, None])).any(0)
-    cached, count = (jnp.where(wrong, 0, x) for x in (cached, count))
-    table = jnp.where(needed & ~wrong[:, None], table, NO_PAGE)[:, : table_width(layer.layout)]
-    return _Sequences(cached, first, count, table, source, target), marked
+    token_fault = (fault[:, None] & (tokens >= first[:, None]) & (tokens < start[1:, None])).any(0)
+    cached, count = (jnp.where(fault, 0, x) for x in (cached, count))
+    table = jnp.where(block_mask & ~fault[:, None], table, NO_PAGE)[:, : table_width(layer.layout)]
+    return _Sequences(cached, first, count, table, source, target), token_fault
 
 
-Stored = tuple[dict, dict]  # the body, and the tails of the sequences
+Stored = tuple[dict, dict]  # the body, and tails [1, S, unit, W] per source in the order of the sequences
 Step = Callable[..., tuple[Stored, Float[Array, "B T H D"]]]
 
 
 def _step(layout: CacheLayout, constants, options: dict, stored: Stored, rows: _Sequences, new) -> tuple[Stored, Any]:
-    """Attend with new tokens q, k and v [B, T, heads, D] of some sequences. Gives (stored with them, output)."""
+    """Attend with new tokens of some sequences, and append them.
+
+    Args:
+        layout: The layer's layout.
+        constants: The layer's calibrated constants.
+        options: Sinks and softcap, as `attend_checked` takes them.
+        stored: The body, and the tails of these sequences.
+        rows: The sequences, which are the rows of a cache.
+        new: q, k and v of the new tokens, [B, T, heads, D] each.
+
+    Returns:
+        (what is stored after the call, the output)."""
     (body, tails), (q, k, v) = stored, new
-    (run,), none = runs_of(layout), jnp.zeros(rows.cached.shape, bool)
+    (run,), no_overflow = runs_of(layout), jnp.zeros(rows.cached.shape, bool)
+    # A cache over the same arrays: no sinks, tails as windows, blocks as pages, all whole units flushed.
     state = Run(body, {}, tails, (rows.cached // run.ring,))
-    cache = Cache((state,), rows.cached, none, rows.cached, layout, pages=rows.table)
+    cache = Cache((state,), rows.cached, no_overflow, rows.cached, layout, pages=rows.table)
     options = {"below": None, "constants": constants, "within": "chunk", "mask": None, **options}
     partial, sources = attend_checked(cache, 0, q, k, v, rows.count, **options)
     (state,) = append(cache, [sources], rows.count, constants=constants).runs
@@ -366,34 +413,41 @@ def _step(layout: CacheLayout, constants, options: dict, stored: Stored, rows: _
 def _single_tokens(
     step: Step, stored: Stored, sequences: _Sequences, new, size: int
 ) -> tuple[Stored, Float[Array, "N H D"]]:
-    """Compute the sequences with one new token. Gives (stored with them, output of all tokens with room for a chunk
-    behind)."""
-    single, length = sequences.count == 1, new[0].shape[0]
+    """Work off the sequences with one new token.
+
+    Returns:
+        (what is stored after them, their output in a flat array). The array has room for `size` further tokens, because
+        `_chunks` writes whole chunks. It has 0 for the tokens of other sequences."""
+    row_mask, length = sequences.count == 1, new[0].shape[0]
     # Other sequences become empty rows, of which nothing is read or written.
     rows = sequences._replace(
-        cached=jnp.where(single, sequences.cached, 0),
-        count=single.astype(jnp.int32),
-        table=jnp.where(single[:, None], sequences.table, NO_PAGE),
+        cached=jnp.where(row_mask, sequences.cached, 0),
+        count=row_mask.astype(jnp.int32),
+        table=jnp.where(row_mask[:, None], sequences.table, NO_PAGE),
     )
-    place = jnp.clip(rows.first, 0, length - 1)
-    (body, tails), out = step(stored, rows, [x[place][:, None] for x in new])
-    tails = {name: jnp.where(single[None, :, None, None], x, stored[1][name]) for name, x in tails.items()}
-    flat = jnp.zeros((length + size, *out.shape[2:]), out.dtype)
-    return (body, tails), flat.at[jnp.where(single, place, length + size)].set(out[:, 0], mode="drop")
+    token = jnp.clip(rows.first, 0, length - 1)
+    (body, tails), out = step(stored, rows, [x[token][:, None] for x in new])
+    tails = {name: jnp.where(row_mask[None, :, None, None], x, stored[1][name]) for name, x in tails.items()}
+    flat_out = jnp.zeros((length + size, *out.shape[2:]), out.dtype)
+    return (body, tails), flat_out.at[jnp.where(row_mask, token, length + size)].set(out[:, 0], mode="drop")
 
 
 def _chunks(
     step: Step, stored: Stored, sequences: _Sequences, new, size: int, out: Float[Array, "N H D"]
 ) -> tuple[Stored, Float[Array, "N H D"]]:
-    """Compute the sequences with several new tokens, chunk by chunk of `size` tokens. Gives (stored with them, `out`
-    with their output)."""
+    """Work off the sequences with several new tokens, in chunks of `size` tokens.
+
+    Returns:
+        (what is stored after them, `out` with their output)."""
     chunk_counts = jnp.where(sequences.count > 1, -(-sequences.count // size), 0)
-    last = jnp.cumsum(chunk_counts)
-    new = [jnp.pad(x, ((0, size), (0, 0), (0, 0))) for x in new]  # a chunk that is not full may begin at the last token
+    chunk_ends = jnp.cumsum(chunk_counts)
+    # A chunk that is not full may begin with the last token. It is cut as a whole chunk all the same.
+    new = [jnp.pad(x, ((0, size), (0, 0), (0, 0))) for x in new]
 
     def chunk(number, loop):
-        ((body, tails), flat), row = loop, jnp.searchsorted(last, number, side="right")
-        offset = (number - (last[row] - chunk_counts[row])) * size
+        """Work off chunk `number`, counted over all sequences: of the sequence `row` the tokens from `offset` on."""
+        ((body, tails), flat_out), row = loop, jnp.searchsorted(chunk_ends, number, side="right")
+        offset = (number - (chunk_ends[row] - chunk_counts[row])) * size
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), sequences)
         count = jnp.minimum(rows.count - offset, size)
         rows = rows._replace(cached=rows.cached + offset, first=rows.first + offset, count=count)
@@ -401,19 +455,19 @@ def _chunks(
         tail = {name: jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for name, x in tails.items()}
         (body, tail), out = step((body, tail), rows, [cut(x)[None] for x in new])
         tails = {name: jax.lax.dynamic_update_slice_in_dim(x, tail[name], row, 1) for name, x in tails.items()}
-        # Tokens of other sequences follow in the flat array; their output is kept.
-        out = jnp.where((jnp.arange(size) < rows.count)[:, None, None], out[0], cut(flat))
-        return (body, tails), jax.lax.dynamic_update_slice_in_dim(flat, out, rows.first[0], 0)
+        # Behind the tokens of a chunk that is not full stands the output of other sequences, which must stay.
+        out = jnp.where((jnp.arange(size) < rows.count)[:, None, None], out[0], cut(flat_out))
+        return (body, tails), jax.lax.dynamic_update_slice_in_dim(flat_out, out, rows.first[0], 0)
 
-    return jax.lax.fori_loop(0, last[-1], chunk, (stored, out))
+    return jax.lax.fori_loop(0, chunk_ends[-1], chunk, (stored, out))
 
 
 def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, softcap: float | None):
     """Do `attention` after its checks."""
     new, length, size = (q, k, v), q.shape[0], min(layer.chunk, q.shape[0])
-    sequences, wrong = _sequences(layer, md, length)
+    sequences, token_fault = _sequences(layer, md, length)
     step = functools.partial(_step, layer.layout, constants, {"sinks": sinks, "softcap": softcap})
-    # Tails are put in the order of the sequences, which are the rows of a cache, and go back at the end.
+    # Tails are put in the order of the sequences, which are the rows of a cache, and put back at the end.
     tails = {name: jnp.take(x, sequences.source, axis=1, mode="clip") for name, x in layer.tails.items()}
     stored, out = _single_tokens(step, (layer.body, tails), sequences, new, size)
     (body, tails), out = _chunks(step, stored, sequences, new, size, out)
@@ -421,7 +475,7 @@ def _attention(layer: PagedLayer, q, k, v, md: Metadata, sinks, constants, *, so
     target = jnp.where(sequences.count > 0, sequences.target, layer.ends.shape[0])
     tails = {name: x.at[:, target].set(tails[name], mode="drop") for name, x in layer.tails.items()}
     ends = layer.ends.at[target].set(sequences.cached + sequences.count, mode="drop")
-    out = jnp.where(wrong[:, None, None], jnp.nan, out[:length])
+    out = jnp.where(token_fault[:, None, None], jnp.nan, out[:length])
     return layer.replace(body=body, tails=tails, ends=ends), out
 
 
