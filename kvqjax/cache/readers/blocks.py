@@ -1,5 +1,5 @@
 """Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row. It reads every body
-on every chip, so it is the last line of the table."""
+on every chip, so that the table in kvqjax/cache/reading.py has it as its last line."""
 
 from collections.abc import Callable
 
@@ -17,17 +17,28 @@ __all__ = ["attend_by_blocks", "body_blocks", "put_into_carry"]
 
 
 def _meets_all_lanes(call: BodyCall) -> bool:
-    """Say whether the queries meet the channels of all heads in one product. It costs as many products as there are KV
-    heads, and takes no head apart from the others (`RunLayout.lanes`)."""
+    """Say whether the queries meet the channels of all heads in one product.
+
+    That takes K times the multiplications, K being the number of KV heads. The heads of what is decoded then need not
+    be split from each other (`RunLayout.lanes`)."""
     lanes, rows = call.view.run.lanes, call.q.shape[1] * call.q.shape[2]
     return lanes > 0 and (call.shared is None or lanes > 1) and rows <= MOST_ROWS
 
 
 def attend_by_blocks(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend to the body block by block, a few blocks at a time where operations between them cost much."""
+    """Attend to the body block by block.
+
+    Args:
+        call: The layer's queries on its body.
+        carry: What flows from layer to layer, as the layer below made it.
+
+    Returns:
+        (attention to the body, the carry of this layer)."""
     run, (batch, length, heads, _) = call.view.run, call.q.shape
+    # Few queries read several blocks at a time where operations between blocks cost much.
     size = few_block(run, batch, length * heads) if length < MANY_QUERIES else run.reading
     lanes = _meets_all_lanes(call)
+    # Queries that meet the channels of all heads take the keys' transform between heads in the same product.
     mixed = run.wiring.fast.mixed if lanes and run.lanes > 1 else None
     return blockwise_attention(
         call.q,
@@ -48,43 +59,60 @@ def body_blocks(
     shared: SharedValues | None = None,
     mixed: MixedKeys | None = None,
 ) -> tuple[Callable, jax.Array | int, jax.Array | int]:
-    """Make what `blockwise_attention` reads a body by.
+    """Make the functions by which `blockwise_attention` reads a body.
 
     Args:
+        view: The layer.
+        tokens: The new tokens.
         size: Tokens of every row that a block has.
-        shared: Values are read as they are stored; the caller maps their sum to heads.
-        mixed: Keys are read before their heads are mixed; the queries are mixed instead.
+        shared: If given, values are read as it says, and the caller maps their sum to heads.
+        mixed: If given, keys are read before their heads are mixed, and the caller mixes the queries instead.
 
     Returns:
-        (read, first, last): `read(j, carry)` gives keys, values, mask and the carry of block j; blocks first to
-        last - 1 hold tokens that some query sees."""
+        (read, first, last). `read(j, carry)` gives keys [B, size, K, D], values [B, size, K, D] (or [B, size, 1, N] of
+        `shared`), mask [B, T, size] and the whole carry, of which block j is this layer's. Blocks `first` to
+        `last` - 1 hold tokens that some query sees."""
     run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
     waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
 
     def read(j, carry):
-        at = body.at(j, size)
-        payload = payload_of(run, view.state, view.layer, at, size, view.pages)
-        part = {n: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for n, c in carry.items()}
+        slot = body.at(j, size)
+        payload = payload_of(run, view.state, view.layer, slot, size, view.pages)
+        part = {n: jax.lax.dynamic_slice_in_dim(c, slot, size, 1) for n, c in carry.items()}
         decoded, part = run.wiring.maps.decode(constants, payload, part)
-        if mixed is not None:  # keys as decoded then have no user
+        if mixed is not None:  # nothing uses the keys in `decoded`, so that XLA leaves their decoding out
             decoded = decoded | {"k": mixed.read(payload["k"])}
         decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
-        start = j * size if run.slots_here % size else at
-        carry = {n: put_into_carry(c, part[n], at, start) for n, c in carry.items()}
+        # Where the body is not whole blocks of `size`, the last one begins earlier, within the one before it.
+        start = j * size if run.slots_here % size else slot
+        carry = {n: put_into_carry(c, part[n], slot, start) for n, c in carry.items()}
         positions, valid = body.places(j, size)
         k, v = expanded(view, decoded, positions if waves is None else waves(positions), body=True)
-        if shared is not None:  # the decoded values then have no user and are never computed
+        if shared is not None:  # nothing uses the values in `decoded`, so that XLA leaves their decoding out
             v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
         return k, v, seen(view, tokens, positions, valid), carry
 
     return read, *body.blocks(size)
 
 
-def put_into_carry(carry, part, at, start):
-    """Put `part` into the carry [B, S, W] from slot `at` on. Slots below `start` hold theirs already and stay: the last
-    block of a body may begin within the one before it."""
+def put_into_carry(carry, part, slot, start):
+    """Put this layer's carry of a block into the carry of all tokens.
+
+    The last block of a body may begin within the one before it. Slots of both already have this layer's carry. What is
+    decoded for them again took that for the layer below's carry, and is dropped.
+
+    Args:
+        carry: The carry of all slots, [B, S, W].
+        part: The carry of the block, [B, size, W].
+        slot: The block's first slot.
+        start: The block's first slot that has not been written yet. It is the very object `slot` where that is so of
+            all blocks.
+
+    Returns:
+        The carry with the block's."""
     part, size = saturated(part, carry.dtype), part.shape[1]
-    if start is not at:
-        old = jax.lax.dynamic_slice_in_dim(carry, at, size, 1)
-        part = jnp.where((at + jnp.arange(size) < start)[None, :, None], old, part)
-    return jax.lax.dynamic_update_slice_in_dim(carry, part, at, 1)
+    # Identity, not equality: both may be traced numbers. Bodies of whole blocks need no select.
+    if start is not slot:
+        stored = jax.lax.dynamic_slice_in_dim(carry, slot, size, 1)
+        part = jnp.where((slot + jnp.arange(size) < start)[None, :, None], stored, part)
+    return jax.lax.dynamic_update_slice_in_dim(carry, part, slot, 1)

@@ -1,9 +1,10 @@
 """Reader `decoded`: the body is decoded a large part at a time, in loops whose number of turns is static. A GPU's host
 decides on every turn of any other loop, which takes longer than a turn.
 
-A part holds the same slots of every row, or spans of rows. Spans serve batches whose rows together hold few tokens
-beside as many rows of the longest one's length (`LengthBound.total`). Each span has a row and a first slot that are
-data. A batch then costs what its rows hold, rounded up to a span each. Parts are merged by log-sum-exp."""
+A part holds either the same slots of every row, or spans. A span is some consecutive slots of one row. Its row and its
+first slot are data. A batch then costs what its rows hold, each rounded up to whole spans. Spans are taken where the
+rows are promised to hold fewer tokens together (`LengthBound.total`) than as many rows of the longest one's length.
+Parts are merged by log-sum-exp."""
 
 import math
 from collections.abc import Callable
@@ -36,15 +37,22 @@ from kvqjax.ops.xla_workarounds import (
 
 __all__ = ["attend_decoded", "read_at_a_time"]
 
-PASSED = 3 * 2**16, 3 * 2**17  # the fewest body tokens of all rows that are cut in parts, and the most of a part
-PARTS = 2  # that a body is read in, between those
-MOST_SPAN = 1024  # tokens of a row that a part takes or leaves, where rows are read as far as they are filled
+# Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of its tokens.
+SMALLEST_PART = 3 * 2**16  # a body of at most as many is one part
+LARGEST_PART = 3 * 2**17  # no part has more
+PARTS = 2  # of a body between these sizes
+MOST_SPAN = 1024  # tokens of a span, at most: what a row holds is rounded up to spans
 
 
 class Part(NamedTuple):
-    """Body slots that are attended to together: as many as `positions` has of every row from slot `first` on, or, with
-    `rows`, of rows[i] from first[i] on. `mask` says which of them each query sees. Parts of equal sizes are one value
-    whose arrays have an axis of P in front."""
+    """Body slots that are attended to together. P parts of equal sizes are one value, with an axis of P in front.
+
+    Attributes:
+        first: The first slot, of every row, or of span i.
+        positions: The positions of `size` tokens of n rows, or of n spans.
+        mask: Which of these tokens each query sees.
+        rows: The row of span i. None: the part has the same slots of every row.
+    """
 
     first: Int[Array, "*P"] | Int[Array, "*P n"]
     positions: Int[Array, "*P n size"]
@@ -53,8 +61,17 @@ class Part(NamedTuple):
 
 
 def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend to the body part by part. Where layers feed each other, the carry of all tokens is computed first, and is
-    what keys and values are made of."""
+    """Attend to the body part by part.
+
+    Where layers feed each other, the carry of all tokens is passed through this layer first. Keys and values are then
+    made of the carry.
+
+    Args:
+        call: The layer's queries on its body.
+        carry: What flows from layer to layer, as the layer below made it.
+
+    Returns:
+        (attention to the body, the carry of this layer)."""
     run, (batch, length, heads, _) = call.view.run, call.q.shape
     if not run.wiring.chain.carry:
         return _attend_parts(call, {}), carry
@@ -63,8 +80,9 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
 
 
 def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
-    """Attend to the body, a part decoded at a time. A `carry` is the body decoded."""
-    # The exact tokens meet the same weights. XLA would make one product of both, and copy all of the carry for it.
+    """Attend to the body, a part at a time. A `carry` that is not empty is the decoded body."""
+    # Sinks, window and new tokens are multiplied by the same weight matrices. XLA would make one product of them and of
+    # the body, and copy all of the carry for it.
     if carry:
         call = call._replace(view=call.view._replace(weights=kept_apart(call.view.weights)))
     view, tokens, q = call.view, call.tokens, call.q
@@ -79,8 +97,13 @@ def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
 
 
 def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
-    """Attend to one part after the other. Each waits for those before it, or XLA would decode all at once. Several
-    parts take a loop: straight code would compile in a time that grows with their number."""
+    """Attend to one part after the other.
+
+    Each part waits for those before it, because XLA would decode all of them at once. Several parts take a loop,
+    because the time to compile straight code grows with their number.
+
+    Returns:
+        The partial results, with an axis of parts in front."""
     count, part = parts.mask.shape[0], lambda j: jax.tree.map(lambda x: x[j], parts)
     if count == 1:
         return jax.tree.map(lambda x: x[None], attend(part(0), q))
@@ -95,38 +118,44 @@ def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) ->
 
 
 def read_at_a_time(tokens: int) -> int:
-    """Return how many of the body tokens of all rows are read at a time: every part takes kernels, and memory for each
-    of its tokens."""
-    fewest, most = PASSED
-    return min(max(fewest, -(-tokens // PARTS)), most)
+    """Choose how many body tokens a part may have.
+
+    Args:
+        tokens: The body tokens of all rows together.
+
+    Returns:
+        The most tokens of a part, those of all rows together."""
+    return min(max(SMALLEST_PART, -(-tokens // PARTS)), LARGEST_PART)
 
 
 def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> Partial:
-    """Attend to one part, which is not read before `after` is there.
+    """Attend to one part, which is not read before `after` has been computed.
 
-    Keys are written in the queries' dtype, and a product reads them. To sum them in the kernel that decodes them, for
-    each of the few queries, would spare their bytes; it took an H100 six times as long as writing and reading them.
+    Keys are decoded into memory, in the queries' dtype, and a product reads them. To sum the scores of the few queries
+    in the kernel that decodes the keys would spare these bytes. An H100 took six times as long for that.
     """
     q, view, shared = call.q, call.view, call.shared
     run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
-    # Queries that take a part of the keys' transform meet the keys of all heads: KV heads times as many rows in a
-    # product, which a GPU's matrix units pad to as many anyway.
+    # Queries that take the keys' transform between heads meet the keys of all heads. A product then has as many times
+    # the query rows as there are KV heads. A GPU's matrix units pad few rows to as many anyway.
     mixed = run.wiring.fast.mixed if q.shape[1] * q.shape[2] <= MOST_ROWS and not carry else None
     if part.rows is not None:
         q = q[part.rows]
 
     def decoded(after):
+        """Decode the part once `after` has been computed: (payload, sources, (keys, values))."""
         if carry:
             payload, sources = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
         else:
             payload = _payload(view, part, after)
             sources, _ = run.wiring.maps.decode(constants, payload, {})
-            if mixed is not None:  # keys as decoded then have no user
+            if mixed is not None:  # nothing uses the keys in `sources`, so that XLA leaves their decoding out
                 sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         return payload, sources, expanded(view, sources, part.positions, body=True)
 
     def scores(rows, _):
+        """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X, size]."""
         k = decoded(after)[2][0]
         if mixed is not None:
             rows = all_lanes(rows[:, :, :, None], mixed.mix).reshape(*rows.shape[:3], -1)
@@ -136,10 +165,13 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
         return [jnp.einsum("bkxd,bksd->bkxs", rows, k, preferred_element_type=jnp.float32)]
 
     def values(weights, _, __, piece):
+        """Sum the values under the weights, one plane [B, K, X, size], as `Direct.values`."""
+        # The part is decoded anew, not before the weights have been computed.
         payload, sources, (_, v) = decoded(weights[0])
         if shared is not None:
             v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype)
-        rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])  # shared values: one head's
+        # Values that heads share are those of a single head, so that the query rows of all heads are its rows.
+        rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])
         return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
 
     piece = math.gcd(PIECE, run.slots_here // 2)
@@ -148,11 +180,11 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
 
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:
-    """Read and unpack a part's tokens, not before `after` is there."""
+    """Read and unpack a part's tokens, not before `after` has been computed."""
     run, size = view.run, part.positions.shape[-1]
     if part.rows is None:
-        state, at = _read_after(run, view.state, after, size), known_after(after, part.first)
-        return payload_of(run, state, view.layer, at, size)
+        state, slot = _read_after(run, view.state, after, size), known_after(after, part.first)
+        return payload_of(run, state, view.layer, slot, size)
     first, slots = depending_on(after, part.first), run.slots_here
     body = {
         source: {
@@ -165,33 +197,43 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
 
 
 def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
-    """`state`, whose body is read `size` tokens at a time and not before `after` is there. Where that is all of it, a
-    slice has no beginning that XLA must know, so the body itself depends on `after`."""
+    """Give `state`, whose body is read `size` tokens at a time, and not before `after` has been computed.
+
+    A slice of a part waits because its first slot is made to depend on `after` (`known_after`). A slice of the whole
+    body has no first slot that XLA must know. Then the body itself is made to depend on `after`."""
     return state if size < run.slots_here else state.replace(body=depending_on(after, state.body))
 
 
 def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
-    """Cut a body into parts of the same slots of every row, as few as may be, because every part takes kernels and
-    seconds of compilation. The last one may begin in the one before it, which sees what both hold."""
+    """Cut a body into parts of the same slots of every row.
+
+    Parts are as few as `read_at_a_time` allows, because every part takes kernels and seconds of compilation. All have
+    the same size, so that the last one may begin within the part before it. Tokens of both are seen in the earlier
+    one only."""
     run = view.run
     blocks = min(-(-reached(view) // run.block), run.slots_here // run.block)
-    total = blocks * run.block * batch
-    count = min(blocks, -(-total // read_at_a_time(total)))
+    tokens_total = blocks * run.block * batch
+    count = min(blocks, -(-tokens_total // read_at_a_time(tokens_total)))
     size = run.block * -(-blocks // count)
     start = jnp.arange(count) * size
     first = jnp.minimum(start, blocks * run.block - size)
     positions, valid = body_view(view, tokens).places(0, blocks * run.block)
     mask = seen(view, tokens, positions, valid)
-    cut = jax.vmap(lambda x, at: cut_along(x, at, size, x.ndim - 1), (None, 0))
+    cut = jax.vmap(lambda x, slot: cut_along(x, slot, size, x.ndim - 1), (None, 0))
+    # False for the slots of the last part that the part before it has.
     in_part = first[:, None] + jnp.arange(size)[None] >= start[:, None]
     return Part(first, cut(positions, first), cut(mask, first) & in_part[:, None, None])
 
 
 class Spans(NamedTuple):
-    """A body cut into spans of rows, those of a row one after the other.
+    """A body cut into spans. Those of row 0 come first, then those of row 1, and so on.
 
-    - `parts` hold the spans.
-    - `start` is the number of each row's first span, `counts` how many it has, `most` at most."""
+    Attributes:
+        parts: The parts that hold the spans, in this order.
+        start: The number of each row's first span.
+        counts: How many spans each row has.
+        most: The most spans that a row may have.
+    """
 
     parts: Part
     start: Int[Array, " B"]
@@ -200,59 +242,70 @@ class Spans(NamedTuple):
 
 
 def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
-    """Cut a body into spans of what its rows hold. None where that is no less than the same slots of every row."""
+    """Cut a body into spans of what its rows hold. None where that is no less than the same slots of every row.
+
+    How many spans there are is static: as many as rows that keep the promise (`LengthBound`) can have."""
     run = view.run
     if view.bound is None or view.bound.total is None:
         return None
     blocks = run.slots_here // run.block
-    size = run.block * max(n for n in range(1, max(1, MOST_SPAN // run.block) + 1) if blocks % n == 0)
-    most = min(-(-reached(view) // size), run.slots_here // size)
-    number = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
-    count = -(-number * size // read_at_a_time(number * size))
-    number = count * -(-number // count)
-    if number >= most * batch:
+    # The largest span of whole blocks that divides the body.
+    most_blocks = max(1, MOST_SPAN // run.block)
+    size = run.block * max(n for n in range(1, most_blocks + 1) if blocks % n == 0)
+    row_spans = min(-(-reached(view) // size), run.slots_here // size)
+    # Each row's last span may be filled in part, so that a span for every row is added.
+    span_count = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
+    part_count = -(-span_count * size // read_at_a_time(span_count * size))
+    span_count = part_count * -(-span_count // part_count)  # rounded up, so that all parts have as many
+    if span_count >= row_spans * batch:
         return None
     counts = -(-run.deal.share(body_tokens(run, view.state)) // size)
-    stop = jnp.cumsum(counts)
-    numbers = jnp.arange(number)
-    rows = jnp.minimum((stop[None] <= numbers[:, None]).sum(1), batch - 1)
-    first = jnp.minimum((numbers - (stop - counts)[rows]) * size, (most - 1) * size)
-    rows, first = given_to_gpus((rows, first))  # those after the last span are read for nothing
-    positions, valid = body_view(view, tokens).places(0, most * size)
+    span_ends = jnp.cumsum(counts)
+    numbers = jnp.arange(span_count)
+    # The number of span n's row is how many rows have all their spans before it: `span_ends` is at most n. Spans after
+    # the last row's get a valid row and slot too. They are read for nothing, and `_by_rows` leaves them out.
+    rows = jnp.minimum((span_ends[None] <= numbers[:, None]).sum(1), batch - 1)
+    first = jnp.minimum((numbers - (span_ends - counts)[rows]) * size, (row_spans - 1) * size)
+    rows, first = given_to_gpus((rows, first))
+    positions, valid = body_view(view, tokens).places(0, row_spans * size)
     mask = seen(view, tokens, positions, valid)
 
-    def of(x):  # [B, .., most * size] to [P, n, .., size]
+    def cut_spans(x):
+        """Cut the last axis of an array into spans: [B, .., row_spans * size] to [P, n, .., size]."""
         shape = (1, *x.shape[1:-1], size)
         spans = jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
-        return spans.reshape(count, -1, *spans.shape[1:])
+        return spans.reshape(part_count, -1, *spans.shape[1:])
 
-    parts = Part(first.reshape(count, -1), of(positions), of(mask), rows.reshape(count, -1))
-    return Spans(parts, stop - counts, counts, most)
+    parts = Part(first.reshape(part_count, -1), cut_spans(positions), cut_spans(mask), rows.reshape(part_count, -1))
+    return Spans(parts, span_ends - counts, counts, row_spans)
 
 
 def _by_rows(partials: Partial, spans: Spans) -> Partial:
-    """Merge the partial results of each row's spans."""
+    """Merge the partial results of each row's spans, given with an axis of all spans in front."""
     number = jnp.arange(spans.most)[:, None]
-    at = jnp.minimum(spans.start[None] + number, partials.lse.shape[0] - 1)  # [most, B]
+    span = jnp.minimum(spans.start[None] + number, partials.lse.shape[0] - 1)  # [most, B]
+    # A row with fewer spans than `most` gets those of other rows here, at no weight.
     valid = number < spans.counts[None]
-    lse = jnp.where(valid[..., None, None], partials.lse[at], -jnp.inf)
-    out = jnp.where(valid[..., None, None, None], partials.out[at], 0.0)
+    lse = jnp.where(valid[..., None, None], partials.lse[span], -jnp.inf)
+    out = jnp.where(valid[..., None, None, None], partials.out[span], 0.0)
     return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
 
 
 def _carry_through(view: LayerView, tokens: NewTokens, size: int, carry: Carry, after: jax.Array) -> Carry:
-    """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time and not before
-    `after` is there: XLA would copy it for the layer below, which reads it."""
+    """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time.
+
+    It begins when `after` has been computed. The layer below reads the carry, and XLA would copy it if this layer could
+    write it earlier."""
     run, body = view.run, body_view(view, tokens)
     state, constants = _read_after(run, view.state, after, size), run.wiring.maps.prepare(view.constants)
     zero = known_after(after, 0)
 
     def block_step(j, carry):
-        at = body.at(j, size) + zero
-        payload = payload_of(run, state, view.layer, at, size)
-        part = {name: jax.lax.dynamic_slice_in_dim(c, at, size, 1) for name, c in carry.items()}
+        slot = body.at(j, size) + zero
+        payload = payload_of(run, state, view.layer, slot, size)
+        part = {name: jax.lax.dynamic_slice_in_dim(c, slot, size, 1) for name, c in carry.items()}
         part = run.wiring.maps.decode(constants, payload, part)[1]
-        start = j * size if run.slots_here % size else at
-        return {name: put_into_carry(c, part[name], at, start) for name, c in carry.items()}
+        start = j * size if run.slots_here % size else slot
+        return {name: put_into_carry(c, part[name], slot, start) for name, c in carry.items()}
 
     return jax.lax.fori_loop(*body.blocks(size), block_step, carry)
