@@ -1,7 +1,8 @@
 """Call a Hopper decode-attention kernel: lay queries and bounds out for it, and merge its splits.
 
-The grid is (row, KV head, split). Each program writes a normalised output, transposed, and a log-sum-exp for the R
-query rows of its head. The splits of the token axis are merged by their log-sum-exps outside the kernel."""
+The grid is (row, KV head, split). A split is a stretch of a row's tokens, which one program reads. Each program writes
+a normalised output, transposed, [D, R], and a log-sum-exp [R], for the R query rows of its head. The splits of a row
+are merged by their log-sum-exps outside the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,35 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def default_splits(tiles: int, pairs: int, resident: int) -> int:
-    """Return how many programs share the `tiles` of each of the `pairs` of row and head.
+    """Choose how many programs share the tokens of a row.
 
-    A multiprocessor holds `resident` programs; those that find no place wait for a round of their own, which lasts as
-    long as the first. So the best number makes the product of rounds and tiles of a program least. It is sought among
-    numbers that fill up to four rounds; of equal ones the fewest, whose results are quickest to merge."""
+    Programs beyond those that fit the chip wait for a further round, which lasts as long as the first. So the best
+    number makes the product of rounds and tiles of a program least. Numbers that fill up to four rounds are compared.
+    Of equally good ones the smallest is taken, because fewer results are quicker to merge.
+
+    Args:
+        tiles: Tiles of a row.
+        pairs: Pairs of row and KV head, each of which has this many programs.
+        resident: How many programs a multiprocessor holds at a time.
+
+    Returns:
+        The number of programs."""
     places = MULTIPROCESSORS * resident
     most = max(1, min(tiles, 4 * places // pairs))
+    # Rounds, times the tiles of a program.
     return min(range(1, most + 1), key=lambda splits: -(-pairs * splits // places) * -(-tiles // splits))
 
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:
-    """Lay queries out as columns: the T*G rows of a KV head, padded to a multiple of 8."""
+    """Lay queries out as columns.
+
+    Args:
+        q: The queries.
+        kv_heads: The number K of KV heads.
+
+    Returns:
+        The T*G query rows of every KV head, in the order (token, query head), padded with zeros to R, a multiple of
+        8."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     q = q.transpose(0, 2, 4, 1, 3).reshape(batch, kv_heads, dim, -1)
@@ -36,18 +54,29 @@ def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"
 
 
 def _bounds(start, stop, group: int, rows: int) -> Int[Array, "B 2 R"]:
-    """Return first and last + 1 visible token of every column; nothing for the columns of padding."""
+    """Make the first visible token and the one after the last, of every column. `group` is the number G of query heads
+    of a KV head. Columns of padding see no token: both numbers are 0."""
     bounds = jnp.repeat(jnp.stack([start, stop], 1), group, axis=2)
     return jnp.pad(bounds, ((0, 0), (0, 0), (0, rows - bounds.shape[-1]))).astype(jnp.int32)
 
 
 def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start, stop) -> Partial:
-    """Run a kernel body for queries of `shape` [B, T, H, D]. `plan` has kv_heads, rows, tile and splits. `operands` are
-    trees of arrays, `memory` one of scratch memory; the body takes references to the same trees:
+    """Run a kernel on a grid (row, KV head, split), and merge its splits.
 
-        kernel((ends, bounds), operands, memory, (out, lse), plan)
+    Args:
+        plan: Has kv_heads, rows, tile and splits.
+        kernel: The kernel's body, called as kernel((ends, bounds), operands, memory, (out, lse), plan) with references.
+            `ends` [3, B] are first tile, last tile + 1 and layer of every row. `bounds` [B, 2, R] is from `_bounds`.
+            `out` is [B, K, splits, D, R] and `lse` [B, K, splits, R], both float32.
+        memory: A tree of declarations of scratch memory. The body gets a tree of references like it.
+        operands: A tree of arrays. The body gets a tree of references like it.
+        shape: The shape [B, T, H, D] of the queries.
+        layer: The number of the layer in the operands.
+        start: The first token that each query sees, [B, T].
+        stop: One past the last token that each query sees, [B, T].
 
-    `ends` [3, B] are first tile, last tile + 1 and layer; `bounds` [B, 2, R] is from `_bounds`."""
+    Returns:
+        Attention to these tokens."""
     operands, operands_tree = jax.tree.flatten(operands)
     scratch, memory_tree = jax.tree.flatten(memory)
 
@@ -69,9 +98,9 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
         scratch_types=scratch,
         grid=lead,
         grid_names=("row", "head", "split"),
-        # No automatic barriers: every write of shared memory that other threads read, and every reading that a copy or
-        # a write may follow, ends with a `commit_smem` in the kernel itself. The simulator in tests/gpu_simulator.py
-        # refuses a reading or an overwriting without one. Automatic ones would be several times as many.
+        # No automatic barriers, which would be several times as many. The kernel itself has a `commit_smem` after every
+        # write to shared memory that other threads read, and after every read of memory that is overwritten later. The
+        # simulator in tests/gpu_simulator.py refuses a read or an overwrite without one.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -83,6 +112,7 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
 def _merge(out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: tuple[int, ...]) -> Partial:
     """Merge N splits into one result, and bring columns back to [B, T, H]."""
     batch, length, heads, dim = shape
+    # A split that sees no token has NEVER as its log-sum-exp, which is finite, so that its weight is 0 and not NaN.
     peak = lse.max(2, keepdims=True)
     weights = jnp.exp(lse - peak)
     total, peak = weights.sum(2), peak[:, :, 0]

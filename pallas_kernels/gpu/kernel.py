@@ -1,13 +1,14 @@
 """The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
 
-A tile is a block of words, 32 rows of them, and is worked off in quads of 256 tokens (`unpack`): scores of a quad, then
-its softmax weights and values. The next tile's keys are copied while the last values of a tile are summed, its values
-while its first scores are computed. With one quad a tile:
+A tile is a block of words, 32 rows of them. It is worked off in quads of 256 tokens (`unpack`): first the scores of a
+quad, then its softmax weights and the sum of its values. Copies from device memory go on meanwhile. A tile's keys are
+copied while the last values of the tile before it are summed. Its values are copied while its first scores are
+computed. With one quad a tile:
 
     copies     keys 0, values 0 |          | keys 1   | values 1 | keys 2   | values 2
     products                    | scores 0 | values 0 | scores 1 | values 1 | scores 2 ...
 
-`keys` and `rope` compute scores, `values` sums values.
+`keys` or `rope` compute scores. `values` sums values.
 
 Shapes in comments: R query rows (a multiple of 8), D channels."""
 
@@ -30,28 +31,28 @@ __all__ = ["Memory", "Operands", "kernel", "memory"]
 
 
 class Operands(NamedTuple):
-    """Arrays in device memory. What a plan does not need is None."""
+    """Arrays in device memory. S is the number of slots. A plan that does not need an array has None in its place."""
 
     queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
     key_codes: tuple  # of [L, B, rows, K*D] u32
     key_scale: Any  # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
-    key_low: Any
-    value_codes: tuple
-    value_scale: Any  # [L, B, owners, S/64, 64] u16
-    value_low: Any
+    key_low: Any  # minima, as key_scale; None with signposts
+    value_codes: tuple  # as key_codes
+    value_scale: Any  # [L, B, owners, S/64, 64] u16: owners are K where every head has scales of its own, else 1
+    value_low: Any  # minima, as value_scale
     tables: Any = None  # [2, 8] u32: signposts of keys and of values
     turns: Any = None  # [S/128, D] f32
     offsets: Any = None  # [256, D/2] bf16
 
 
 class Memory(NamedTuple):
-    """Shared memory, and the barriers that say that a copy has arrived."""
+    """Shared memory, and the barriers on which a program waits until copies have arrived."""
 
     keys: Any
     values: gpu_values.Values
-    keys_here: Any
-    values_here: Any
-    shared_here: Any  # what all tiles need
+    keys_here: Any  # of a tile
+    values_here: Any  # of a tile
+    shared_here: Any  # of what all tiles need
 
 
 def _keys(plan):
@@ -60,8 +61,16 @@ def _keys(plan):
 
 
 def memory(plan) -> Memory:
-    """Declare shared memory and barriers."""
+    """Declare shared memory and barriers.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        The declarations, in the places of what the kernel gets."""
     codes = len(plan.plane_sets)
+    # A barrier lets threads through after as many arrivals as there are copies: words of each plane set, rotations of
+    # the tile's groups with RoPE, scales and minima unless they hold for all tokens.
     keys = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
     barriers = (keys, codes + 2, 2 if plan.signposts else 1)
     barriers = (plgpu.Barrier(num_arrivals=n) for n in barriers)
@@ -69,7 +78,14 @@ def memory(plan) -> Memory:
 
 
 def kernel(limits, data: Operands, smem: Memory, results, plan):
-    """Attend to the tiles of one program. Grid (row, head, split)."""
+    """Attend to the tiles of one program. The grid is (row, KV head, split).
+
+    Args:
+        limits: References (ends, bounds), as `call.attend` gives them.
+        data: References to the operands.
+        smem: References to shared memory and barriers.
+        results: References (out, lse), of which this program writes its own part.
+        plan: The call's plan."""
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
@@ -88,7 +104,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
 
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     _keys(plan).start(data, smem.keys, plan, indices, queries, smem.shared_here)
-    plgpu.commit_smem()  # products read what `start` wrote, all threads' parts of it
+    plgpu.commit_smem()  # products read what all threads wrote in `start`
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
     def step(number, state):
@@ -101,22 +117,23 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
 
 
 def _fetch(copies, data: Operands, target, barrier, plan, indices, tile) -> None:
-    """Start copying a tile."""
+    """Start the copies of a tile into shared memory. Each arrives at `barrier`."""
     for source, into in copies(data, target, plan, indices, tile):
         plgpu.copy_gmem_to_smem(source, into, barrier)
 
 
 def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
-    """Fold one quad into the online softmax."""
+    """Fold one quad into the online softmax. `fetch` are the functions that start copying a tile's keys and values, and
+    `end` is one past the program's last tile."""
     keys, values = gpu_parts.hidden((smem.keys, smem.values), quad.tile)
     tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
     more_to_come = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     _keys(plan).prepare(keys, plan, quad, queries)
-    plgpu.commit_smem()  # the queries with their scales are written: products read all threads' parts
+    plgpu.commit_smem()  # products read the queries that all threads wrote in `prepare`
     scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
-    plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
+    plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
     pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
@@ -125,9 +142,9 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
         return gpu_values.write_weights(values, plan, quad, scores, peak)
 
     def weigh():
-        plgpu.commit_smem()  # the weights are written: products read all threads' parts
+        plgpu.commit_smem()  # products read the weights that all threads wrote
         sums = gpu_values.weigh(values, plan, quad, tables[1])
-        plgpu.commit_smem()  # all threads have read values and weights, which are overwritten next
+        plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
         pl.when(more_to_come)(lambda: fetch[1](quad.tile + 1))
         return sums
 

@@ -1,8 +1,12 @@
 """Compute scores of packed keys after RoPE in a Hopper kernel.
 
-Key scales fold into the query: every group of 128 tokens, two products' worth, has a scaled query. What the minima add
-to a score is one product per group, and so is what 2^e adds to the codes (`unpack`). Both have a left operand that is
-the same on all rows, so that the result needs no moving."""
+With codes c, scales s and minima m of a group's channels, and codes that are unpacked to 2^e + c (`unpack`):
+
+    q . k = (q s) . (2^e + c) - 2^e sum(q s) + q . m
+
+Every group of 128 tokens, two products' worth, has a scaled query q s. The numbers sum(q s) and q . m are the same for
+all tokens of a group. Each is one product per group, whose left operand has equal rows: of ones for the sum, of m for
+q . m. So the result stands on the rows of all tokens, and need not be moved there."""
 
 from typing import Any, NamedTuple
 
@@ -19,8 +23,8 @@ from kvqjax.pallas_kernels.gpu.words import HALF
 __all__ = ["GROUP", "GROUPS", "Keys", "copies", "factor_copies", "memory", "prepare", "scores", "start", "word_copies"]
 __all__ += ["words"]
 
-GROUP = 128  # tokens with scales of their own
-GROUPS = STEPS * STEP // GROUP  # of a quad
+GROUP = 128  # tokens that share a scale
+GROUPS = STEPS * STEP // GROUP  # groups of a quad
 LANES = 64  # channels whose words are loaded at a time
 
 
@@ -34,12 +38,24 @@ class Keys(NamedTuple):
 
 
 def words(plan) -> tuple:
-    """Declare memory for the words of a tile, one array per plane set."""
+    """Declare shared memory for the words of a tile.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        A declaration [1, 32, D] uint32 per plane set."""
     return tuple(tiled((1, HALF, plan.spec.head_dim), jnp.uint32) for _ in plan.plane_sets)
 
 
 def memory(plan) -> Keys:
-    """Declare the shared memory of `Keys`."""
+    """Declare the shared memory of `Keys`.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        The declarations, in the places of the references."""
     rows, dim = plan.rows, plan.spec.head_dim
     return Keys(
         words(plan),
@@ -50,13 +66,33 @@ def memory(plan) -> Keys:
 
 
 def copies(data, keys: Keys, plan, indices, tile):
-    """Yield (source, target) of everything that a tile's keys need."""
+    """List the copies that bring a tile's keys to shared memory.
+
+    Args:
+        data: References to the operands.
+        keys: References to shared memory.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        tile: The number of the tile.
+
+    Yields:
+        (source, target) of every copy."""
     yield from word_copies(data.key_codes, keys.codes, plan, indices, tile)
     yield from factor_copies(data, keys, plan, indices, tile)
 
 
 def word_copies(sources: tuple, targets: tuple, plan, indices, tile):
-    """Yield (source, target) of the words of every plane set."""
+    """List the copies of a tile's words.
+
+    Args:
+        sources: References to the words of every plane set, [L, B, rows, K*D] each.
+        targets: References to shared memory, [1, 32, D] each.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        tile: The number of the tile.
+
+    Yields:
+        (source, target) for every plane set."""
     layer, row, head = indices
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     for source, target, part in zip(sources, targets, plan.plane_sets, strict=True):
@@ -64,7 +100,17 @@ def word_copies(sources: tuple, targets: tuple, plan, indices, tile):
 
 
 def factor_copies(data, keys, plan, indices, tile):
-    """Yield (source, target) of scales and minima of a tile's groups."""
+    """List the copies of scales and minima of a tile's groups.
+
+    Args:
+        data: References to the operands.
+        keys: References to shared memory, which has `factors`.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        tile: The number of the tile.
+
+    Yields:
+        (source, target) of the scales, then of the minima."""
     layer, row, head = indices
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     groups = pl.ds(tile * plan.groups, plan.groups)
@@ -73,13 +119,27 @@ def factor_copies(data, keys, plan, indices, tile):
 
 
 def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
-    """Write what all tiles share, before the first one: the queries."""
+    """Write what all tiles share, before the first one: the queries. The parameters are those of `rope.start`.
+
+    Args:
+        data: Not used.
+        keys: References to shared memory; `raw` is written.
+        plan: Not used.
+        indices: Not used.
+        queries: The queries in registers, [D, R] float32.
+        barrier: Not used."""
     del data, plan, indices, barrier
     put_transposed(keys.raw.at[0], queries.astype(jnp.bfloat16))
 
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
-    """Write the queries times the scales of each of a quad's groups, once the keys of its tile have arrived."""
+    """Write the queries times the scales of each of a quad's groups, once the keys of its tile have arrived.
+
+    Args:
+        keys: References to shared memory; `scaled` is written.
+        plan: Not used.
+        quad: The quad.
+        queries: The queries in registers, [D, R] float32."""
     for i in range(GROUPS):
         scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
         scaled = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
@@ -87,7 +147,7 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _constants(keys: Keys, plan, quad: Quad, i: int):
-    """Return the sum of a group's scaled query over its channels, and q . m; both on all rows, [64, R]."""
+    """Compute sum(q s) and q . m of group `i` of a quad, both on all rows, [64, R]."""
     shape = (STEP, plan.spec.head_dim)
     low = load(keys.factors.at[1, quad.part * GROUPS + i], COLUMNS, optimized=False)
     low = lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1])
@@ -96,7 +156,16 @@ def _constants(keys: Keys, plan, quad: Quad, i: int):
 
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
-    """Return q . k of the steps of a quad, [64, R] each."""
+    """Compute the scores of a quad, before the factor D^-1/2.
+
+    Args:
+        keys: References to shared memory.
+        plan: The call's plan.
+        quad: The quad.
+        table: Not used: uniform codes have no signposts.
+
+    Returns:
+        q . k of the tokens of every step, [64, R] each."""
     del table
     bits, out = plan.spec.key_bits, []
     constants = [_constants(keys, plan, quad, i) for i in range(GROUPS)]

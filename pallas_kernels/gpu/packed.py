@@ -1,13 +1,13 @@
 """Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
 
-Forms of a body, keys and values alike of 2, 3 or 4 bits, heads of 128 channels:
+The kernel reads bodies with heads of 128 channels, whose keys and values have the same number of bits: 2, 3 or 4.
 
-- KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head;
-- KIVI*: the same with keys before RoPE;
-- KVQuant: signposts, keys before RoPE, with scales per channel that hold for all tokens, one value scale per token.
-  Bodies with outliers are not read.
+- KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head.
+- KIVI*: the same with keys before RoPE.
+- KVQuant: signposts, keys before RoPE. Keys have scales per channel that hold for all tokens, values one scale per
+  token. Bodies with outliers are not read.
 
-Products are in bfloat16 with float32 sums. `kernel` has the body.
+Products are in bfloat16 with float32 sums. kernel.py has the kernel's body.
 """
 
 import dataclasses
@@ -33,19 +33,38 @@ __all__ = ["Plan", "packed_attention", "resident", "tile_tokens"]
 
 
 def tile_tokens(bits: int) -> int:
-    """Return the tokens of a tile: a block of the widest plane set. A body must have as many."""
+    """Count the tokens of a tile: a block of the widest plane set.
+
+    Args:
+        bits: Bits of a code.
+
+    Returns:
+        The number of tokens. A body must have as many."""
+    # A block is 32 rows of 32-bit words: 1024 bits of every channel.
     return 1024 // split_bits(bits)[0]
 
 
 def resident(spec: PackedSpec) -> int:
-    """Return how many programs a multiprocessor's registers and shared memory hold
-    (benchmarks/records/gpu_registers.json)."""
+    """Count the programs that a multiprocessor holds at a time.
+
+    Args:
+        spec: The form of the body.
+
+    Returns:
+        As many as its registers and shared memory allow, by what ptxas says of the compiled kernels
+        (benchmarks/records/gpu_registers.json)."""
     return 3 if spec.plain and spec.key_bits != 3 else 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: query rows of a KV head (a multiple of 8), and programs that share a row's tokens."""
+    """Static choices of one call.
+
+    Attributes:
+        spec: The form of the body.
+        rows: Query rows of a KV head, padded to a multiple of 8.
+        splits: Programs that share a row's tokens.
+    """
 
     spec: PackedSpec
     rows: int
@@ -84,7 +103,15 @@ class Plan:
         return self.spec.value_group == self.spec.head_dim
 
     def word_rows(self, tile, bits: int):
-        """Return the rows of words of a tile in a plane set of `bits`."""
+        """Slice the rows of words of a tile out of a plane set.
+
+        Args:
+            tile: The number of the tile.
+            bits: Bits of the plane set.
+
+        Returns:
+            The slice of 32 rows."""
+        # A block of narrower bits has more tokens than a tile, so that several tiles read the same rows.
         return pl.ds(lax.div(tile * self.tile, 1024 // bits) * HALF, HALF)
 
 
@@ -113,14 +140,28 @@ def packed_attention(
     *,
     splits: int | None = None,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16. `splits` programs share a
-    row's tokens; by default as many as fill the chip. Raise ValueError for bodies that this kernel does not read."""
+    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16.
+
+    Args:
+        q: The queries.
+        body: The packed body.
+        layer: The number of the layer in the body.
+        start: The first token that each query sees.
+        stop: One past the last token that each query sees.
+        spec: The form of the body.
+        splits: How many programs share a row's tokens. None: as `call.default_splits` chooses.
+
+    Returns:
+        Attention to these tokens.
+
+    Raises:
+        ValueError: A body that this kernel does not read."""
     check(q, body, spec)
     _check(spec)
     return _attend(q, body, layer, start, stop, spec, splits)
 
 
-# Jitted by itself so that a program lowers the kernel once, and not for every layer that calls it: that took half a
+# Jitted by itself, so that a program lowers the kernel once and not for every layer that calls it. Lowering took half a
 # second a layer (jax 0.11.2).
 @functools.partial(jax.jit, static_argnames=("spec", "splits"))
 def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: int | None) -> Partial:
@@ -135,12 +176,13 @@ def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: i
 
 
 def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
-    """Lay out the operands; none of a body's arrays is copied."""
+    """Lay out the operands. No array of a body that grows with its tokens is copied."""
     scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
     operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
     if spec.rope is not None:
         operands = operands._replace(turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec))
     if body.signposts is not None:
+        # Scales and minima of a channel hold for all tokens: [K, 2, 1, D], a slice for each KV head.
         factors = jnp.stack([body.key_scale, body.key_low]).reshape(2, spec.kv_heads, 1, spec.head_dim)
         operands = operands._replace(
             key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),

@@ -1,7 +1,8 @@
-"""Share what the Hopper decode-attention kernels have in common: layouts of registers, the online softmax and its end.
+"""What the Hopper decode-attention kernels share: layouts of registers, products, the online softmax and its end.
 
-Products run with operands swapped: 64 tokens (scores) or channels (sums of values) lie on the rows of a WGMMA
-instruction, and the R query rows of a KV head, padded to a multiple of 8, are its columns. Nothing is padded to 64."""
+WGMMA, the matrix instruction, has 64 rows and a multiple of 8 columns. So products run with operands swapped. The rows
+are 64 tokens (scores) or 64 channels (sums of values). The columns are the R query rows of a KV head, which are padded
+to a multiple of 8, and not to 64."""
 
 import functools
 import inspect
@@ -17,30 +18,46 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 __all__ = ["CHANNELS", "COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "fold", "hidden", "load"]
 __all__ += ["load_limits", "numbers", "product", "put_transposed", "row_index", "share", "tiled", "visible"]
 
-CHANNELS = 64  # of one product with values: the rows of WGMMA
+CHANNELS = 64  # channels of one product with values: the rows of WGMMA
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of a product
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # the layout of a number for each row of a product
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # the layout of a number for each column
 
 
 class State(NamedTuple):
-    """The online softmax of R columns. Sums over tokens stay spread over the rows of a product until the end."""
+    """The online softmax of R columns. Sums over tokens are kept apart for the M rows of a product until the end."""
 
-    peak: Any  # [R], in powers of two
+    peak: Any  # [R] running maximum of the scores, as base-2 logarithms
     total: Any  # [M, R] sum of the weights
     low: Any  # [M, R] sum of weight times what all channels of a value share
     acc: tuple  # of [64, R]: sum of weight times value, transposed, 64 channels each
 
 
 def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
-    """Declare shared memory swizzled as products and transposed accesses want it, cut along the lanes into tiles of
-    `swizzle` bytes."""
+    """Declare shared memory that is swizzled, as products and transposed accesses want it.
+
+    Args:
+        shape: The array's shape.
+        dtype: The array's dtype.
+        swizzle: Bytes of a tile along the lanes.
+
+    Returns:
+        The declaration."""
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
 
 def share(ends, row, split, splits: int):
-    """Return the first tile of program `split` of those that share a row, and one past its last."""
+    """Find the tiles of one of the programs that share a row.
+
+    Args:
+        ends: A reference [3, B]: first tile, last tile + 1 and layer of every row.
+        row: The number of the row.
+        split: The number of the program.
+        splits: How many programs share the row.
+
+    Returns:
+        (the program's first tile, one past its last)."""
     first, last = ends[0, row], ends[1, row]
     count = lax.div(last - first + splits - 1, splits)
     begin = first + split * count
@@ -48,7 +65,16 @@ def share(ends, row, split, splits: int):
 
 
 def load(ref, layout, *, optimized: bool = True):
-    """Load all of a reference. `plgpu.load` demands an index in JAX 0.10, deprecates it in 0.11, refuses it in 0.12."""
+    """Load a reference into registers.
+
+    Args:
+        ref: A reference to device or shared memory, all of which is loaded.
+        layout: The layout in registers.
+        optimized: As in `plgpu.load`: False where the layout has no optimised load from this memory.
+
+    Returns:
+        The array."""
+    # `plgpu.load` demands an index in JAX 0.10, deprecates it in 0.11 and refuses it in 0.12.
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
     demanded = parameter is not None and parameter.default is parameter.empty
     index = ((),) if demanded else ()
@@ -56,7 +82,8 @@ def load(ref, layout, *, optimized: bool = True):
 
 
 def _store(ref, x):
-    """Store to device memory. (JAX 0.12 must be told that it may write less than whole cache lines.)"""
+    """Store to device memory."""
+    # JAX 0.12 must be told that it may write less than whole cache lines. Earlier releases have no `store`.
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
@@ -64,18 +91,41 @@ def _store(ref, x):
 
 
 def load_limits(bounds, row, shape: tuple[int, int]):
-    """Load first and last + 1 visible token of every column, on all rows of a product."""
+    """Load which tokens the columns see.
+
+    Args:
+        bounds: A reference [B, 2, R]: first and last + 1 visible token of every column.
+        row: The number of the row.
+        shape: The shape [M, R] of a product.
+
+    Returns:
+        The first token, and one past the last, on all rows of a product, [M, R] each."""
     limits = [load(bounds.at[row, i], COLUMNS, optimized=False) for i in range(2)]
     return [lax.broadcast_in_dim(x, shape, [1]) for x in limits]
 
 
 def visible(slot, limits):
-    """Say which tokens `slot` a column sees."""
+    """Say which tokens the columns see.
+
+    Args:
+        slot: The token of every row, on all columns, [M, R].
+        limits: From `load_limits`.
+
+    Returns:
+        A mask [M, R]."""
     return (slot >= limits[0]) & (slot < limits[1])
 
 
 def begin_state(tokens: int, dim: int, rows: int) -> State:
-    """Return the online softmax of no tokens."""
+    """Make the online softmax of no tokens.
+
+    Args:
+        tokens: The rows M of a product of scores.
+        dim: Channels of a head.
+        rows: Query rows R of a KV head.
+
+    Returns:
+        The state."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
@@ -83,18 +133,34 @@ def begin_state(tokens: int, dim: int, rows: int) -> State:
 
 
 def along(vector, like):
-    """Repeat a number for each column over all rows of `like`."""
+    """Repeat a number for each column on all rows.
+
+    Args:
+        vector: The numbers, [R].
+        like: An array of the shape that is wanted, [M, R].
+
+    Returns:
+        The numbers, [M, R]."""
     return lax.broadcast_in_dim(vector, like.shape, [1])
 
 
 def put_transposed(ref, x):
-    """Store x.T into `ref` for a matrix in WGMMA's layout."""
+    """Store the transpose of a matrix.
+
+    Args:
+        ref: A reference to shared memory, [N, M].
+        x: The matrix in WGMMA's layout, [M, N]."""
     ref.transpose((1, 0))[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def product(*pairs):
-    """Sum left @ right.T over pairs of them, in float32. `right` [R, K] lies in shared memory, `left` [M, K] there or
-    in registers."""
+    """Sum left @ right.T over pairs of matrices.
+
+    Args:
+        pairs: (left [M, N], right [R, N]) each. `right` lies in shared memory, `left` there or in registers.
+
+    Returns:
+        The sum, [M, R] float32."""
 
     def run(acc):
         for left, right in pairs:
@@ -106,26 +172,56 @@ def product(*pairs):
 
 
 def numbers(bits16):
-    """Turn stored bfloat16 bits into float32."""
+    """Turn bits of bfloat16 numbers into float32.
+
+    Args:
+        bits16: The bits, uint16.
+
+    Returns:
+        The numbers, of the same shape."""
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
 def row_index(shape: tuple[int, int]):
-    """Return the number of every row, on all its columns."""
+    """Number the rows of a product.
+
+    Args:
+        shape: The shape [M, R] of the product.
+
+    Returns:
+        The number of every row, on all its columns, int32."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
 
 
 def hidden(memory, natural):
-    """Index away the leading 1 of references by a number that is always 0, but that the compiler cannot know. Otherwise
-    it would compute the addresses of all operands before the loop and keep them in more registers than there are."""
+    """Index the first axis of references, whose length is 1, by a 0 that the compiler cannot know.
+
+    With a known index the compiler would compute the addresses of all operands before the loop, and keep them in more
+    registers than there are.
+
+    Args:
+        memory: A tree of references [1, ...].
+        natural: An int32 number that is not negative.
+
+    Returns:
+        The tree of references [...]."""
+    # The sign bit of a number that is not negative.
     zero = lax.shift_right_logical(natural, 31)
     return jax.tree.map(lambda ref: ref.at[zero], memory, is_leaf=lambda x: hasattr(x, "at"))
 
 
 def fold(state: State, scores, write_weights, weigh) -> State:
-    """Fold the scores of more tokens, a list of [M, R], into the online softmax. `write_weights(peak)` puts their
-    softmax weights into shared memory and returns what to add to `total` and `low`. `weigh()` returns the weighted sums
-    of values."""
+    """Fold the scores of further tokens into the online softmax.
+
+    Args:
+        state: The online softmax.
+        scores: A list of scores as base-2 logarithms, [M, R] each.
+        write_weights: `write_weights(peak)` puts the tokens' softmax weights into shared memory. It returns what they
+            add to `total` and `low`.
+        weigh: `weigh()` returns the sums of the tokens' values under these weights, as `acc`.
+
+    Returns:
+        The online softmax with these tokens."""
     peak = jnp.maximum(state.peak, functools.reduce(jnp.maximum, scores).max(0))
     decay = jnp.exp2(state.peak - peak)
     total, low = write_weights(peak)
@@ -135,11 +231,17 @@ def fold(state: State, scores, write_weights, weigh) -> State:
 
 
 def finish(state: State, out, lse):
-    """Write the normalised output, transposed, [D, R], and the log-sum-exp [R]; 0 and NEVER where nothing was seen."""
+    """Write the results of an online softmax. They are 0 and NEVER in columns that have seen no token.
+
+    Args:
+        state: The online softmax.
+        out: A reference to the normalised output, transposed, [D, R].
+        lse: A reference to the log-sum-exp, a natural logarithm, [R]."""
     total, low = state.total.sum(0), state.low.sum(0)
     seen = state.peak > NEVER / 2
     safe = jnp.where(seen, total, jnp.ones_like(total))
     for i, acc in enumerate(state.acc):
+        # `low` is what all channels of a value share, so that it is added to every channel.
         mean = (acc + along(low, acc)) / along(safe, acc)
         part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
         _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))

@@ -2,10 +2,11 @@
 
     R(p + o) k . q = R(o) k . R(-p) q       R(p): the rotation to position p
 
-The query, rotated to its own position outside, is rotated back to the first token p of every group of 128. The keys are
-rotated by their offset o within the group, by a table of cos and sin that is the same for all groups. So keys are
-decoded and rotated in registers, two bfloat16 at a time: one multiply-add for scale and minimum, two for the rotation.
-Channels are taken 32 pairs at a time, which bounds the registers; channel i and i + D/2 are a pair."""
+The query q comes rotated to its own position. It is rotated back by p, the position of the first token of every group
+of 128. The keys are rotated by their offset o within the group. The table of cos and sin of offsets is the same for all
+groups. Keys are decoded and rotated in registers, two bfloat16 numbers at a time: one multiply-add for scale and
+minimum, two for the rotation. Channels i and i + D/2 are a pair. 32 pairs are taken at a time, which bounds the
+registers."""
 
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
 __all__ = ["Keys", "copies", "memory", "offsets", "prepare", "scores", "start", "turns"]
 
-LANES = 32  # pairs of channels taken at a time
-PAIRS = 64  # of a head of 128 channels
+LANES = 32  # pairs of channels that are taken at a time; more would take more registers
+PAIRS = 64  # pairs of channels of a head, which has 128
 
 
 class Keys(NamedTuple):
@@ -34,44 +35,73 @@ class Keys(NamedTuple):
     codes: tuple  # of [1, 32, D] u32, one per plane set
     factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N = 1
     turns: Any  # [1, groups, D] f32: cos, then sin, of the first positions of a tile's groups
-    offsets: Any  # [1, 256, D/2] bf16: cos and sin of the offsets in the first half of a group, then of its second
+    offsets: Any  # [1, 256, D/2] bf16: cos, then sin, of the first 64 offsets in a group; then those of the last 64
     rotated: Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of a quad's groups
 
 
 def _angles(positions, spec) -> Float[Array, "N D"]:
-    """Return cos, then sin, of every pair at N positions."""
+    """Compute cos, then sin, of the angle of every pair of channels at N positions."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
 def turns(body, spec) -> Float[Array, "_ D"]:
-    """Return the rotation of the query back to the first token of every group of a body, times the factor of the
-    rope."""
+    """Make the rotations by which `prepare` rotates queries back.
+
+    Args:
+        body: The packed body. Its `positions` are those of the first tokens of equal stretches of slots.
+        spec: The form of the body.
+
+    Returns:
+        cos, then sin, of the position of the first token of every group of the body, times the factor of the rope."""
     slots, count = body.value_scale.shape[-1], body.positions.shape[0]
     first = body.positions[:, None] + jnp.arange(0, slots // count, GROUP, dtype=jnp.int32)[None]
     return _angles(first.reshape(-1), spec) * spec.rope.factor
 
 
 def offsets(spec) -> BFloat16[Array, "256 _"]:
-    """Return the rotation within a group: for each half of it 64 rows of cos, then 64 of sin."""
+    """Make the rotations of keys by their offsets within a group.
+
+    Args:
+        spec: The form of the body.
+
+    Returns:
+        64 rows of cos and 64 of sin for the first half of a group, then as many for its second half."""
     table = _angles(jnp.arange(GROUP), spec).reshape(2, STEP, 2, -1)
     return table.transpose(0, 2, 1, 3).reshape(2 * GROUP, -1).astype(jnp.bfloat16)
 
 
 def memory(plan) -> Keys:
-    """Declare the shared memory of `Keys`."""
+    """Declare the shared memory of `Keys`.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        The declarations, in the places of the references."""
     dim = plan.spec.head_dim
     return Keys(
         gpu_keys.words(plan),
         plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
         plgpu.SMEM((1, plan.tile // GROUP, dim), jnp.float32),
+        # LANES bfloat16 numbers are 2 * LANES bytes: tiles are as wide as what is taken at a time.
         tiled((1, 2 * GROUP, dim // 2), jnp.bfloat16, swizzle=2 * LANES),
         tiled((1, GROUPS, plan.rows, dim), jnp.bfloat16, swizzle=2 * LANES),
     )
 
 
 def copies(data, keys: Keys, plan, indices, tile):
-    """Yield (source, target) of everything that a tile's keys need."""
+    """List the copies that bring a tile's keys to shared memory.
+
+    Args:
+        data: References to the operands.
+        keys: References to shared memory.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        tile: The number of the tile.
+
+    Yields:
+        (source, target) of every copy."""
     groups = plan.tile // GROUP
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
     yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, indices, tile)
@@ -80,7 +110,15 @@ def copies(data, keys: Keys, plan, indices, tile):
 
 
 def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
-    """Copy what all tiles share, before the first one: offsets, and scales that hold for all tokens."""
+    """Copy what all tiles share, before the first one: offsets, and scales that hold for all tokens.
+
+    Args:
+        data: References to the operands.
+        keys: References to shared memory.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        queries: Not used. `keys.start` writes them.
+        barrier: The barrier at which the copies arrive."""
     del queries
     plgpu.copy_gmem_to_smem(data.offsets, keys.offsets.at[0], barrier)
     if plan.signposts:
@@ -90,7 +128,13 @@ def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
     """Write the queries rotated back to the first token of each of a quad's groups, once the keys of its tile have
-    arrived."""
+    arrived.
+
+    Args:
+        keys: References to shared memory; `rotated` is written.
+        plan: Not used.
+        quad: The quad.
+        queries: The queries in registers, [D, R] float32."""
     first, second = queries[:PAIRS], queries[PAIRS:]
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
@@ -101,7 +145,7 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
-    """Decode the keys of the four steps of a quad, LANES channels from `lane` on, as bfloat16."""
+    """Decode the keys of the four steps of a quad, LANES channels from `lane` on: [64, LANES] bfloat16 each."""
     bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
     nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
     if plan.signposts:
@@ -119,14 +163,24 @@ def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
 
 
 def _turned(keys: Keys, step: int, lane: int, first, second):
-    """Rotate pairs of channels, the `first` and the `second` of each, by their tokens' offsets."""
+    """Rotate pairs of channels, `first` and `second` [64, LANES], by the offsets of the tokens of a step."""
+    # A group is two steps. The step's half of the table has 64 rows of cos, then 64 of sin.
     rows = (pl.ds(step % 2 * GROUP + at, STEP) for at in (0, STEP))
     cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
     return first * cos - second * sin, second * cos + first * sin
 
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
-    """Return q . k of the steps of a quad, [64, R] each."""
+    """Compute the scores of a quad, before the factor D^-1/2.
+
+    Args:
+        keys: References to shared memory.
+        plan: The call's plan.
+        quad: The quad.
+        table: A reference to the signposts' table (`lookup.table_words`); None for uniform codes.
+
+    Returns:
+        q . k of the tokens of every step, [64, R] each."""
     out = [0.0] * STEPS
     for lane in range(0, PAIRS, LANES):
         first, second = (_decoded(keys, plan, quad, table, at) for at in (lane, PAIRS + lane))

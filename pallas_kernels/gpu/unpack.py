@@ -1,12 +1,14 @@
 """Unpack words to bfloat16 codes in the registers of a Hopper warpgroup.
 
-A product takes 64 consecutive tokens: two neighbouring planes of a block (`ops/packing/planes.py`). A quad is four such
-steps, 256 tokens. Its codes are brought together in 16-bit numbers, one for four tokens 64 apart: nibble i holds the
-code of step ORDER[i]. Codes of 2 bits already lie so in the words, those of 4 bits are picked from both halves of a
-word, those of 3 bits from the two words of their plane sets.
+A step is one product, of 64 consecutive tokens. These are two neighbouring planes of a block
+(`ops/packing/planes.py`). A quad is four steps, 256 tokens or eight planes. Its codes are brought together in 16-bit
+numbers, one for four tokens 64 apart. Nibble i holds the code of step ORDER[i]. Codes of 2 bits lie so in the words
+already. Codes of 4 bits are picked from both halves of a word, and codes of 3 bits from the two words of their plane
+sets.
 
-A code c becomes the bfloat16 number 2^e + c by or-ing it into the mantissa of 2^e, two at a time: a mask and an or (one
-instruction) and in some places a shift. Where in the mantissa it lands decides e."""
+A code c becomes the bfloat16 number 2^e + c: c is or-ed into the mantissa of 2^e. The two numbers of a 32-bit register
+take a mask and an or, which are one instruction, and in some places a shift. The bit of the mantissa at which c lands
+decides e."""
 
 import functools
 from typing import Any, NamedTuple
@@ -23,45 +25,69 @@ __all__ = ["ORDER", "STEP", "STEPS", "Quad", "base", "codes", "half_bits", "key_
 __all__ += ["to_nibbles", "value_nibbles"]
 
 STEP = 64  # tokens of one product
-STEPS = 4  # of a quad
-ORDER = {2: (0, 1, 2, 3), 3: (0, 1, 2, 3), 4: (0, 2, 1, 3)}  # its own inverse
+STEPS = 4  # products of a quad
+# The step of each nibble, by bits. With 4 bits the upper half of a word fills the odd nibbles (`to_nibbles`). Each
+# order is its own inverse, so that ORDER[bits][step] is the nibble of a step too.
+ORDER = {2: (0, 1, 2, 3), 3: (0, 1, 2, 3), 4: (0, 2, 1, 3)}
 
 
 class Quad(NamedTuple):
-    """A quad: its tile, and which part of the tile it is; numbers in registers."""
+    """A quad: the number of its tile, and its number in the tile. Both are in registers."""
 
     tile: Any
     part: Any
 
 
 def _halves(words: list, bits: int, quad: Quad, layout) -> list:
-    """Return the 16-bit halves of the words of each plane set that hold the codes of a quad."""
+    """Take the 16-bit halves of words that hold the codes of a quad.
+
+    `words` are those of every plane set. With 4 bits a quad is both halves of a word. With 2 bits it is one half. With
+    3 bits it is one half of a word of 2 bits, and 8 bits of one half of a word of single bits."""
     if bits == 4:
         return [half(words[0], upper, layout) for upper in range(2)]
     out = [half(words[0], quad.part, layout)]
-    if bits == 3:  # a block of single bits holds two tiles
+    if bits == 3:  # a word of single bits has 32 planes: a tile of 16 planes in either half
         out.append(half(words[1], lax.rem(quad.tile, 2), layout))
     return out
 
 
 def half_bits(bits: int) -> tuple[int, ...]:
-    """Return the bits of a code in each of `_halves`."""
+    """List how many bits of a code each half has.
+
+    Args:
+        bits: Bits of a code.
+
+    Returns:
+        The bits, for each of `_halves`."""
     return (4, 4) if bits == 4 else split_bits(bits)
 
 
 def to_nibbles(permute, *words, bits: int, later: int = 0):
-    """Turn words of `_halves` into those of a quad. `later` is 1 for the planes of odd number. With 3 bits, a word that
-    says where the quad's single bits begin follows the halves. With 2 bits, the upper bits of a nibble are
-    arbitrary."""
+    """Turn registers of `_halves` into registers of a quad's nibbles.
+
+    Args:
+        permute: Not used.
+        words: A register of each half. With 3 bits, the number of the quad's first single bit follows: 0 or 8.
+        bits: Bits of a code.
+        later: 0 for the planes of even number, 1 for those of odd number.
+
+    Returns:
+        One register, as the only entry. With 2 bits, the upper bits of a nibble are arbitrary."""
     del permute
     halves, begin = words[: len(half_bits(bits))], words[len(half_bits(bits)) :]
+    # A shift by one code brings the odd planes to where the even ones were.
     if later:
         halves = [x >> part for x, part in zip(halves, half_bits(bits), strict=True)]
-    if bits == 2:
+    if bits == 2:  # nibble i has plane 2i, or 2i + 1 if `later`, in its lower two bits
         return halves
+    # The lower half has planes 0 to 3, the upper half planes 4 to 7. Planes 0 and 2 go to nibbles 0 and 2, planes 4 and
+    # 6 to nibbles 1 and 3.
     if bits == 4:
         low, high = halves
         return (low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4,)
+    # The pairs are in place as with 2 bits. The single bits of planes 0, 2, 4 and 6 are bits 0, 2, 4 and 6. They are to
+    # be bits 2, 6, 10 and 14, on top of their pairs: bits 4 and 6 go to 8 and 10 first, then bits 0 and 8 by 2 places,
+    # bits 2 and 10 by 4.
     pairs, singles = halves
     singles = singles >> begin[0]
     spread = singles & 0x00050005 | (singles & 0x00500050) << 4
@@ -70,20 +96,35 @@ def to_nibbles(permute, *words, bits: int, later: int = 0):
 
 def _nibbles(halves: list, quad: Quad, **static):
     """Apply `to_nibbles` to arrays of halves."""
+    # The second quad of a tile has the upper 8 of 16 single bits.
     begin = ((8 * quad.part).astype(jnp.uint32),) if static["bits"] == 3 else ()
     return packed(functools.partial(to_nibbles, **static), jnp.uint16, *halves, scalars=begin)[0]
 
 
 def key_nibbles(words, bits: int, quad: Quad):
-    """Return a quad's nibbles of keys, tokens on the rows: [64, N], from references to the words of every plane set,
-    [32, N]."""
+    """Unpack a quad's keys to nibbles, with tokens on the rows.
+
+    Args:
+        words: References to the words of every plane set, [32, N] each.
+        bits: Bits of a code.
+        quad: The quad.
+
+    Returns:
+        The nibbles, [64, N] uint16: 32 tokens of the even planes, then 32 of the odd planes."""
     halves = _halves([load(x, TWICE) for x in words], bits, quad, TWICE)
     return _nibbles([twice(x, part) for x, part in zip(halves, half_bits(bits), strict=True)], quad, bits=bits)
 
 
 def value_nibbles(words, bits: int, quad: Quad):
-    """Return a quad's nibbles of values, tokens on the columns: [N, 64], from references to the words of every plane
-    set, [32, N]."""
+    """Unpack a quad's values to nibbles, with tokens on the columns.
+
+    Args:
+        words: References to the words of every plane set, [32, N] each.
+        bits: Bits of a code.
+        quad: The quad.
+
+    Returns:
+        The nibbles, [N, 64] uint16: 32 tokens of the even planes, then 32 of the odd planes."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED
     halves = _halves([load(x.transpose((1, 0)), layout) for x in words], bits, quad, layout)
     halves = [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in halves]
@@ -91,26 +132,61 @@ def value_nibbles(words, bits: int, quad: Quad):
 
 
 def place(nibble: int, bits: int) -> tuple[int, int]:
-    """Return by how much a nibble of a quad is shifted right, and at which bit of the mantissa it then lies."""
+    """Say where a nibble of a quad goes in a mantissa.
+
+    Args:
+        nibble: The number of the nibble.
+        bits: Bits of a code.
+
+    Returns:
+        (by how many bits the quad is shifted right, the bit of the mantissa at which the nibble then lies)."""
+    # Nibbles lie at bits 0, 4, 8 and 12, and a mantissa has bits 0 to 6. Codes of fewer than 4 bits fit at bit 4 too,
+    # where nibble 1 lies without a shift.
     bit = 4 if nibble and bits < 4 else 0
     return 4 * nibble - bit, bit
 
 
 def to_codes(permute, word, nibble: int, bits: int):
-    """Turn a word of a quad into two numbers 2^e + c."""
+    """Turn a register of a quad into the numbers 2^e + c of one nibble.
+
+    Args:
+        permute: Not used.
+        word: The register, with two 16-bit numbers.
+        nibble: The number of the nibble.
+        bits: Bits of a code.
+
+    Returns:
+        A tuple of one register with two bfloat16 numbers."""
     del permute
     shift, bit = place(nibble, bits)
     shifted = word >> shift if shift else word
+    # The lowest bit of a mantissa of 2^e counts 2^(e - 7). A code at `bit` counts 1 where e = 7 - bit. Exponents are
+    # stored plus 127, above the 7 bits of the mantissa. 0x10001 repeats a 16-bit number in both halves.
     mask, base = ((1 << bits) - 1) << bit, (127 + 7 - bit) << 7
     return (shifted & mask * 0x10001 | base * 0x10001,)
 
 
 def codes(nibbles, step: int, bits: int):
-    """Return 2^e + the codes of one step of a quad, bfloat16."""
+    """Unpack the codes of one step of a quad.
+
+    Args:
+        nibbles: The quad's nibbles, from `key_nibbles` or `value_nibbles`.
+        step: The number of the step.
+        bits: Bits of a code.
+
+    Returns:
+        2^e + the codes (`base`), bfloat16, of the shape of `nibbles`."""
     change = functools.partial(to_codes, nibble=ORDER[bits][step], bits=bits)
     return packed(change, jnp.bfloat16, nibbles)[0]
 
 
 def base(step: int, bits: int) -> float:
-    """Return the 2^e of `codes`."""
+    """Compute the 2^e that `codes` adds to the codes.
+
+    Args:
+        step: The number of the step.
+        bits: Bits of a code.
+
+    Returns:
+        The number."""
     return float(1 << 7 - place(ORDER[bits][step], bits)[1])

@@ -1,5 +1,11 @@
-"""Sum up packed values under their softmax weights in a Hopper kernel. One scale and minimum per token fold into the
-weights. The 64 rows of a product are channels, its inner dimension is 64 tokens."""
+"""Sum packed values under their softmax weights in a Hopper kernel.
+
+With a weight p, scale s and minimum m of each token, and codes that are unpacked to 2^e + c (`unpack`):
+
+    sum p (s c + m) = sum (p s) (2^e + c) + sum (p m - 2^e p s)
+
+The first sum is a product of weights p s with unpacked codes. The second one is the same for all channels (`State.low`
+of `parts`). The 64 rows of a product are channels. Its inner dimension is 64 tokens."""
 
 from typing import Any, NamedTuple
 
@@ -21,18 +27,34 @@ class Values(NamedTuple):
     """Shared memory for the values of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
-    factors: Any  # [1, 2, steps, 64] u16: scales and minima of a tile
-    weights: Any  # [1, 4, R, 64] bf16: of a quad
+    factors: Any  # [1, 2, steps, 64] u16: scales and minima of a tile's tokens
+    weights: Any  # [1, 4, R, 64] bf16: softmax weights times scales of a quad's tokens
 
 
 def memory(plan) -> Values:
-    """Declare the shared memory of `Values`."""
+    """Declare the shared memory of `Values`.
+
+    Args:
+        plan: The call's plan.
+
+    Returns:
+        The declarations, in the places of the references."""
     factors = plgpu.SMEM((1, 2, plan.tile // STEP, STEP), jnp.uint16)
     return Values(gpu_keys.words(plan), factors, tiled((1, STEPS, plan.rows, STEP), jnp.bfloat16))
 
 
 def copies(data, values: Values, plan, indices, tile):
-    """Yield (source, target) of everything that a tile's values need."""
+    """List the copies that bring a tile's values to shared memory.
+
+    Args:
+        data: References to the operands.
+        values: References to shared memory.
+        plan: The call's plan.
+        indices: The numbers of layer, row and KV head.
+        tile: The number of the tile.
+
+    Yields:
+        (source, target) of every copy."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
     layer, row, head = indices
     steps, owner = plan.tile // STEP, head if plan.own_scales else 0
@@ -41,9 +63,17 @@ def copies(data, values: Values, plan, indices, tile):
 
 
 def write_weights(values: Values, plan, quad: Quad, scores, peak):
-    """Write a quad's softmax weights times the values' scales; `peak` is the running maximum. Return two sums over the
-    steps, [64, R] each: of the weights, and of what every channel gets (weight times minimum, less what the codes' 2^e
-    adds)."""
+    """Write a quad's softmax weights times the values' scales.
+
+    Args:
+        values: References to shared memory; `weights` is written.
+        plan: The call's plan.
+        quad: The quad.
+        scores: The scores of every step as base-2 logarithms, [64, R] each.
+        peak: The running maximum of the scores, [R].
+
+    Returns:
+        Two sums over the steps, [64, R] each: of the weights p, and of p m - 2^e p s."""
     total = low = jnp.zeros_like(scores[0])
     for step, score in enumerate(scores):
         weight = jnp.exp2(score - along(peak, score))
@@ -53,13 +83,23 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         rounded = (weight * scale).astype(jnp.bfloat16)
         put_transposed(values.weights.at[step], rounded)
         total, low = total + weight, low + weight * zero
+        # What 2^e adds is taken off with the rounded numbers that the product has. Signposts come without 2^e.
         if not plan.signposts:
             low = low - gpu_unpack.base(step, plan.spec.value_bits) * rounded.astype(jnp.float32)
     return total, low
 
 
 def weigh(values: Values, plan, quad: Quad, table) -> tuple:
-    """Sum the codes of a quad, or the signposts they index, under their weights: [64, R] for every 64 channels."""
+    """Sum the unpacked codes of a quad, or the signposts that they stand for, under the weights of `write_weights`.
+
+    Args:
+        values: References to shared memory.
+        plan: The call's plan.
+        quad: The quad.
+        table: A reference to the signposts' table (`lookup.table_words`); None for uniform codes.
+
+    Returns:
+        The sums, transposed: [64, R] for every 64 channels."""
     bits = plan.spec.value_bits
 
     def run(acc, first):
@@ -67,7 +107,7 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
         nibbles = gpu_unpack.value_nibbles(words, bits, quad)
         if plan.signposts:
             lefts = gpu_lookup.look_up(nibbles, table, bits)
-        else:  # one after the other, not all at once: they take registers
+        else:  # a generator: the codes of one step at a time take fewer registers than those of all
             lefts = (gpu_unpack.codes(nibbles, step, bits) for step in range(STEPS))
         for step, left in enumerate(lefts):
             plgpu.wgmma(acc, left, values.weights.at[step].transpose((1, 0)))

@@ -1,7 +1,7 @@
 """Run code on the registers of a Hopper warpgroup, where Pallas has no operation for it.
 
-A 32-bit register of an array in WGMMA's layout holds two 16-bit neighbours of a row. Functions on such words are
-written once, for anything that has &, |, << and >>: here they become instructions, in tests/gpu_simulator.py they run
+A 32-bit register of an array in WGMMA's layout holds two neighbours of a row, 16 bits each. Functions on such registers
+are written once, for any values with &, |, << and >>. Here they become instructions. In tests/gpu_simulator.py they run
 on numpy's uint32."""
 
 import dataclasses
@@ -19,7 +19,8 @@ from jax.extend.mlir.dialects import arith
 __all__ = ["HALF", "TWICE", "beside", "half", "packed", "twice"]
 
 HALF = 32  # rows of words: the tokens of a plane, half the rows of a product
-# [32, N] spread over the threads as WGMMA spreads [64, N]: the last two warps hold what the first two hold.
+# The layout of [32, N] that spreads it over the threads as WGMMA's layout spreads [64, N]. The last two of the four
+# warps hold what the first two hold.
 TWICE = plgpu.Layout.TILED(
     plgpu.Tiling(((HALF, 8), (16, 8), (8, 8), (2,))),
     warp_dims=(plgpu.Replicated(2), -7),
@@ -63,9 +64,19 @@ def _permute(low: _Word, high: _Word, selector) -> _Word:
 
 
 def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> tuple[jax.Array, ...]:
-    """Apply `change(permute, *words, *scalars) -> words` to every register of arrays of 16-bit numbers, and return
-    arrays of `dtype`. `arrays` are in WGMMA's layout and of one shape, `scalars` are uint32."""
+    """Apply a function of 32-bit words to every register of arrays.
+
+    Args:
+        change: `change(permute, *words, *scalars)` returns a tuple of words. `words` has a register of each array,
+            with two numbers.
+        dtype: The dtype of the results, uint16 or bfloat16.
+        arrays: Arrays of 16-bit numbers in WGMMA's layout, all of one shape.
+        scalars: uint32 numbers that all registers get.
+
+    Returns:
+        An array of that shape for each word that `change` returns."""
     layout, shape = plgpu.Layout.WGMMA, arrays[0].shape
+    # The declaration below needs the number of results before any register is there.
     probe = change(_probe, *[np.zeros((), np.uint32)] * (len(arrays) + len(scalars)))
     kinds = (layout,) * len(arrays) + (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
 
@@ -92,8 +103,15 @@ def _probe(low, high, selector):
 
 
 def half(words: jax.Array, upper, layout) -> jax.Array:
-    """Return the lower halves of 32-bit words in `layout`, or the upper ones where `upper` is 1, as uint16. One
-    permutation for two words, also where `upper` is a number in a register."""
+    """Take the lower or the upper halves of 32-bit words, by one permutation for two words.
+
+    Args:
+        words: The words.
+        upper: 0 for the lower halves, 1 for the upper ones; may be a number in a register.
+        layout: The layout of the words.
+
+    Returns:
+        The halves, uint16, in the same layout."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout, plgpu.Layout.WG_SPLAT(())),
@@ -108,18 +126,27 @@ def half(words: jax.Array, upper, layout) -> jax.Array:
             registers[index] = mgpu.utils.bitcast(_permute(first, second, selector).value, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=False)
 
+    # 0x5410 picks bytes 0 and 1 of both words, 0x7632 bytes 2 and 3.
     return narrow(words, (0x5410 + 0x2222 * jnp.asarray(upper)).astype(jnp.uint32))
 
 
 def twice(halves: jax.Array, bits: int) -> jax.Array:
-    """Return [64, N] from 16-bit numbers [32, N] in the layout TWICE: the numbers, then the numbers shifted right by
-    `bits`. Bits that the shift moves in from a neighbour stay in the upper bits of a number."""
+    """Put numbers and the same numbers shifted one below the other. No number moves between threads.
+
+    Args:
+        halves: 16-bit numbers [32, N] in the layout TWICE.
+        bits: By how many bits the second ones are shifted to the right.
+
+    Returns:
+        The numbers, then the shifted numbers, [64, N] uint16 in WGMMA's layout. The shift moves bits of the neighbour
+        in the register to the upper bits of a number."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
         arg_types=(TWICE,), return_type=plgpu.ShapeDtypeStruct((2 * HALF, halves.shape[1]), jnp.uint16, layout=layout)
     )
     def rename(_, halves):
+        # 1 in the threads of the last two of a warpgroup's four warps, which hold the last 32 of 64 rows.
         second = arith.divui(arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32()))
         shift = _Word(arith.muli(second, mgpu.c(bits, _i32())))
         registers = np.empty_like(halves.registers)
@@ -132,7 +159,14 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
 
 
 def beside(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Put [M, N] and [M, N] together as [M, 2N]."""
+    """Put two arrays side by side, which renames registers and moves nothing.
+
+    Args:
+        left: [M, N] in WGMMA's layout.
+        right: [M, N] in WGMMA's layout.
+
+    Returns:
+        [M, 2N] in WGMMA's layout."""
     layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
 
     @plgpu.inline_mgpu(
