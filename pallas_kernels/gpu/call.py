@@ -119,7 +119,7 @@ def _merge(out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: 
     lse = jnp.where(peak > NEVER / 2, jnp.log(total) + peak, -jnp.inf)
     out = (out * (weights / total[:, :, None])[:, :, :, None]).sum(2)
     kv_heads = out.shape[1]
-    used = length * heads // kv_heads
-    out = out[..., :used].reshape(batch, kv_heads, dim, length, -1).transpose(0, 3, 1, 4, 2)
-    lse = lse[..., :used].reshape(batch, kv_heads, length, -1).transpose(0, 2, 1, 3)
+    used_rows = length * heads // kv_heads
+    out = out[..., :used_rows].reshape(batch, kv_heads, dim, length, -1).transpose(0, 3, 1, 4, 2)
+    lse = lse[..., :used_rows].reshape(batch, kv_heads, length, -1).transpose(0, 2, 1, 3)
     return Partial(out.reshape(shape), lse.reshape(batch, length, heads))

@@ -127,14 +127,14 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
     `end` is one past the program's last tile."""
     keys, values = gpu_parts.hidden((smem.keys, smem.values), quad.tile)
     tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
-    more_to_come = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
+    has_next_tile = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     _keys(plan).prepare(keys, plan, quad, queries)
     plgpu.commit_smem()  # products read the queries that all threads wrote in `prepare`
-    scores = _masked(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
+    scores = _base2_scores(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
     plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
-    pl.when(more_to_come)(lambda: fetch[0](quad.tile + 1))
+    pl.when(has_next_tile)(lambda: fetch[0](quad.tile + 1))
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
 
@@ -145,18 +145,18 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
         plgpu.commit_smem()  # products read the weights that all threads wrote
         sums = gpu_values.weigh(values, plan, quad, tables[1])
         plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
-        pl.when(more_to_come)(lambda: fetch[1](quad.tile + 1))
+        pl.when(has_next_tile)(lambda: fetch[1](quad.tile + 1))
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)
 
 
-def _masked(scores, plan, quad: Quad, limits) -> list:
+def _base2_scores(scores, plan, quad: Quad, limits) -> list:
     """Turn the scores of a quad into base-2 logarithms, NEVER where a query does not see the token."""
     factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
     first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
-    masked = []
+    base2_scores = []
     for step, score in enumerate(scores):
         slot = row_index(score.shape) + (first + step * STEP)
-        masked.append(jnp.where(gpu_parts.visible(slot, limits), score * factor, NEVER))
-    return masked
+        base2_scores.append(jnp.where(gpu_parts.visible(slot, limits), score * factor, NEVER))
+    return base2_scores

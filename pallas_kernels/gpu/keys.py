@@ -142,8 +142,8 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
         queries: The queries in registers, [D, R] float32."""
     for i in range(GROUPS):
         scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
-        scaled = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
-        put_transposed(keys.scaled.at[i], scaled.astype(jnp.bfloat16))
+        scaled_queries = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
+        put_transposed(keys.scaled.at[i], scaled_queries.astype(jnp.bfloat16))
 
 
 def _constants(keys: Keys, plan, quad: Quad, i: int):

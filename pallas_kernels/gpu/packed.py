@@ -169,8 +169,8 @@ def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: i
     batch, slots = q.shape[0], body.value_scale.shape[-1]
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
     tiles = slots // tile_tokens(spec.key_bits)
-    chosen = splits or gpu_call.default_splits(tiles, batch * spec.kv_heads, resident(spec))
-    plan = Plan(spec, queries.shape[-1], chosen)
+    split_count = splits or gpu_call.default_splits(tiles, batch * spec.kv_heads, resident(spec))
+    plan = Plan(spec, queries.shape[-1], split_count)
     operands = _operands(queries, body, spec)
     return gpu_call.attend(plan, kernel, memory(plan), operands, q.shape, layer, start, stop)
 

@@ -76,8 +76,8 @@ def load(ref, layout, *, optimized: bool = True):
         The array."""
     # `plgpu.load` demands an index in JAX 0.10, deprecates it in 0.11 and refuses it in 0.12.
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
-    demanded = parameter is not None and parameter.default is parameter.empty
-    index = ((),) if demanded else ()
+    needs_index = parameter is not None and parameter.default is parameter.empty
+    index = ((),) if needs_index else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
@@ -239,10 +239,10 @@ def finish(state: State, out, lse):
         lse: A reference to the log-sum-exp, a natural logarithm, [R]."""
     total, low = state.total.sum(0), state.low.sum(0)
     seen = state.peak > NEVER / 2
-    safe = jnp.where(seen, total, jnp.ones_like(total))
+    divisor = jnp.where(seen, total, jnp.ones_like(total))
     for i, acc in enumerate(state.acc):
         # `low` is what all channels of a value share, so that it is added to every channel.
-        mean = (acc + along(low, acc)) / along(safe, acc)
+        mean = (acc + along(low, acc)) / along(divisor, acc)
         part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
         _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))
-    _store(lse, jnp.where(seen, jnp.log(safe) + state.peak * math.log(2), jnp.full_like(total, NEVER)))
+    _store(lse, jnp.where(seen, jnp.log(divisor) + state.peak * math.log(2), jnp.full_like(total, NEVER)))

@@ -138,13 +138,13 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
     first, second = queries[:PAIRS], queries[PAIRS:]
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
-        cos, sin = (load(turn.at[pl.ds(at, PAIRS)], ROWS, optimized=False) for at in (0, PAIRS))
+        cos, sin = (load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS))
         cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
-        for at, part in ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin)):
-            put_transposed(keys.rotated.at[i, :, pl.ds(at, PAIRS)], part.astype(jnp.bfloat16))
+        for channel, part in ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin)):
+            put_transposed(keys.rotated.at[i, :, pl.ds(channel, PAIRS)], part.astype(jnp.bfloat16))
 
 
-def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
+def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
     """Decode the keys of the four steps of a quad, LANES channels from `lane` on: [64, LANES] bfloat16 each."""
     bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
     nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
@@ -152,20 +152,20 @@ def _decoded(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
         codes = gpu_lookup.look_up(nibbles, table, bits)
     else:
         codes = [gpu_unpack.codes(nibbles, step, bits) - gpu_unpack.base(step, bits) for step in range(STEPS)]
-    decoded = []
+    step_keys = []
     for step, code in enumerate(codes):
         group = 0 if plan.signposts else quad.part * GROUPS + step * STEP // GROUP
         factors = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
         factors = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in factors)
         scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in factors)
-        decoded.append(code * scale + low)
-    return decoded
+        step_keys.append(code * scale + low)
+    return step_keys
 
 
-def _turned(keys: Keys, step: int, lane: int, first, second):
+def _rotate(keys: Keys, step: int, lane: int, first, second):
     """Rotate pairs of channels, `first` and `second` [64, LANES], by the offsets of the tokens of a step."""
     # A group is two steps. The step's half of the table has 64 rows of cos, then 64 of sin.
-    rows = (pl.ds(step % 2 * GROUP + at, STEP) for at in (0, STEP))
+    rows = (pl.ds(step % 2 * GROUP + first_row, STEP) for first_row in (0, STEP))
     cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
     return first * cos - second * sin, second * cos + first * sin
 
@@ -183,10 +183,11 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
         q . k of the tokens of every step, [64, R] each."""
     out = [0.0] * STEPS
     for lane in range(0, PAIRS, LANES):
-        first, second = (_decoded(keys, plan, quad, table, at) for at in (lane, PAIRS + lane))
+        first, second = (_decode(keys, plan, quad, table, channel) for channel in (lane, PAIRS + lane))
         for step in range(STEPS):
-            turned = _turned(keys, step, lane, first[step], second[step])
+            step_keys = _rotate(keys, step, lane, first[step], second[step])
             queries = keys.rotated.at[step * STEP // GROUP]
-            lanes = (pl.ds(at, LANES) for at in (lane, PAIRS + lane))
-            out[step] += product(*((x, queries.at[:, y]) for x, y in zip(turned, lanes, strict=True)))
+            lanes = (pl.ds(channel, LANES) for channel in (lane, PAIRS + lane))
+            pairs = ((x, queries.at[:, part]) for x, part in zip(step_keys, lanes, strict=True))
+            out[step] += product(*pairs)
     return out

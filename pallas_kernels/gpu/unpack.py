@@ -90,8 +90,8 @@ def to_nibbles(permute, *words, bits: int, later: int = 0):
     # bits 2 and 10 by 4.
     pairs, singles = halves
     singles = singles >> begin[0]
-    spread = singles & 0x00050005 | (singles & 0x00500050) << 4
-    return (pairs & 0x33333333 | (spread << 2 | spread << 4) & 0x44444444,)
+    single_bits = singles & 0x00050005 | (singles & 0x00500050) << 4
+    return (pairs & 0x33333333 | (single_bits << 2 | single_bits << 4) & 0x44444444,)
 
 
 def _nibbles(halves: list, quad: Quad, **static):
@@ -159,11 +159,11 @@ def to_codes(permute, word, nibble: int, bits: int):
         A tuple of one register with two bfloat16 numbers."""
     del permute
     shift, bit = place(nibble, bits)
-    shifted = word >> shift if shift else word
+    nibble_bits = word >> shift if shift else word
     # The lowest bit of a mantissa of 2^e counts 2^(e - 7). A code at `bit` counts 1 where e = 7 - bit. Exponents are
     # stored plus 127, above the 7 bits of the mantissa. 0x10001 repeats a 16-bit number in both halves.
     mask, base = ((1 << bits) - 1) << bit, (127 + 7 - bit) << 7
-    return (shifted & mask * 0x10001 | base * 0x10001,)
+    return (nibble_bits & mask * 0x10001 | base * 0x10001,)
 
 
 def codes(nibbles, step: int, bits: int):

@@ -80,12 +80,12 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         factors = (values.factors.at[i, quad.part * STEPS + step] for i in range(2))
         scale, zero = (numbers(load(x, ROWS, optimized=False)) for x in factors)
         scale, zero = (lax.broadcast_in_dim(x, weight.shape, [0]) for x in (scale, zero))
-        rounded = (weight * scale).astype(jnp.bfloat16)
-        put_transposed(values.weights.at[step], rounded)
+        scaled_weight = (weight * scale).astype(jnp.bfloat16)
+        put_transposed(values.weights.at[step], scaled_weight)
         total, low = total + weight, low + weight * zero
         # What 2^e adds is taken off with the rounded numbers that the product has. Signposts come without 2^e.
         if not plan.signposts:
-            low = low - gpu_unpack.base(step, plan.spec.value_bits) * rounded.astype(jnp.float32)
+            low = low - gpu_unpack.base(step, plan.spec.value_bits) * scaled_weight.astype(jnp.float32)
     return total, low
 
 

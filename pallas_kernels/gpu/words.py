@@ -84,11 +84,11 @@ def packed(change: Callable, dtype, *arrays: jax.Array, scalars: tuple = ()) -> 
     def apply(_, *operands):
         i16 = ir.IntegerType.get_signless(16)
         pair = ir.VectorType.get((2,), i16 if dtype == jnp.uint16 else ir.BF16Type.get())
-        operands, fixed = operands[: len(arrays)], [_Word(x.registers.item()) for x in operands[len(arrays) :]]
+        operands, scalar_words = operands[: len(arrays)], [_Word(x.registers.item()) for x in operands[len(arrays) :]]
         results = [np.empty_like(operands[0].registers) for _ in probe]
         for index in np.ndindex(operands[0].registers.shape):
             words = [_Word(mgpu.utils.bitcast(x.registers[index], _i32())) for x in operands]
-            for result, word in zip(results, change(_permute, *words, *fixed), strict=True):
+            for result, word in zip(results, change(_permute, *words, *scalar_words), strict=True):
                 result[index] = mgpu.utils.bitcast(word.value, pair)
         signed = False if dtype == jnp.uint16 else None
         return tuple(mgpu.FragmentedArray(_registers=x, _layout=operands[0].layout, _is_signed=signed) for x in results)
@@ -147,12 +147,12 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
     )
     def rename(_, halves):
         # 1 in the threads of the last two of a warpgroup's four warps, which hold the last 32 of 64 rows.
-        second = arith.divui(arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32()))
-        shift = _Word(arith.muli(second, mgpu.c(bits, _i32())))
+        in_second_half = arith.divui(arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32()))
+        shift = _Word(arith.muli(in_second_half, mgpu.c(bits, _i32())))
         registers = np.empty_like(halves.registers)
         for index, register in np.ndenumerate(halves.registers):
-            shifted = _Word(mgpu.utils.bitcast(register, _i32())) >> shift
-            registers[index] = mgpu.utils.bitcast(shifted.value, register.type)
+            shifted_word = _Word(mgpu.utils.bitcast(register, _i32())) >> shift
+            registers[index] = mgpu.utils.bitcast(shifted_word.value, register.type)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=False)
 
     return rename(halves)

@@ -144,11 +144,11 @@ def _spread_scales(refs: Refs, plan, scale, chunk):
     loop(columns, step)
 
 
-def _mixed(columns: list) -> list:
+def _mix(columns: list) -> list:
     """Multiply 2^n arrays by Sylvester's matrix H_{2^n} = H_2 (x) H_{2^(n-1)}: their sums and differences."""
     if len(columns) == 1:
         return columns
-    first, second = (_mixed(half) for half in (columns[: len(columns) // 2], columns[len(columns) // 2 :]))
+    first, second = (_mix(half) for half in (columns[: len(columns) // 2], columns[len(columns) // 2 :]))
     return [a + b for a, b in zip(first, second, strict=True)] + [a - b for a, b in zip(first, second, strict=True)]
 
 
@@ -163,8 +163,8 @@ def _add(refs: Refs, plan, source: str, target, chunk):
             # H of a group is H_n (x) H_256. `_reconstruct` has applied H_256 within every column. H_n mixes the n
             # columns of the group.
             scale = jnp.concatenate([refs.scales[group, rows]] * (COLUMN // LANES), axis=1)
-            for part, mixed in zip(lanes, _mixed([refs.residuals[rows, part] for part in lanes]), strict=True):
-                total = mixed * scale
+            for part, sums in zip(lanes, _mix([refs.residuals[rows, part] for part in lanes]), strict=True):
+                total = sums * scale
                 if plan.spec.mapped:
                     total = refs.predictions[rows, part] + getattr(refs, f"{source}_bias")[:, part] + total
                 target[0, tokens, part] = total.astype(jnp.bfloat16)
