@@ -79,17 +79,17 @@ def body_blocks(
         slot = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, slot, size, view.pages)
         part = {n: jax.lax.dynamic_slice_in_dim(c, slot, size, 1) for n, c in carry.items()}
-        decoded, part = run.wiring.maps.decode(constants, payload, part)
-        if mixed is not None:  # nothing uses the keys in `decoded`, so that XLA leaves their decoding out
-            decoded = decoded | {"k": mixed.read(payload["k"])}
-        decoded = {name: saturated(x, view.new[name].dtype) for name, x in decoded.items()}
+        sources, part = run.wiring.maps.decode(constants, payload, part)
+        if mixed is not None:  # nothing uses the decoded keys then, so that XLA leaves their decoding out
+            sources = sources | {"k": mixed.read(payload["k"])}
+        sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         # Where the body is not whole blocks of `size`, the last one begins earlier, within the one before it.
         start = j * size if run.slots_here % size else slot
         carry = {n: put_into_carry(c, part[n], slot, start) for n, c in carry.items()}
         positions, valid = body.places(j, size)
-        k, v = expanded(view, decoded, positions if waves is None else waves(positions), body=True)
-        if shared is not None:  # nothing uses the values in `decoded`, so that XLA leaves their decoding out
-            v = saturated(shared.read(view.weights, view.constants, payload, decoded)[:, :, None], v.dtype)
+        k, v = expanded(view, sources, positions if waves is None else waves(positions), body=True)
+        if shared is not None:  # nothing uses the decoded values then, so that XLA leaves their decoding out
+            v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], v.dtype)
         return k, v, seen(view, tokens, positions, valid), carry
 
     return read, *body.blocks(size)

@@ -40,7 +40,7 @@ __all__ = ["attend_decoded", "read_at_a_time"]
 # Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of its tokens.
 SMALLEST_PART = 3 * 2**16  # a body of at most as many is one part
 LARGEST_PART = 3 * 2**17  # no part has more
-PARTS = 2  # of a body between these sizes
+PARTS = 2  # of a larger body, unless they would be larger than LARGEST_PART
 MOST_SPAN = 1024  # tokens of a span, at most: what a row holds is rounded up to spans
 
 
@@ -142,21 +142,21 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     if part.rows is not None:
         q = q[part.rows]
 
-    def decoded(after):
+    def decode_part(after):
         """Decode the part once `after` has been computed: (payload, sources, (keys, values))."""
         if carry:
             payload, sources = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
         else:
             payload = _payload(view, part, after)
             sources, _ = run.wiring.maps.decode(constants, payload, {})
-            if mixed is not None:  # nothing uses the keys in `sources`, so that XLA leaves their decoding out
+            if mixed is not None:  # nothing uses the decoded keys then, so that XLA leaves their decoding out
                 sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         return payload, sources, expanded(view, sources, part.positions, body=True)
 
     def scores(rows, _):
         """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X, size]."""
-        k = decoded(after)[2][0]
+        k = decode_part(after)[2][0]
         if mixed is not None:
             rows = all_lanes(rows[:, :, :, None], mixed.mix).reshape(*rows.shape[:3], -1)
             k = row_major(k.reshape(*k.shape[:2], -1))
@@ -167,7 +167,7 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     def values(weights, _, __, piece):
         """Sum the values under the weights, one plane [B, K, X, size], as `Direct.values`."""
         # The part is decoded anew, not before the weights have been computed.
-        payload, sources, (_, v) = decoded(weights[0])
+        payload, sources, (_, v) = decode_part(weights[0])
         if shared is not None:
             v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype)
         # Values that heads share are those of a single head, so that the query rows of all heads are its rows.
@@ -273,7 +273,7 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     def cut_spans(x):
         """Cut the last axis of an array into spans: [B, .., row_spans * size] to [P, n, .., size]."""
         shape = (1, *x.shape[1:-1], size)
-        spans = jax.vmap(lambda row, at: cut_at(x, (row, *[0] * (x.ndim - 2), at), shape)[0])(rows, first)
+        spans = jax.vmap(lambda row, slot: cut_at(x, (row, *[0] * (x.ndim - 2), slot), shape)[0])(rows, first)
         return spans.reshape(part_count, -1, *spans.shape[1:])
 
     parts = Part(first.reshape(part_count, -1), cut_spans(positions), cut_spans(mask), rows.reshape(part_count, -1))
