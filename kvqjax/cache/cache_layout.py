@@ -39,7 +39,7 @@ class CacheLayout:
     - `form`: bodies are planes of words ("planes"), head by head where they can be ("heads",
       kvqjax/ops/packing/heads.py), or planes but for uniform codes of long bodies, in lines and stripes for CPUs
       ("stripes", kvqjax/ops/packing/stripes.py).
-    - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.packed.TARGETS`). `kernels` says
+    - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.chips.TARGETS`). `kernels` says
       which of its kernels may read the body.
     - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh
       axes, and `heads_over` those that share out heads.

@@ -155,7 +155,7 @@ def plain_rows(
 
     Args:
         methods: policies.
-        target: the chip's name (kvqjax.pallas_kernels.packed.TARGETS), which must be this process's.
+        target: the chip's name (kvqjax.pallas_kernels.chips.TARGETS), which must be this process's.
         attention: makes attention to a trial's body.
 
     Yields:

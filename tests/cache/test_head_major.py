@@ -98,7 +98,8 @@ def test_equal_codes_and_logits(name, layers):
 def as_on_gpus(model, method, monkeypatch):
     """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their own."""
     monkeypatch.setattr(run_layout, "AT_ONCE", 1)
-    monkeypatch.setattr(decoded, "PASSED", (1, 1))
+    monkeypatch.setattr(decoded, "SMALLEST_PART", 1)
+    monkeypatch.setattr(decoded, "LARGEST_PART", 1)
     monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
     runs._runs_of.cache_clear()
     chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731

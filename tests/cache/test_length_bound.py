@@ -136,7 +136,8 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     no row has another's tokens, and a row without any has the new ones alone."""
     model, cache = ragged(spec)
     monkeypatch.setattr(decoded, "MOST_SPAN", 256)
-    monkeypatch.setattr(decoded, "PASSED", (1024, 1024))
+    monkeypatch.setattr(decoded, "SMALLEST_PART", 1024)
+    monkeypatch.setattr(decoded, "LARGEST_PART", 1024)
     new, counts = tokens(4, 710)[:, 700 : 700 + length], jnp.asarray([length, 1, length, 1])
     step = lambda bound: jax.jit(kvq.forward)(model, new, counts, bounded(cache, bound))  # noqa: E731
     whole, used = step(None)[0], []
@@ -160,7 +161,8 @@ def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
     short = bounded(cache, LengthBound(1280))
     step = lambda: jax.jit(lambda *x: kvq.forward(*x))(model, new, counts, short)[0]  # noqa: E731
     whole = step()
-    monkeypatch.setattr(decoded, "PASSED", (4 * blocks * 256,) * 2)
+    monkeypatch.setattr(decoded, "SMALLEST_PART", 4 * blocks * 256)
+    monkeypatch.setattr(decoded, "LARGEST_PART", 4 * blocks * 256)
     np.testing.assert_allclose(step(), whole, rtol=0, atol=1e-5)
 
 
