@@ -28,7 +28,6 @@ from kvqjax.ops.packing.lines import unpack_lines
 from kvqjax.ops.packing.words import PLANE, from_bits, split_bits, unpack
 from kvqjax.ops.xla_workarounds import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
-from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 __all__ = ["at_once", "packed_attention"]
@@ -235,7 +234,7 @@ class _Block(NamedTuple):
         starts[axis] += floor_divide(known_after(after, self.token), entry)
         piece = jax.lax.dynamic_slice(array, starts, sizes)
         # A CPU cuts in the loop that unpacks. A layout constraint would make two loops of it.
-        return (piece if family(self.spec.target) == "cpu" else row_major(piece))[0]
+        return (piece if self.spec.target == "cpu" else row_major(piece))[0]
 
     def words(self, name: str, after: Array) -> tuple[UInt[Array, "B ..."], ...]:
         """Read the words of keys or values, as they are stored: one array for each plane set."""
