@@ -54,10 +54,9 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     tokens: "tpu", "gpu" or "reference". A kernel is taken only for the shapes that it was compiled ahead of time for.
     The table's level decides whether it is trusted; `trusted` overrides it: this chip checked the kernel, or the user
     forces it."""
-    kernel = family(spec.target)
-    if kernel == "cpu":
+    if spec.target == "cpu":
         return "reference"
-    entry = lookup(form_of(spec), spec.target)
+    kernel, entry = family(spec.target), lookup(form_of(spec), spec.target)
     if entry is None or (entry.level == COMPILED and not trusted) or not at_once(spec, group, length):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
