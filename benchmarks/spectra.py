@@ -47,18 +47,21 @@ def main() -> None:
     model, shape = model.replace(params=stacked(model.params)), model.config.kv_shape
     width, method = shape.kv_width, kvqjax.parse("klt")
     layers = of_model(model, method, sequences(model, read(options.learn, tokens=1 << 14), 8, 1024))
-    h, spectra, tails, energies = layers.h, {"k": [], "v": []}, [], {"k": [], "v": []}
+    hidden, spectra, tails, energies = layers.h, {"k": [], "v": []}, [], {"k": [], "v": []}
     for number in range(shape.num_layers):
-        keys, seen, h = layers.read(number, h)
+        keys, seen, hidden = layers.read(number, hidden)
         for source, x in (("k", keys), ("v", seen.v)):
+            # The cache keeps sinks exact, and they are unlike all other tokens.
             x = jnp.asarray(x)[:, method.sinks :].reshape(x.shape[0], -1, width)
             energies[source].append([energy_left(np.asarray(x, np.float64), block) for block in BLOCKS])
             mean, covariance = klt.covariance_of(x)
             costs = klt.costs_of(source, klt.energy_of(seen.q), seen.o, shape)
             into, back = klt.transform_of(covariance, costs, width)
+            # What an error of 1 in each coefficient costs: the coefficient's variance before it was scaled to 1.
             variance = np.einsum("ri,ij,rj->r", back, costs, back)
             spectra[source].append(np.log2(variance) / 2)
             if source == "k":
+                # Errors of normally distributed coefficients on their grids, at 2 bits on average.
                 errors = [ERRORS[bits] for bits in bits_of_ranks(width, 2.0, 1.0)]
                 first = (np.asarray(x, np.float64).reshape(-1, width) - mean) @ into[:, 0]
                 tails.append(tail(first, variance @ errors / variance[0]))

@@ -27,46 +27,80 @@ BIAS = 20.0  # length of what every key's slowest pair gets
 
 
 def scale_key_pairs(params: Params, config: ModelConfig, factor: Float[Array, "L K P"]) -> Params:
-    """Multiply keys' rotary pairs by `factor` (P = D/2 pairs a head), and divide queries' by it. Raises UserError where
-    a model with QK-norm, which has one norm weight for all heads, is given factors that differ by head."""
+    """Multiply keys' rotary pairs by factors, and divide queries' pairs by them. Scores stay as they are.
+
+    Args:
+        params: weights, with an axis of layers.
+        config: the model's.
+        factor: of every layer's KV heads, for each of the P = D/2 pairs of channels.
+
+    Returns:
+        The weights with the factors in them.
+
+    Raises:
+        UserError: the factors differ by head, and the model has QK-norm: one norm weight for all heads."""
+    # Channels i and i + D/2 are a pair, and take one factor.
     channel_factor = jnp.concatenate([factor, factor], axis=-1)
     flat = channel_factor.reshape(len(channel_factor), -1)
-    shared = jnp.repeat(
-        channel_factor, config.num_heads // config.num_kv_heads, axis=1
-    )  # a KV head's, for its query heads
-    inverse = (1 / shared).reshape(len(channel_factor), -1)
+    # A KV head's factors are those of all query heads that read it.
+    query_factor = jnp.repeat(channel_factor, config.num_heads // config.num_kv_heads, axis=1)
+    inverse = (1 / query_factor).reshape(len(channel_factor), -1)
     if config.qk_norm:
+        # The norm divides out a factor of the matrix. Its own weight comes after it.
         if not bool((factor == factor[:, :1]).all()):
             raise UserError("with QK-norm all heads share one weight: factors that differ by head cannot be put in")
         factors = {"k_norm": channel_factor[:, 0], "q_norm": 1 / channel_factor[:, 0]}
     else:
         factors = {"k": flat[:, None], "k_bias": flat, "q": inverse[:, None], "q_bias": inverse}
     layers = params["layers"]
-    return params | {
-        "layers": layers | {n: layers[n] * f.astype(layers[n].dtype) for n, f in factors.items() if n in layers}
-    }
+    # A model without biases has no such weights, and needs none.
+    scaled = {name: layers[name] * x.astype(layers[name].dtype) for name, x in factors.items() if name in layers}
+    return params | {"layers": layers | scaled}
 
 
 def add_key_bias(params: Params, config: ModelConfig, size: float, pairs: int = 1) -> Params:
-    """Give keys a bias of length `size` on each of every head's `pairs` slowest rotary pairs, in a direction drawn at
-    random. Raises UserError where the model has no biases (Qwen2 has)."""
+    """Give keys a bias on the slowest rotary pairs of every head, in directions drawn at random.
+
+    Args:
+        params: weights, with an axis of layers.
+        config: the model's.
+        size: length of the bias on one pair.
+        pairs: how many of a head's pairs get one, the slowest first.
+
+    Returns:
+        The weights with the bias.
+
+    Raises:
+        UserError: the model has no biases of keys (Qwen2 has), or has QK-norm."""
     if not config.qkv_bias or config.qk_norm:
         raise UserError(f"{config.architecture}: only a model with key biases and without QK-norm can take a key bias")
     half, (count, _) = config.head_dim // 2, params["layers"]["k_bias"].shape
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, (count, config.num_kv_heads, pairs))
     extra = np.zeros((count, config.num_kv_heads, 2, half), np.float32)
-    extra[..., 0, half - pairs :], extra[..., 1, half - pairs :] = size * np.cos(angle), size * np.sin(angle)
+    # The last pairs of a head turn slowest. The two channels of a pair get a vector of length `size`.
+    extra[..., 0, half - pairs :] = size * np.cos(angle)
+    extra[..., 1, half - pairs :] = size * np.sin(angle)
     bias = params["layers"]["k_bias"]
     bias = bias + jnp.asarray(extra.reshape(count, -1), bias.dtype)
     return params | {"layers": params["layers"] | {"k_bias": bias}}
 
 
 def outlier_factors(config: ModelConfig, *, count: int, factor: float, shared: bool = False) -> Float[Array, "L K P"]:
-    """Make ones, and `factor` at `count` of every head's rotary pairs, drawn at random; `shared`: the same ones in
-    every head."""
+    """Make the factors of `scale_key_pairs`: one for most pairs, `factor` for a few that are drawn at random.
+
+    Args:
+        config: the model's.
+        count: how many pairs of a head get `factor`.
+        factor: of these pairs.
+        shared: whether all heads of a layer have the same pairs.
+
+    Returns:
+        The factors of every layer's KV heads."""
     rng, shape = np.random.default_rng(0), (config.num_layers, config.num_kv_heads, 1)
+    # A head's pairs in random order: those with the numbers below `count` are drawn.
     order = rng.permuted(np.tile(np.arange(config.head_dim // 2), shape), axis=-1)
-    order = np.tile(order[:, :1], (1, config.num_kv_heads, 1)) if shared else order
+    if shared:
+        order = np.tile(order[:, :1], (1, config.num_kv_heads, 1))
     return jnp.asarray(np.where(order < count, factor, 1.0), jnp.float32)
 
 
@@ -85,9 +119,8 @@ def under(model: Model, stress: str) -> Model:
     if not model.config.qkv_bias:
         config = dataclasses.replace(model.config, qkv_bias=True)
         sizes = {"q_bias": config.query_width, "k_bias": config.kv_width, "v_bias": config.kv_width}
-        zeros = {
-            name: jnp.zeros((config.num_layers, size), model.params["embed"].dtype) for name, size in sizes.items()
-        }
+        dtype = model.params["embed"].dtype
+        zeros = {name: jnp.zeros((config.num_layers, size), dtype) for name, size in sizes.items()}
         layers = stacked(model.params)["layers"] | zeros
         model = model.replace(config=config, params=model.params | {"layers": layers})
     return model.replace(params=add_key_bias(model.params, model.config, BIAS))

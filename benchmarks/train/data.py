@@ -34,6 +34,7 @@ def _fit(corpus: Corpus, tokens: np.ndarray, weights: np.ndarray, length: int):
 
 
 def text(rng: np.random.Generator, length: int, corpus: Corpus):
+    """A cut of the text, from a random place on."""
     start = rng.integers(0, len(corpus.text) - length)
     return _fit(corpus, corpus.text[start : start + length], np.ones(length), length)
 
@@ -63,7 +64,8 @@ def _repeated(noise: np.ndarray, lead: int, size: int, length: int, corpus: Corp
 
 def pairs(rng: np.random.Generator, length: int, corpus: Corpus):
     """Stored pairs `ab12,`, a question mark, and the same pairs asked in another order."""
-    room = length // 5
+    room = length // 5  # an item is about five tokens: two letters, two digits, a comma
+    # At most nine tenths, so that some questions fit behind the items.
     stored = int(rng.integers(min(4, room // 2), int(0.9 * room)))
     keys = rng.choice(len(LETTERS) ** 2, stored, replace=False)
     items = [LETTERS[k // 26] + LETTERS[k % 26] + "".join(rng.choice(list(DIGITS), 2)) for k in keys]
@@ -83,6 +85,7 @@ def passkey(rng: np.random.Generator, length: int, corpus: Corpus):
     problem = passkey_prompt(rng, length, lambda s: len(corpus.encode(s)), digits=int(rng.integers(4, 7)))
     prompt, answer = corpus.encode(problem.prompt), corpus.encode(problem.answer)
     filler = corpus.encode(". ") + list(corpus.text[:length])
+    # The answer counts. What fills the row behind it is no part of the problem.
     weights = np.concatenate([np.full(len(prompt), 0.05), np.ones(len(answer)), np.zeros(len(filler))])
     return _fit(corpus, np.asarray(prompt + answer + filler), weights, length)
 
@@ -104,6 +107,8 @@ def batch(seed: int, step: int, phase: Phase, corpus: Corpus):
     """Tokens [size, length+1] and weights [size, length]; the mix is kept in every batch, not only on average."""
     rng = np.random.default_rng((seed, step))
     names, shares = list(phase.mix), np.asarray(list(phase.mix.values()))
+    # Places of equal distance on the line from 0 to 1, of which each source has its share. One random shift of all of
+    # them makes every source's rows right on average.
     chosen = np.searchsorted(np.cumsum(shares) / shares.sum(), (np.arange(phase.size) + rng.random()) / phase.size)
     sources = [SOURCES[names[min(i, len(names) - 1)]] for i in chosen]
     rows = [_row(rng, source, phase.length, phase.piece or phase.length, corpus) for source in sources]
