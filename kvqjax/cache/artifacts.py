@@ -147,24 +147,24 @@ def _file_marks(path: Path) -> dict[str, str]:
     return marks
 
 
-def _require_files(path: Path) -> None:
-    """Raise UserError unless every file of the arrays is as it was written.
+def _require_files(path: Path, description: Mapping[str, Any]) -> None:
+    """Raise UserError unless every file of the arrays is as the folder's description says.
 
     Orbax reads a changed number without a word, and at a missing file it ends while its other readers still run: their
     tracebacks would follow the one line. Folders that an earlier version wrote have no checksums; they are read as
     they are.
     """
-    written = read_json(path / "description.json").get("files", {})
+    written = description.get("files", {})
     if not isinstance(written, dict):
         raise UserError(f"{path}: description.json has no usable 'files'")
     try:
-        found = _file_marks(path) if written else {}
+        marks = _file_marks(path) if written else {}
     except OSError as error:
         raise UserError(f"{path}: arrays cannot be read: {error.strerror or error}") from error
     for name, mark in written.items():
-        if found.get(name) != mark:
-            what = "is damaged" if name in found else "is missing"
-            raise UserError(f"{path}: arrays cannot be read: {name} {what}")
+        if marks.get(name) != mark:
+            fault = "is damaged" if name in marks else "is missing"
+            raise UserError(f"{path}: arrays cannot be read: {name} {fault}")
 
 
 def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -182,6 +182,7 @@ def _read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 def read_arrays(
     path: Path,
+    description: Mapping[str, Any],
     *,
     wanted: Mapping[str, Any] | None = None,
     places: Mapping[str, jax.sharding.Sharding] | None = None,
@@ -189,20 +190,24 @@ def read_arrays(
     """Read the arrays of a stored folder.
 
     Args:
-        path: of the folder, whose description was read.
+        path: of the folder.
+        description: the folder's, of `read_description`.
         wanted: arrays or shapes that must be there, by name; others may be there too.
         places: where each array goes, every shard straight onto its devices; None: onto the host.
+
+    Returns:
+        Arrays by name.
 
     Raises:
         UserError: a file is missing or damaged, or an array is not as wanted.
     """
-    _require_files(path)
+    _require_files(path, description)
     stored = _read_shapes(path)
     for name, leaf in (wanted or {}).items():
         array = stored.get(name)
         if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
-            found = "nothing" if array is None else f"{array.dtype}{array.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {found}")
+            form = "nothing" if array is None else f"{array.dtype}{array.shape}"
+            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {form}")
     like: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
         if places is None
@@ -221,5 +226,5 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     """Read an artifact folder. Raises UserError when it is missing, damaged or of another format."""
     path = Path(path)
     text = read_description(path, "artifact")
-    constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path).items()}, text["runs"])
+    constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path, text).items()}, text["runs"])
     return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])

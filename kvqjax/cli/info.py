@@ -64,7 +64,7 @@ def inspect(folder: Path, as_json: Json = False) -> None:
         raise UserError(f"{folder}: no readable description.json; not a kvqjax folder")
     kind = read_object(file).get("kind", "")
     about = read_description(folder, kind)
-    arrays = read_arrays(folder)
+    arrays = read_arrays(folder, about)
     rows = [
         {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)} for n, a in arrays.items()
     ]

@@ -359,6 +359,28 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
             task.cancel()
 
 
+# What /metrics says of the fields of `Engine.stats`.
+GAUGES = {
+    "running": "requests whose answer is being made",
+    "waiting": "requests that wait for a row",
+    "rows": "requests that can be answered at a time",
+    "cache_bytes": "bytes of the cache",
+    "pages": "pages of the cache",
+    "pages_free": "pages that no row has",
+    "pages_shared": "pages that several rows or kept prefixes have",
+    "prefixes": "beginnings of prompts that are kept",
+}
+COUNTERS = {
+    "requests": "requests that have ended",
+    "aborted": "requests that were given up",
+    "failed": "requests that ended with an error",
+    "prompt_tokens": "tokens of prompts that were fed",
+    "reused_tokens": "tokens of prompts that were kept from earlier ones",
+    "tokens": "tokens that were made",
+    "preempted": "times that a request made way for others",
+}
+
+
 class _Counts:
     """What /metrics says, read from the engine when it is asked."""
 
@@ -367,27 +389,10 @@ class _Counts:
 
     def collect(self):
         stats = self._engine.stats()
-        gauges = {
-            "running": ("requests whose answer is being made", stats.running),
-            "waiting": ("requests that wait for a row", stats.waiting),
-            "rows": ("requests that can be answered at a time", stats.rows),
-            "cache_bytes": ("bytes of the cache", stats.cache_bytes),
-            "pages": ("pages of the cache", stats.pages),
-            "pages_free": ("pages that no row has", stats.pages_free),
-            "pages_shared": ("pages that several rows or kept prefixes have", stats.pages_shared),
-            "prefixes": ("beginnings of prompts that are kept", stats.prefixes),
-            "cache_bits": ("bits of the cache per number of a key or value", stats.bits),
-        }
-        counters = {
-            "requests": ("requests that have ended", stats.requests),
-            "aborted": ("requests that were given up", stats.aborted),
-            "failed": ("requests that ended with an error", stats.failed),
-            "prompt_tokens": ("tokens of prompts that were fed", stats.prompt_tokens),
-            "reused_tokens": ("tokens of prompts that were kept from earlier ones", stats.reused_tokens),
-            "tokens": ("tokens that were made", stats.tokens),
-            "preempted": ("times that a request made way for others", stats.preempted),
-        }
-        for name, (help_text, value) in gauges.items():
-            yield GaugeMetricFamily(f"kvqjax_{name}", help_text, value=value)
-        for name, (help_text, value) in counters.items():
-            yield CounterMetricFamily(f"kvqjax_{name}", help_text, value=value)
+        for field, text in GAUGES.items():
+            yield GaugeMetricFamily(f"kvqjax_{field}", text, value=getattr(stats, field))
+        # "bits" alone would not say of what.
+        text = "bits of the cache per number of a key or value"
+        yield GaugeMetricFamily("kvqjax_cache_bits", text, value=stats.bits)
+        for field, text in COUNTERS.items():
+            yield CounterMetricFamily(f"kvqjax_{field}", text, value=getattr(stats, field))

@@ -90,7 +90,7 @@ def read_prefixes(
         lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), page if count else ()
     )
     shapes = flatten((rows, pages))
-    arrays = read_arrays(path, wanted=shapes)
+    arrays = read_arrays(path, text, wanted=shapes)
     rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in shapes])
     contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
     prefixes = [

@@ -172,7 +172,7 @@ def load_cache(
     shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
     places = None if rules is None else rules.places(target)
     part_places = flatten((places,)) if stored == layout and places is not None else None
-    arrays = read_arrays(path, wanted=flatten((shape,)), places=part_places)
+    arrays = read_arrays(path, text, wanted=flatten((shape,)), places=part_places)
     leaves = [arrays[name] for name in flatten((shape,))]
     cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     if stored != layout:

@@ -91,17 +91,7 @@ def memory(plan) -> Keys:
 
 
 def copies(data, keys: Keys, plan, indices, tile):
-    """List the copies that bring a tile's keys to shared memory.
-
-    Args:
-        data: References to the operands.
-        keys: References to shared memory.
-        plan: The call's plan.
-        indices: The numbers of layer, row and KV head.
-        tile: The number of the tile.
-
-    Yields:
-        (source, target) of every copy."""
+    """List the copies that bring a tile's keys to shared memory, with the arguments and results of `keys.copies`."""
     groups = plan.tile // GROUP
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
     yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, indices, tile)

@@ -44,17 +44,7 @@ def memory(plan) -> Values:
 
 
 def copies(data, values: Values, plan, indices, tile):
-    """List the copies that bring a tile's values to shared memory.
-
-    Args:
-        data: References to the operands.
-        values: References to shared memory.
-        plan: The call's plan.
-        indices: The numbers of layer, row and KV head.
-        tile: The number of the tile.
-
-    Yields:
-        (source, target) of every copy."""
+    """List the copies that bring a tile's values to shared memory, as `keys.copies` does those of keys."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
     layer, row, head = indices
     steps, owner = plan.tile // STEP, head if plan.own_scales else 0

@@ -201,7 +201,7 @@ def file_changed(tmp_path, monkeypatch, recall):
 
 def foreign_name(tmp_path, monkeypatch, recall):
     artifact().save(tmp_path / "a")
-    monkeypatch.setattr("kvqjax.cache.artifacts.read_arrays", lambda path: {"../../x": np.ones(2)})
+    monkeypatch.setattr("kvqjax.cache.artifacts.read_arrays", lambda *_: {"../../x": np.ones(2)})
     kvq.load_artifact(tmp_path / "a")
 
 

@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.artifacts import read_arrays
+from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.serving.engine import EngineClosed
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
 
@@ -71,7 +71,8 @@ def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
         assert engine.load_prefixes(tmp_path / "first") == 0  # all are known already
         engine.save_prefixes(tmp_path / "second")
         engine.load_prefixes(tmp_path / "second")
-    read = [read_arrays(tmp_path / name) for name in ("first", "second")]
+    folders = [tmp_path / name for name in ("first", "second")]
+    read = [read_arrays(folder, read_description(folder, "prefixes")) for folder in folders]
     assert read[0]
     assert read[0].keys() == read[1].keys()
     for name, array in read[0].items():
