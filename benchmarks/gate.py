@@ -2,10 +2,11 @@
 key channels.
 
     python -m benchmarks.gate [--shape qwen2] [--windows 16] [--out benchmarks/records/gate.json]
-    python -m benchmarks.gate --check 8 [--seed 0] [--only aqua]
+    python -m benchmarks.gate --check 8 [--seed 0] [--only aqua] [--skip 0]
 
-The second form measures a random sample of the recorded rows, or of those that the options name, again. It ends with 1
-if one differs by more than rounding can do, or if by the record a bound is missed without a reason in
+The second form measures a random sample of the recorded rows, or of those that the options name, again. It prints a
+line as each row ends; `--skip` goes on behind so many rows of the same sample, where a run was cut off. It ends with 1
+if a row differs by more than rounding can do, or if by the record a bound is missed without a reason in
 benchmarks/gate_bounds.py, or held although one is there. Bounds are judged by the record alone: a figure beside its
 bound may fall on either side of it on another processor.
 
@@ -22,6 +23,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -158,13 +160,18 @@ def differences(recorded: dict, live: dict) -> list[str]:
     return [f"{key}: recorded {recorded[key]:g}, now {live[key]:g}" for key, gap, bound in gaps if not gap <= bound]
 
 
-def check(rows: list[dict], sample: list[dict]) -> list[str]:
-    """Measure the rows of `sample` again. Gives the figures that differ from the record `rows`, and the bounds whose
-    verdict on the record is not the one that gate_bounds.py explains."""
+def check(rows: list[dict], sample: list[dict], skip: int = 0) -> list[str]:
+    """Measure the rows of `sample` behind the first `skip` again, and print a line as each ends. Gives the figures that
+    differ from the record `rows`, and the bounds whose verdict on the record is not the one that gate_bounds.py
+    explains."""
     problems = []
-    for row in track(sample, description="gate"):
+    for number, row in enumerate(sample[skip:], skip + 1):
+        began = time.perf_counter()
         live = measure({name: row[name] for name in KEY}, row["windows"])
-        problems += [f"{key_of(row)}: {text}" for text in differences(row, live)]
+        changed = differences(row, live)
+        seconds = time.perf_counter() - began
+        print(f"{number}/{len(sample)} {' '.join(key_of(row))}: {'; '.join(changed) or 'as recorded'}, {seconds:.0f} s", flush=True)  # fmt: skip
+        problems += [f"{key_of(row)}: {text}" for text in changed]
     for verdict in verdicts(rows):
         if verdict.held == bool(verdict.reason):
             outcome = "held, but its miss is explained" if verdict.held else "missed, unexplained"
@@ -181,6 +188,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--check", type=int, metavar="N", help="measure N recorded rows again; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of N rows")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the sample that an earlier run measured")
     options = parser.parse_args()
     rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
     shapes = options.shape or SHAPES
@@ -188,7 +196,7 @@ def main() -> None:
     if options.check is not None:
         candidates = [row for row in rows if fits(row) and row["shape"] in shapes]
         count = min(options.check or len(candidates), len(candidates))
-        problems = check(rows, random.Random(options.seed).sample(candidates, count))
+        problems = check(rows, random.Random(options.seed).sample(candidates, count), options.skip)
         sys.exit("\n".join(problems) or None)
     measured = {key_of(row) for row in rows if row["windows"] == options.windows}
     missing = [row for row in plan(shapes) if key_of(row) not in measured and fits(row)]
