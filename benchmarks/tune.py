@@ -117,20 +117,23 @@ def held_at(rows: list[dict], budget: float) -> list[str]:
     return [row["shape"] for row in plain if row.get("ratio") is not None and row["ratio"] <= BOUND]
 
 
+def cell(row: dict) -> str:
+    """A row's ratio to the line and its divergence, or why there is none."""
+    if "refused" in row:
+        return "refused"
+    ratio = "no line" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return f"{ratio} ({row['kld']:.2g})"
+
+
 def tables(rows: list[dict]) -> str:
-    """The record as Markdown."""
-    lines = ["| model | stress | budget | bits | KL divergence | line | ratio | best single that fits | policy |"]
-    lines.append("|---|---|--:|--:|--:|--:|--:|--:|---|")
-    for row in sorted(rows, key=key_of):
-        free = ", data-free" if row["methods"] == "data-free" else ""
-        name = f"| {row['shape']}{free} | {row['stress']} | {row['budget']} "
-        if "refused" in row:
-            lines.append(f"{name}| | | | | | {row['refused']} |")
-            continue
-        kld = f"{row['kld']:.3g} +- {row['kld_error']:.2g}"
-        line, ratio = (f"{row[key]:.3g}" if row[key] is not None else "" for key in ("line", "ratio"))
-        single = f"{row['single_kld']:.3g}" if "single_kld" in row else "none"
-        lines.append(f"{name}| {row['bits']:.3f} | {kld} | {line} | {ratio} | {single} | `{row['policy']}` |")
+    """The record as Markdown: a line for each model under its stress, a column for each budget."""
+    lines = [f"| model | stress | {' | '.join(f'{budget} bits' for budget in sorted(BUDGETS))} |"]
+    lines.append("|---|---|" + "--:|" * len(BUDGETS))
+    cells = {key_of(row): cell(row) for row in rows}
+    for shape, stress, methods in sorted({key[:-1] for key in cells}):
+        name = shape + ", data-free" * (methods == "data-free")
+        figures = [cells.get((shape, stress, methods, budget), "") for budget in sorted(BUDGETS)]
+        lines.append(f"| {name} | {stress} | {' | '.join(figures)} |")
     lines.append("")
     for budget in (2.5, 3.2):
         shapes = held_at(rows, budget)
