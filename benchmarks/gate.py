@@ -169,8 +169,8 @@ def check(rows: list[dict], sample: list[dict], skip: int = 0) -> list[str]:
         began = time.perf_counter()
         live = measure({name: row[name] for name in KEY}, row["windows"])
         changed = differences(row, live)
-        seconds = time.perf_counter() - began
-        print(f"{number}/{len(sample)} {' '.join(key_of(row))}: {'; '.join(changed) or 'as recorded'}, {seconds:.0f} s", flush=True)  # fmt: skip
+        took = f"{time.perf_counter() - began:.0f} s"
+        print(f"{number}/{len(sample)}", *key_of(row), f"- {'; '.join(changed) or 'as recorded'}, {took}", flush=True)
         problems += [f"{key_of(row)}: {text}" for text in changed]
     for verdict in verdicts(rows):
         if verdict.held == bool(verdict.reason):
