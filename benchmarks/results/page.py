@@ -21,6 +21,8 @@ from kvqjax.eval.plots import draw, series, title_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 STRESS_PAGE, PICTURE = PAGE.with_name("stress.md"), PAGE.with_name("compare.png")
+README = Path(__file__).parents[2] / "README.md"
+README_MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"  # around its table
 TEXTS = tuple(WINDOWS)
 HEAD = f"""---
 hide: [navigation, toc]
@@ -247,6 +249,13 @@ def page_text() -> str:
     head = "## The papers' tables beside ours\n"
     parts = [HEAD, rows_section(), long_section(), engines, head, COMPARED, *papers]
     return "\n".join([*parts, METHODS_PAGES])
+
+
+def readme_text() -> str:
+    """README with its table from the records."""
+    before, rest = README.read_text(encoding="utf-8").split(README_MARKS[0])
+    after = rest.split(README_MARKS[1])[1]
+    return f"{before}{README_MARKS[0]}{peers.readme_table(stored(), _scores)}{README_MARKS[1]}{after}"
 
 
 def stress_text() -> str:

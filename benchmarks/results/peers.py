@@ -67,14 +67,23 @@ the records under `benchmarks/records/peers` (`python -m benchmarks.results.engi
 LINE = """\
 The line through theirs joins those that no other of theirs beats in bits and divergence, straight in the logarithm of
 the divergence. """
-# What README's sentence compares; all of it without calibration.
-SENTENCE = {
-    "theirs": {
-        "llama.cpp q4_0": "llama.cpp's q4_0",
-        "transformers quanto int4": "transformers' quanto int4",
-        "transformers quanto int2, keys per channel": "quanto int2 with keys per channel",
-    },
-    "ours": ("higgs:bits=4", "higgs:bits=2,dim=4,centre=block,norm=unbiased"),
+# What README's table shows: caches of each library. Those of "kvqjax" are rows of the results.
+README = {
+    "llama.cpp": ("q8_0", "q4_0"),
+    "transformers": ("quanto int4", "quanto int2, keys per channel"),
+    "kvqjax": (
+        "higgs:bits=4",
+        "kivi:bits=4,group=64,window=0",
+        "kivi:bits=2,window=0",
+        "smollm2-2.5-free.json",
+        "higgs:bits=2,dim=4,centre=block,norm=unbiased",
+        "kvquant:bits=3",
+        "xquant:bits=4",
+        "aqua:bits=2.2,backbone=klt",
+        "aqua:bits=2",
+        "klt:bits=2.0",
+        "commvq:bits=2,window=0",
+    ),
 }
 
 
@@ -209,14 +218,29 @@ def section(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], s
     return "\n".join(parts)
 
 
-def sentence(ours: dict[str, dict[str, Any]]) -> str:
-    """README's sentence: some of theirs and some of ours, at about the same bits."""
-    theirs = {f"{row['engine']} {row['cache']}": row for row in stored()}
+def readme_table(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]) -> str:
+    """README's table: caches of all libraries by their bits.
 
-    def said(row: dict[str, Any], name: str) -> str:
-        return f"{_mean(row, TEXTS[0], 'kld'):.2g} with {name} of {row['bits_32k']:.1f} bits"
+    Args:
+        ours: our rows by cache.
+        scores: gives the cells of a row's scores on a text.
 
-    parts = [said(theirs[name], label) for name, label in SENTENCE["theirs"].items()]
-    parts += [said(ours[cache], f"our `{cache}`") for cache in SENTENCE["ours"]]
-    start = "On the same windows the divergence from each engine's own exact cache is"
-    return f"{start} {', '.join(parts[:-1])} and {parts[-1]}."
+    Returns:
+        A Markdown table. Its figures are of the first text.
+    """
+    rows = [(library, _row_of(library, cache, ours)) for library, caches in README.items() for cache in caches]
+    rows.sort(key=lambda pair: -pair[1]["bits_32k"])
+    lines = []
+    for library, row in rows:
+        ratio, divergence, _ = scores(row, TEXTS[0])
+        cache = f"`{row['cache']}`" if library == "kvqjax" else row["cache"]
+        learnt = "yes" if row["calibration_seconds"] else ""
+        lines.append([library, cache, f"{row['bits_32k']:.2f}", divergence, ratio, learnt])
+    return table(["library", "cache", "bits per number", "KL divergence", "perplexity over exact", "calibrated"], lines)
+
+
+def _row_of(library: str, cache: str, ours: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The record of a library's cache."""
+    if library == "kvqjax":
+        return ours[cache]
+    return json.loads(path_of(library, cache).read_text(encoding="utf-8")) | {"calibration_seconds": 0}

@@ -93,9 +93,11 @@ def test_records_are_of_the_same_windows_as_ours(bench):
 
 
 def test_readme_states_the_records_figures(bench):
-    """README's sentence beside other libraries names caches with the divergence that their records have."""
-    said = bench("results.peers").sentence(bench("results.page").stored())
-    assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    """README's table beside other libraries is what the page's command makes of the records."""
+    page = bench("results.page")
+    text = page.readme_text()
+    assert page.README.read_text(encoding="utf-8") == text
+    assert text.count("| kvqjax |") == len(bench("results.peers").README["kvqjax"])
 
 
 def test_the_section_counts_our_rows_below_the_line(bench, monkeypatch):
