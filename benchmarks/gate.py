@@ -43,6 +43,9 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "gate.json"
 SHAPES = ("qwen2", "recall", "mha", "qwen3", "mistral")
 LENGTH, CHUNK, STEPS = 384, 32, 2048
+# Rows after which compiled programs are let go. Those of a row take about 500 memory maps. A process may have 65 530 by
+# Linux's default, beyond which the compiler dies: it did after 130 rows.
+ROWS_TOGETHER = 24
 KEY = ("shape", "cache", "stress", "mode")
 STRESS = ("none", "keys x8")
 GRID = (
@@ -172,6 +175,8 @@ def check(rows: list[dict], sample: list[dict], skip: int = 0) -> list[str]:
         took = f"{time.perf_counter() - began:.0f} s"
         print(f"{number}/{len(sample)}", *key_of(row), f"- {'; '.join(changed) or 'as recorded'}, {took}", flush=True)
         problems += [f"{key_of(row)}: {text}" for text in changed]
+        if number % ROWS_TOGETHER == 0:
+            jax.clear_caches()
     for verdict in verdicts(rows):
         if verdict.held == bool(verdict.reason):
             outcome = "held, but its miss is explained" if verdict.held else "missed, unexplained"
@@ -200,11 +205,13 @@ def main() -> None:
         sys.exit("\n".join(problems) or None)
     measured = {key_of(row) for row in rows if row["windows"] == options.windows}
     missing = [row for row in plan(shapes) if key_of(row) not in measured and fits(row)]
-    for row in track(missing, description="gate"):
+    for number, row in enumerate(track(missing, description="gate"), 1):
         rows = [recorded for recorded in rows if key_of(recorded) != key_of(row)] + [measure(row, options.windows)]
         print(json.dumps(rows[-1]), flush=True)
         text = ",\n ".join(json.dumps(line) for line in sorted(rows, key=key_of))
         options.out.write_text(f"[\n {text}\n]\n", encoding="utf-8")
+        if number % ROWS_TOGETHER == 0:
+            jax.clear_caches()
 
 
 if __name__ == "__main__":
