@@ -6,6 +6,7 @@ module of narrow vectors. Set XLA_FLAGS to run it otherwise; tests/cache/test_ca
 any case. Whole files go to a worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
 """
 
+import ctypes
 import gc
 import os
 from importlib.metadata import version
@@ -47,7 +48,9 @@ gc.set_threshold(200_000, 20, 100)
 # Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
 MOST_MAPS = 20_000
 MAPS = Path("/proc/self/maps")
-
+# Bytes that a worker may hold. Programs of one file of the night's tests took 10 GiB, and two workers share 24.
+MOST_BYTES = 4 * 2**30
+PAGES = Path("/proc/self/statm")
 
 NIGHTLY = {
     line for line in Path(__file__).with_name("nightly.txt").read_text().splitlines() if not line.startswith("#")
@@ -68,10 +71,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Let go of the programs of earlier files before there are too many; those needed again come from the folder."""
+    """Let go of programs before there are too many, or too large ones; those needed again come from the folder."""
     leaves = nextitem is None or nextitem.path != item.path
-    if leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    many = leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS
+    if many or _held_bytes() > MOST_BYTES:
         jax.clear_caches()
+        gc.collect()
+        _give_back()
+
+
+def _held_bytes() -> int:
+    """Bytes of this process that lie in memory; 0 where that cannot be asked."""
+    return int(PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if PAGES.exists() else 0
+
+
+def _give_back() -> None:
+    """Have the C library return what is free to the system, which it does not do by itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture
