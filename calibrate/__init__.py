@@ -1,7 +1,9 @@
 """Calibration: a method's constants for one model, from text, from its keys and values, or from the weights alone."""
 
 import contextlib
+import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import check_counts, named
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact, flatten, load_artifact
 from kvqjax.cache.runs import runs_for
@@ -18,6 +20,7 @@ from kvqjax.calibrate import xquant
 from kvqjax.calibrate.activations import Captured
 from kvqjax.calibrate.parts import Part, calibrated, captured_fitter, divided, fitter, needed
 from kvqjax.calibrate.resume import forget
+from kvqjax.codecs.base import Fit
 from kvqjax.data.tokens import TextLike, document_ids
 from kvqjax.methods import METHODS, MethodLike, parse
 from kvqjax.methods.spec import Method, calibrated_part
@@ -71,6 +74,13 @@ def learns(method: Method, shape: KVShape) -> bool:
     return any(fit.source == "text" for fit in needed(method, shape))
 
 
+def _check_recipe(method: Method, fit: Fit, recipe) -> None:
+    """Raise UserError for a recipe of another calibration than that of `fit`."""
+    kind = getattr(fitter(fit), "Recipe", None)
+    if recipe is not None and kind is not None and not isinstance(recipe, kind):
+        raise UserError(f"{method}: recipe is {named(recipe)}; wanted a {fit.module}.Recipe")
+
+
 def _finite(artifact: Artifact) -> Artifact:
     for name, array in flatten(artifact.constants).items():
         if not bool(jnp.isfinite(array).all()):
@@ -85,7 +95,7 @@ def run(
     *,
     count: int | None = None,
     length: int | None = None,
-    state: Path | None = None,
+    state: str | os.PathLike | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
     announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
@@ -112,7 +122,7 @@ def run(
     """
     check_model(model)
     check_counts(count=count, length=length)
-    method = parse(method)
+    method, state = parse(method), None if state is None else Path(state)
     model = model.replace(params=stacked(model.params))  # calibrations loop over layers by number
     _check_needed(method, model.config)
 
@@ -141,7 +151,7 @@ def from_tensors(
     value_gradients=None,
     dtype: str | None = None,
     recipe=None,
-    state: Path | None = None,
+    state: str | os.PathLike | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
     """Calibrate `method` for any model from what its attention layers computed for N sequences of T tokens. The
@@ -168,26 +178,37 @@ def from_tensors(
         The method with its constants.
 
     Raises:
-        UserError: tensors that do not fit the shape, and methods that need no calibration or a model's weights.
+        UserError: tensors that do not fit the shape, a recipe of another method, and methods that need no calibration
+            or a model's weights.
     """
-    method = parse(method)
+    method, state = parse(method), None if state is None else Path(state)
+    if not isinstance(shape, KVShape):
+        raise UserError(f"shape is {named(shape)}; wanted a KVShape, such as model.config")
     _check_needed(method, shape)
-    if shape.pairs != "halves":
-        keys, queries, key_gradients = (
-            None if arrays is None else [in_halves(jnp.asarray(x), shape) for x in arrays]
-            for arrays in (keys, queries, key_gradients)
-        )
-    optional = {"queries": queries, "outputs": outputs}
-    optional |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
+    tensors = {"keys": keys, "values": values, "queries": queries, "outputs": outputs}
+    tensors |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
+    for name, arrays in tensors.items():
+        is_left_out = arrays is None and name not in ("keys", "values")
+        if not (is_left_out or hasattr(arrays, "__len__")):
+            raise UserError(f"{name} is {named(arrays)}; wanted an array for every layer")
     for fit in needed(method, shape):
         captured_fitter(fit, method)  # says now what needs a model
-    data = Captured(shape=shape.alone, keys=keys, values=values, dtype=str(compute_dtype(dtype)), **optional)
+    data = Captured(shape=shape.alone, dtype=str(compute_dtype(dtype)), **tensors)
+    if shape.pairs != "halves":
+        turned = {name: getattr(data, name) for name in ("keys", "queries", "key_gradients")}
+        turned = {
+            name: [in_halves(jnp.asarray(x), shape) for x in arrays]
+            for name, arrays in turned.items()
+            if arrays is not None
+        }
+        data = dataclasses.replace(data, **turned)
     if recipe is not None and len(divided(method, shape)) > 1:
         raise UserError(
             f"{method}: a recipe is one calibration's; parts of this method are calibrated in different ways"
         )
 
     def fit_part(part: Part, state: Path | None, advance) -> Artifact:
+        _check_recipe(method, part.fit, recipe)
         fit_tensors = captured_fitter(part.fit, method)
         return _finite(fit_tensors(data, part.method, recipe, state=state, advance=advance))
 

@@ -41,6 +41,7 @@ __all__ = [
     "with_fisher",
 ]
 
+FIELDS = ("keys", "values", "queries", "outputs", "key_gradients", "value_gradients")  # tensors of `Captured`
 # One array a layer, or one array with layers in front.
 Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
 
@@ -187,21 +188,26 @@ class Captured:
         for name, partner in (("queries", "outputs"), ("key_gradients", "value_gradients")):
             if (getattr(self, name) is None) != (getattr(self, partner) is None):
                 raise UserError(f"{name} and {partner} go together; give both or neither")
-        if not len(self.keys) or np.ndim(self.keys[0]) != 4:
+        for name in FIELDS:
+            if getattr(self, name) is not None and len(getattr(self, name)) != self.shape.num_layers:
+                raise UserError(
+                    f"{name} of {len(getattr(self, name))} layers given, the shape has {self.shape.num_layers}"
+                )
+        if np.ndim(self.keys[0]) != 4:
             raise UserError("keys: wanted an array [sequences, tokens, heads, head_dim] for every layer")
         shape = self.shape
         kv, head = (*self.size, shape.num_kv_heads, shape.head_dim), (*self.size, shape.num_heads, shape.head_dim)
         shapes = {"keys": kv, "values": kv, "key_gradients": kv, "value_gradients": kv, "queries": head}
+        if self.outputs is not None:
+            # Any width of the model will do, as long as all layers have it.
+            shapes |= {"outputs": (shape.num_heads * shape.head_dim, *np.shape(self.outputs[0])[-1:])}
         for name, expected in shapes.items():
-            self._check(name, expected)
+            self._check_shapes(name, expected)
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_shapes(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise UserError unless every layer's array has this shape; a field may be left out."""
         arrays = getattr(self, name)
-        if arrays is None:
-            return
-        if len(arrays) != self.shape.num_layers:
-            raise UserError(f"{name} of {len(arrays)} layers given, the shape has {self.shape.num_layers}")
-        for layer, array in enumerate(arrays):
+        for layer, array in enumerate(() if arrays is None else arrays):
             if np.shape(array) != shape:
                 raise UserError(f"{name} of layer {layer} have shape {np.shape(array)}, wanted {shape}")
 
@@ -213,7 +219,7 @@ class Captured:
     @property
     def parts(self) -> tuple[Any, ...]:
         """What `resume.identity` takes of the data."""
-        arrays = (self.keys, self.values, self.queries, self.outputs, self.key_gradients, self.value_gradients)
+        arrays = (getattr(self, name) for name in FIELDS)
         return repr(self.shape), self.dtype, *(np.asarray(x) for layers in arrays if layers is not None for x in layers)
 
     def layout(self, method: Method) -> CacheLayout:

@@ -215,3 +215,35 @@ def test_what_does_not_fit_is_refused(captured):
         fit("kvquant", shape, **tensors, recipe=kvquant.Recipe())
     with pytest.raises(kvq.UserError, match="NaN or infinite"):
         fit("kvquant", shape, keys=tensors["keys"] * np.nan, values=tensors["values"])
+
+
+WIDE = np.zeros((2, 64, 32), np.float32)  # output projections of both layers
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"outputs": WIDE[:1]}, "outputs of 1 layers given, the shape has 2"),
+        ({"outputs": WIDE[:, :32]}, r"outputs of layer 0 have shape \(32, 32\), wanted \(64, 32\)"),
+        ({"outputs": WIDE.swapaxes(1, 2)}, r"outputs of layer 0 have shape \(32, 64\), wanted \(64, 64\)"),
+        ({"outputs": [WIDE[0], WIDE[1, :, :8]]}, r"outputs of layer 1 have shape \(64, 8\), wanted \(64, 32\)"),
+    ],
+)
+def test_tensors_of_another_shape(captured, wrong, message):
+    """Output projections of other sizes gave constants of other numbers, without a word."""
+    queries = np.zeros((2, *TOKENS.shape, 4, 16), np.float32)
+    with pytest.raises(kvq.UserError, match=message):
+        kvq.calibrate.from_tensors(
+            "klt:bits=2,buffer=32", tiny().config, **(captured[0] | {"queries": queries, "outputs": WIDE} | wrong)
+        )
+
+
+def test_recipe_of_another_calibration(captured):
+    with pytest.raises(kvq.UserError, match=r"recipe is a Recipe; wanted a kvqjax\.calibrate\.aqua\.Recipe"):
+        kvq.calibrate.from_tensors(AQUA, tiny().config, **captured[0], recipe=QUICK)
+
+
+def test_state_is_any_path(captured, tmp_path):
+    state = tmp_path / "state.npz"
+    kvq.calibrate.from_tensors(CENTRED, tiny().config, **captured[0], state=str(state))
+    assert state.exists()
