@@ -158,7 +158,9 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
     clocks = {source: clock for clock in run.wiring.storage.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
-        most = run.budget or min((capacity - sinks - clock.window) // clock.unit * clock.unit, run.slots)
+        # Of two sources with windows of their own, one may encode nothing where the other does.
+        encoded = max(0, (capacity - sinks - clock.window) // clock.unit * clock.unit)
+        most = run.budget or min(encoded, run.slots)
         for name, stored in fields.items():
             field = run.wiring.storage.codecs[source].fields[name]
             yield _entry(run, source, name, field.role, stored, most / run.slots)
@@ -205,7 +207,8 @@ def ledger(cache: Cache) -> Ledger:
         for entry in _run_entries(run, state, layout.capacity, layout.method.sinks)
     ]
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
-    entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in cache.kept.items()]
+    tables = cache.kept if cache.pages is None else {"pages": cache.pages, **cache.kept}
+    entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in tables.items()]
     entries += _state_entries(cache)
     values = layout.shape.num_layers * layout.shape.cached_width
     return Ledger(

@@ -29,6 +29,15 @@ def test_ledger_is_the_live_buffers(name):
     assert abs(ledger(cache).bytes - live) <= 0.02 * live
 
 
+def test_padding_is_a_part_of_a_field():
+    """A window as long as the capacity encodes nothing, and the other source's body has slots all the same."""
+    method = "k=kivi:bits=2,window=0;v=kivi:bits=2,window=512"
+    book = ledger(jax.eval_shape(lambda: kvq.init_cache(tiny(), method, 1, 256)))
+    padding = {(entry.source, entry.field): entry.padding / entry.bytes for entry in book.entries}
+    assert all(0 <= share <= 1 for share in padding.values())
+    assert (padding["k", "codes"], padding["v", "codes"]) == (0.5, 1)
+
+
 def test_ledger_is_the_compiled_argument():
     """Sub-byte types could take more room than their `.nbytes` say: what counts is what XLA allocates."""
     _, cache = abstract("kivi3-sinks", 2, 4096)

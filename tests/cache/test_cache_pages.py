@@ -12,6 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache.pages import PoolExhausted
+from kvqjax.ops.packing.words import array_bytes
 
 CAPACITY, ROWS = 2100, 2  # tokens of a row: three pages of the longest blocks
 
@@ -208,8 +209,10 @@ def test_the_pool_keeps_its_books():
 def test_the_ledger_counts_what_pages_have_room_for():
     """Bits a number are those of the tokens that fit, not of rows that nobody could fill."""
     rows = kvq.ledger(kvq.init_cache(tiny(), "exact", 4, 2048))
-    paged = kvq.ledger(kvq.init_cache(tiny(), "exact", 4, 2048, pages=8, page_tokens=256))
+    cache = kvq.init_cache(tiny(), "exact", 4, 2048, pages=8, page_tokens=256)
+    paged = kvq.ledger(cache)
     assert (rows.tokens, paged.tokens) == (4 * 2048, 8 * 256 + 4 * 31)
     assert paged.bytes < 0.3 * rows.bytes
     assert paged.bits_stored == pytest.approx(rows.bits_stored, rel=0.02)
     assert "2172 in all" in str(paged)
+    assert paged.bytes == array_bytes(cache)  # the rows' table of pages too
