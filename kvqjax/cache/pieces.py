@@ -36,6 +36,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Run, blank_body
 from kvqjax.cache.surgery import crop, evict
+from kvqjax.model.rope import check_length
 
 __all__ = ["Piece", "cut", "join"]
 
@@ -223,14 +224,15 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
         The cache of all these tokens, to go on with.
 
     Raises:
-        UserError: The layouts or the numbers of rows differ; a row of `head` has not encoded everything before the
-            piece, or a row does not fit the capacity (inside jit it is empty then, and its overflow flag raised); or
-            as `cut`.
+        UserError: The layouts or the numbers of rows differ; `capacity` is more than the model's positions allow; a
+            row of `head` has not encoded everything before the piece, or a row does not fit the capacity (inside jit
+            it is empty then, and its overflow flag raised); or as `cut`.
     """
     if not isinstance(tail, Piece):
         raise UserError(f"tail is a {type(tail).__name__}; wanted a Piece, which kvqjax.cut gives")
     check_cache(head, tail.cache)
     capacity = tail.capacity if capacity is None else check_integer("capacity", capacity)
+    check_length(head.layout.shape, capacity)
     layout = dataclasses.replace(head.layout, capacity=capacity)
     # Words of another method, dtype or form would be read as something else without a word.
     for field in dataclasses.fields(layout):

@@ -268,3 +268,11 @@ def test_pieces_and_caches_that_are_too_short_for_a_body(capacity, held, at, lat
     more, one = tokens(1, 1), jnp.ones(1, jnp.int32)
     if held < later:
         np.testing.assert_array_equal(*(forward(model, more, one, cache)[0] for cache in (joined, wanted)))
+
+
+def test_no_more_tokens_are_joined_than_the_rope_is_for():
+    """A larger capacity is refused as `resize` refuses it: the frequencies would be those of another text."""
+    model = tiny(rope=kvq.Rope(kind="dynamic", factor=2.0, original_max_position=400))
+    pieces = kvq.cut(kvq.init_cache(model, "kivi:window=0", 1, 300), 0)
+    with pytest.raises(kvq.UserError, match="401 tokens are more than the 400"):
+        kvq.join(*pieces, capacity=401)
