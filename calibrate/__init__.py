@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,7 @@ def from_tensors(
     if not isinstance(shape, KVShape):
         raise UserError(f"shape is {named(shape)}; wanted a KVShape, such as model.config")
     _check_needed(method, shape)
-    tensors = {"keys": keys, "values": values, "queries": queries, "outputs": outputs}
+    tensors: dict[str, Any] = {"keys": keys, "values": values, "queries": queries, "outputs": outputs}
     tensors |= {"key_gradients": key_gradients, "value_gradients": value_gradients}
     for name, arrays in tensors.items():
         is_left_out = arrays is None and name not in ("keys", "values")
@@ -195,11 +196,10 @@ def from_tensors(
         captured_fitter(fit, method)  # says now what needs a model
     data = Captured(shape=shape.alone, dtype=str(compute_dtype(dtype)), **tensors)
     if shape.pairs != "halves":
-        turned = {name: getattr(data, name) for name in ("keys", "queries", "key_gradients")}
-        turned = {
-            name: [in_halves(jnp.asarray(x), shape) for x in arrays]
-            for name, arrays in turned.items()
-            if arrays is not None
+        turned: dict[str, Any] = {
+            name: [in_halves(jnp.asarray(x), shape) for x in tensors[name]]
+            for name in ("keys", "queries", "key_gradients")
+            if tensors[name] is not None
         }
         data = dataclasses.replace(data, **turned)
     if recipe is not None and len(divided(method, shape)) > 1:

@@ -30,7 +30,7 @@ from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.klt import Klt
 from kvqjax.hardware.prompts import prompt_operations
-from kvqjax.methods import Method
+from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.methods.papers.aqua import AquaLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape
@@ -273,12 +273,14 @@ def fit(
     return Artifact(method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about)
 
 
-def released(arrays: dict[str, np.ndarray], model: Model, method: Method) -> Artifact:
+def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) -> Artifact:
     """Predictors in the released format as plain arrays: "key_predictors.3.weight" [O, I] and ".bias",
     "value_predictors" likewise, for layers 1 and up; `safetensors.numpy.load_file` gives them so, and nothing is
-    unpickled. Raises UserError when one is missing or of the wrong shape."""
-    constants: list[dict] = []
+    unpickled. Raises UserError when one is missing or of the wrong shape, and for a method of other layers."""
+    method, constants = parse(method), []
     layers: tuple[Any, ...] = method.layers(model.config)
+    if not all(isinstance(layer, AquaLayer) for layer in layers):
+        raise UserError(f"{method}: predictors were released for AQUA-KV; wanted it in every layer")
     if model.config.known_key_bias and any(layer.unbiased for layer in layers):
         raise UserError(f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean")
     for index, layer in enumerate(layers):

@@ -86,15 +86,17 @@ class PagePool:
         return sum(users > 1 for users in self._users)
 
     def users(self, page: int) -> int:
-        """Count those who use a page."""
-        return self._users[page]
+        """Count those who use a page. Raises UserError for one that is not there."""
+        return self._users[check_integer("page", page, 0, len(self) - 1)]
 
     def take(self, count: int) -> list[int]:
         """Give `count` free pages to one user.
 
         Raises:
             PoolExhausted: fewer are free. None is given then.
+            UserError: `count` is no whole number of at least 0.
         """
+        count = check_integer("count", count, 0)
         if count > len(self._free):
             raise PoolExhausted(f"{count} pages are wanted and {len(self._free)} of {len(self._users)} are free")
         pages = [self._free.pop() for _ in range(count)]

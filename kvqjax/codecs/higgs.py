@@ -36,6 +36,7 @@ from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, splits, transform, transform_matrix
 from kvqjax.codecs.higgs_grid import group_size, nearest, points_of, shipped_grid
+from kvqjax.codecs.uniform import at_least_one
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
@@ -83,8 +84,12 @@ class Higgs:
         if isinstance(self.group, str):
             if self.group not in GROUPS:
                 raise UserError(f"group={self.group!r}; known: {', '.join(GROUPS)}")
-        elif self.group is not None and not (self.rotated or has_hadamard(self.group)):
-            raise UserError(f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are")
+        elif self.group is not None:
+            at_least_one(self.group)
+            if not (self.rotated or has_hadamard(self.group)):
+                raise UserError(
+                    f"group={self.group}; no Hadamard matrix of that order is known, powers of two always are"
+                )
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; scales are stored as bfloat16 or float32")
 

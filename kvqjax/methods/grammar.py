@@ -47,7 +47,10 @@ def _split(text: str) -> tuple[str, list[str]]:
     default, *exceptions = text.split(";")
     if not re.match(r"\s*[kv]\s*=", default):
         return default, exceptions
-    parts = dict(re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text))
+    named = re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text)
+    parts = dict(named)
+    if len(named) > len(parts):
+        raise UserError(f"{text!r} names the keys or the values twice")
     if set(parts) != {"k", "v"}:
         raise UserError(f"{default!r} names no method for the other part; wanted k=METHOD;v=METHOD")
     of_layers = [item for item in exceptions if not re.match(r"\s*[kv]\s*=", item)]

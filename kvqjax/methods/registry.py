@@ -123,12 +123,12 @@ def _convert(value: Any, annotation, where: str) -> Any:
 
 def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read the method's name and typed options at one level of a tree, without its layers."""
-    name = tree.get("method", "")
+    name = str(tree.get("method", ""))  # JSON may hold anything there
     if name not in METHODS:
-        if len(str(name)) > 80:  # a text in the place of a policy: it says itself what it is
-            raise UserError(f"unknown method {str(name)[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text")
-        hint = nearest_policy(str(name), METHODS)
-        raise UserError(f"unknown method {str(name)!r}{suggest(str(name), METHODS) if hint is None else f'; {hint}'}")
+        if len(name) > 80:  # a text in the place of a policy: it says itself what it is
+            raise UserError(f"unknown method {name[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text")
+        hint = nearest_policy(name, METHODS)
+        raise UserError(f"unknown method {name!r}{suggest(name, METHODS) if hint is None else f'; {hint}'}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
     for key, value in tree.items():
@@ -149,8 +149,9 @@ def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
         path = Path(source.strip() if isinstance(source, str) else source)
         shipped = POLICIES / path.name
-        # The folder comes first: a user's own file may have any name.
-        return read_json(shipped if path == Path(path.name) and not path.exists() and shipped.exists() else path)
+        # The folder comes first: a user's own file may have any name. `os.path.exists` says no to names that cannot be.
+        is_shipped = path == Path(path.name) and not os.path.exists(path) and os.path.exists(shipped)
+        return read_json(shipped if is_shipped else path)
     return read_text(source)
 
 

@@ -261,6 +261,8 @@ def test_released_predictors_load_from_plain_arrays(model):
     constants = released(arrays, model, aqua()).constants
     np.testing.assert_allclose(constants[1]["v"]["weight"][1], arrays["value_predictors.2.weight"].T, rtol=1e-6)
     assert constants[0] == {}
+    with pytest.raises(UserError, match="predictors were released for AQUA-KV"):
+        released(arrays, model, "kivi")
     del arrays["key_predictors.2.bias"]
     with pytest.raises(UserError, match=r"key_predictors\.2\.bias: wanted an array \(32,\), got nothing"):
         released(arrays, model, aqua())

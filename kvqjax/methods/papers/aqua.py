@@ -35,6 +35,7 @@ from kvqjax.codecs import Codec, CodecSpec, Exact, Fit, Uniform, centred
 from kvqjax.codecs.base import for_heads
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.klt import KEY_SLOPE, VALUE_SLOPE, Klt
+from kvqjax.codecs.uniform import at_least_one
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
 from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
 from kvqjax.methods.spec import LayerSpec, Method, method_factory, value_or
@@ -151,9 +152,9 @@ def _backbone(
     if name == "higgs":
         return Higgs(bits=bits, dim=dim, group=group, seed=seed)
     if name == "token":  # the uniform quantiser of the paper's "Quanto" rows
-        return Uniform(bits=bits, along="channels", group=group or 64)
+        return Uniform(bits=bits, along="channels", group=at_least_one(value_or(group, 64)))
     if name == "channel":
-        return Uniform(bits=bits, along="tokens", group=group or UNIT)
+        return Uniform(bits=bits, along="tokens", group=value_or(group, UNIT))
     raise UserError(f"backbone={name!r}; known: {', '.join(BACKBONES)}")
 
 
@@ -222,6 +223,8 @@ class AquaLayer:
 
     def build(self, config: KVShape) -> Wiring:
         layer, width = self.sized(config), config.kv_width
+        if self.predictor == "low_rank" and not 1 <= self.rank <= width:
+            raise UserError(f"rank={self.rank}; predictors of {width} channels have a rank from 1 to {width}")
         codecs = {source: layer.codec(source).build(width) for source in SPEC_FIELDS}
         return _wired(layer, config, codecs)
 

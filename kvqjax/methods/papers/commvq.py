@@ -19,7 +19,7 @@ from kvqjax.codecs.commvq_tpu import columns
 from kvqjax.codecs.commvq_values import CommVQValues
 from kvqjax.methods.keys_values import keys_and_values
 from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until, through_heads
-from kvqjax.methods.spec import Method, method_factory
+from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.words import PLANE
 from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
@@ -89,7 +89,7 @@ class CommVQLayer:
     def key(self, config: KVShape) -> CommVQKeys:
         """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
         pairs = self.group or config.head_dim // 2
-        rounds = self.rounds or max(1, round(self.bits * pairs / math.log2(self.levels)))
+        rounds = value_or(self.rounds, max(1, round(self.bits * pairs / math.log2(self.levels))))
         return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
 
     def value(self) -> CommVQValues:

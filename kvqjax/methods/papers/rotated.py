@@ -8,6 +8,7 @@ from kvqjax.codecs import Uniform, centred
 from kvqjax.codecs.balanced import Balanced
 from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
+from kvqjax.codecs.uniform import at_least_one
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, method_factory, value_or
@@ -43,7 +44,8 @@ def omniscale(
     if norm not in ("layer", "head"):
         raise UserError(f"norm={norm!r}; known: layer, head")
     key = Uniform(bits=value_or(key_bits, bits), along="tokens", group=group, dtype=scales)
-    value = Uniform(bits=value_or(value_bits, bits), along="channels", group=value_or(value_group, group), dtype=scales)
+    channels = at_least_one(value_or(value_group, group))
+    value = Uniform(bits=value_or(value_bits, bits), along="channels", group=channels, dtype=scales)
     scaled = Scaled(inner=key, parts=1 if norm == "layer" else 0, dtype=scales)
     timing: dict[str, Any] = {"window": window, "unit": group, **turning(rotate, value_rotate)}
     layer = KeysAndValues(key=centred(scaled, centre), value=value, unbiased=centre == "auto", **timing)

@@ -37,7 +37,7 @@ from kvqjax.methods.layer_cache import (
     shared_until,
     through_heads,
 )
-from kvqjax.methods.spec import Method, first_layers, method_factory
+from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Layer, heads, norm
 from kvqjax.model.rope import Waves, rotate
@@ -124,11 +124,11 @@ class LayerInput:
         return prefers_latents(config) if self.latent is None else self.latent
 
     def build(self, config: KVShape) -> Wiring:
-        unit = self.group or UNIT
+        unit = value_or(self.group, UNIT)
         clock = Clock(("x",), self.window, unit)
         full = input_width(config)
         width = min(full, config.kv_width) if self.uses_latents(config) else full
-        channels = self.group or fitting_group(width)
+        channels = value_or(self.group, fitting_group(width))
         per_token = {"along": "channels", "group": channels, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
@@ -138,7 +138,7 @@ class LayerInput:
         key = quantiser(self.bits, **{**per_token, "along": "tokens", "group": unit})
         if self.outliers:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
-        value = quantiser(self.value_bits or self.bits, **per_token)
+        value = quantiser(value_or(self.value_bits, self.bits), **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
         wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
         return wiring.having(fast={"packed": _packed(key, value, width, config)})

@@ -36,7 +36,7 @@ from kvqjax.methods.papers.xquant import (
     summed_first,
     times,
 )
-from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory
+from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
@@ -82,7 +82,7 @@ def xquant_cl(
     With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
     listed here.
     """
-    store = accumulator or ("float32" if bits == 16 else "bfloat16")
+    store = value_or(accumulator, "float32" if bits == 16 else "bfloat16")
     shared = {"group": group, "window": window, "latent": latent, "scales": scales}
     width = lambda i: high_bits if i < protected else bits  # noqa: E731
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
@@ -172,7 +172,7 @@ class CrossLayer:
         layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
-        return dataclasses.replace(other, window=self.window, unit=self.group or UNIT, clocks=())
+        return dataclasses.replace(other, window=self.window, unit=value_or(self.group, UNIT), clocks=())
 
     def uses_latents(self, config: KVShape) -> bool:
         return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
@@ -184,17 +184,18 @@ class CrossLayer:
             # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
             raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
         full = input_width(config)
+        accumulator_group = value_or(self.group, fitting_group(full))
         if self.accumulator.isdigit():
-            check_group(self.group or fitting_group(full), full, least=PLANE)
+            check_group(accumulator_group, full, least=PLANE)
         width = min(full, 2 * config.kv_width) if latent else full
-        unit = self.group or UNIT
-        group = unit if along == "tokens" else self.group or fitting_group(width)
+        unit = value_or(self.group, UNIT)
+        group = unit if along == "tokens" else value_or(self.group, fitting_group(width))
         codec = quantiser(self.bits, along, group, self.scales, width).build(width)
         return _wired(
             config,
             codec._replace(needs={"down": (full, width)}) if latent else codec,
             Clock(("x",), self.window, unit),
-            Difference(self.start, latent, self.accumulator, self.space, self.group or fitting_group(full)),
+            Difference(self.start, latent, self.accumulator, self.space, accumulator_group),
         )
 
 
