@@ -95,7 +95,7 @@ def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
 
 def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write arrays and description.json into a folder that appears only when it is complete."""
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{path} exists already; choose another folder")
     part = path.with_name(path.name + ".part")
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -118,7 +118,7 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
     """Read description.json of a stored folder of this kind. Raises UserError when there is none or it is another
     format."""
     file = path / "description.json"
-    if not file.exists():
+    if not os.path.exists(file):
         raise UserError(f"{path}: no description.json here; not a kvqjax {kind}")
     text = read_json(file)
     if not isinstance(text, dict) or text.get("kind") not in list(KINDS):

@@ -1,6 +1,7 @@
 """`kvqjax calibrate`: a method's constants as an artifact folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def calibrate(
     from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
-    if out.exists():
+    if os.path.exists(out):
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)

@@ -205,7 +205,7 @@ class Session:
         written."""
         self._settle()
         path = Path(folder)
-        if path.exists():
+        if os.path.exists(path):
             raise UserError(f"{path} exists already; choose another folder")
         part = path.with_name(path.name + ".new")
         text = {

@@ -13,6 +13,7 @@ import functools
 import importlib
 import math
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -146,12 +147,12 @@ class Header:
 
 def is_gguf(path: Path) -> bool:
     """Say whether a path is a GGUF file: by its name, or by how it begins."""
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
+    if path.suffix.lower() == ".gguf" and not os.path.isdir(path):
         return True
     try:
         with path.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
-    except OSError:
+    except (OSError, ValueError):  # a ValueError is a path with a NUL in it
         return False
 
 

@@ -5,6 +5,7 @@ Configs of common models are shipped as JSON facts (assets/configs), so that pla
 
 import dataclasses
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -220,25 +221,29 @@ def locate(name: str | Path) -> Path:
     Raises:
         UserError: for a name that is none of these, a model that is not installed or not fetched, or a failed download.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise UserError(f"name is {named(name)}; wanted that of a model, its folder or file, such as 'demo'")
     if name in BUNDLED:
         return _bundled(str(name))
     if name in FETCHED:
         return fetched(str(name))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    # Functions of `os.path` take any text, where those of `Path` raise an error for one that can be no name of a file.
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         return _single_file(folder)
     hub_file = isinstance(name, str) and re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name)
-    if hub_file and ".." not in name and not folder.exists():
+    if hub_file and ".." not in name and not os.path.exists(folder):
         return _download_file(*hub_file.groups())
     if is_gguf(folder):
         read_header(folder)
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise UserError(f"{folder}: a file; wanted the folder of a model, or a .gguf file")
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
-    bundled = ", ".join(BUNDLED)
-    raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+    text, bundled = str(name), ", ".join(BUNDLED)
+    excerpt = text if len(text) < 200 else f"{text[:60]!r}... ({len(text)} characters)"
+    raise UserError(f"{excerpt}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
 
 
 def _single_file(folder: Path) -> Path:
@@ -294,10 +299,10 @@ def config_of(name: str) -> ModelConfig:
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
-    path, has_weights = Path(name).expanduser(), name in BUNDLED or name in FETCHED
+    path, has_weights = Path(os.path.expanduser(name)), name in BUNDLED or name in FETCHED
     if not has_weights and path.suffix == ".json":
         return read_config(path)
-    if not has_weights and (path.is_dir() or is_gguf(path)):
+    if not has_weights and (os.path.isdir(path) or is_gguf(path)):
         return read_config(locate(name))
     short = name.rpartition("/")[2].lower()
     if not has_weights and short in KNOWN:
