@@ -47,7 +47,14 @@ Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
 
 
 class Activations(NamedTuple):
-    """What a cache would hold of some sequences, and the squared gradients of their loss, float32, W = K*D."""
+    """What a cache would hold of some sequences, float32, W = K*D.
+
+    Attributes:
+        k: keys.
+        v: values.
+        k_fisher: F of the keys, the squared gradients of the loss; None where nothing weighs by it.
+        v_fisher: F of the values.
+    """
 
     k: Float[Array, "L B T W"]
     v: Float[Array, "L B T W"]
@@ -73,12 +80,21 @@ class Sequences(NamedTuple):
 
 
 def as_it_is(source: str, x: Float[Array, "L B T W"]) -> Float[Array, "L B T W"]:
-    """What is encoded in its own frame."""
+    """Give keys or values that are encoded in their own frame: a `turn` of `Sequences` that turns nothing."""
     return x
 
 
 def with_fisher(cached, slopes, turn: Callable) -> Activations:
-    """Keys and values [L, B, T, W] in the frame that `turn` brings them to, with F from their gradients there."""
+    """Bring keys and values to the frame of `turn`, and make F of their gradients there.
+
+    Args:
+        cached: keys and values, [L, B, T, W] each.
+        slopes: their gradients likewise; empty where there are none.
+        turn: as in `Sequences`.
+
+    Returns:
+        Keys and values, with F where there are gradients.
+    """
     k, v = (turn(source, x) for source, x in zip("kv", cached, strict=True))
     return Activations(k, v, *(turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)))
 
@@ -87,8 +103,8 @@ def with_fisher(cached, slopes, turn: Callable) -> Activations:
 
 
 def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
-    """Mean next-token cross entropy, float32, with `zeros` = (for k, for v), [L,B,T,K,D] each, added; and k, v as
-    cached."""
+    """Compute the mean next-token cross entropy, float32, and keys and values as they are cached. `zeros` are added to
+    keys and values, [L, B, T, K, D] each: what the loss is differentiated by."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, xs):
@@ -117,7 +133,7 @@ def _zeros(tokens, config: ModelConfig):
 
 
 def loss(params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
-    """Mean next-token cross entropy of the model itself."""
+    """Compute the model's mean next-token cross entropy."""
     return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
 
 
@@ -130,10 +146,19 @@ def activations(
     gradients: bool = True,
     turn: Callable = as_it_is,
 ) -> Activations:
-    """Keys (before RoPE, or after it for `rope="post"`) and values of every layer, with F if `gradients`; `turn` as in
-    `Sequences`.
+    """Compute keys and values of every layer. Sequences that are compared must have one length, because the mean loss
+    divides by it.
 
-    Sequences that are compared must have one length: the mean loss divides by it.
+    Args:
+        params: the model's weights.
+        tokens: the sequences.
+        config: the model's config.
+        rope: "pre" for keys before RoPE, "post" for keys after it.
+        gradients: whether F is wanted, which takes a backward pass.
+        turn: as in `Sequences`.
+
+    Returns:
+        Keys and values, with F if `gradients`.
     """
     arrays = _cached_and_slopes(params, tokens, config, rope=rope, gradients=gradients)
     return with_fisher(arrays[:2], arrays[2:], turn)
@@ -141,7 +166,7 @@ def activations(
 
 @functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
 def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradients: bool) -> tuple[Array, ...]:
-    """Keys and values [L, B, T, W], and their gradients if `gradients`."""
+    """Compute keys and values [L, B, T, W], and their gradients if `gradients`."""
 
     def flat(x):
         return x.reshape(*x.shape[:3], -1).astype(jnp.float32)
@@ -154,7 +179,7 @@ def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradie
 
 
 def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
-    """What the model computes for N sequences of T tokens."""
+    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of another shape."""
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
 
@@ -171,9 +196,22 @@ def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Captured:
-    """`keys`, `values` [L, N, T, K, D] and `queries` [L, N, T, H, D] of N sequences of T tokens, as `kvq.attend_layer`
-    takes them; `outputs` [L, H*D, E] are output projections. The gradients are those of each sequence's mean loss.
-    Every field may be a list of one array a layer, on the host or not. `dtype` is the cache's."""
+    """Tensors that any model's attention layers computed for N sequences of T tokens. Every field of tensors is one
+    array with the layers in front, or a list of one array a layer, on the host or not.
+
+    Attributes:
+        shape: the model's.
+        keys: [L, N, T, K, D], as `kvq.attend_layer` takes them.
+        values: likewise.
+        queries: [L, N, T, H, D], as `kvq.attend_layer` takes them.
+        outputs: the output projections, [L, H*D, E]; they go with the queries.
+        key_gradients: those of each sequence's mean loss, like the keys.
+        value_gradients: likewise; they go with those of the keys.
+        dtype: the cache's.
+
+    Raises:
+        UserError: a field without its partner, or of another shape.
+    """
 
     shape: KVShape
     keys: Layers
@@ -213,12 +251,12 @@ class Captured:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Sequences and tokens of each."""
+        """Count the sequences, and the tokens of each."""
         return tuple(np.shape(self.keys[0])[:2])
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What `resume.identity` takes of the data."""
+        """List what `resume.identity` takes of the data."""
         arrays = (getattr(self, name) for name in FIELDS)
         return repr(self.shape), self.dtype, *(np.asarray(x) for layers in arrays if layers is not None for x in layers)
 
@@ -227,12 +265,12 @@ class Captured:
 
 
 def positions_of(rows: int, length: int) -> Int[Array, "N T"]:
-    """Positions of N sequences of T tokens."""
+    """Number the tokens of N sequences of T tokens."""
     return jnp.broadcast_to(jnp.arange(length)[None], (rows, length))
 
 
 def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
-    """Keys and values of a run's layers, [n, T, K, D] each, as a cache stores them."""
+    """Give keys and values of a run's layers, [n, T, K, D] each, as a cache stores them, in float32."""
     nothing: Any = None  # of what the capture of keys and values does not look at
     projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
     new = run.wiring.maps.capture({}, {}, projected, positions_of(*projected.k.shape[:2]))
@@ -240,7 +278,7 @@ def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n
 
 
 def of_captured(data: Captured, method: Method) -> Sequences:
-    """Tensors of any model for a calibration that reads one sequence of all layers at a time."""
+    """Read tensors of any model, for a calibration that reads one sequence of all layers at a time."""
     runs = runs_of(data.layout(method))
 
     def all_layers(number: int, keys, values) -> list:

@@ -58,9 +58,17 @@ PEAK_RATE = 2e-3  # Adam's, at the start of a cosine schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`damping` of the ridge, on `centred` moments or as released (see `ridge`); the last `held_out` share of
-    the sequences only measures. `body_only` leaves out what the cache keeps exact (sinks, window). `clean` fits on the
-    exact layer below (the paper's quantiser-agnostic ablation)."""
+    """How predictors are fitted.
+
+    Attributes:
+        damping: of the ridge, relative to the moments' mean diagonal.
+        centred: whether X and Y are taken without their means; else the released rule (see `ridge`).
+        held_out: the share of the sequences, the last ones, that are not fitted and only measure.
+        body_only: whether what the cache keeps exact (sinks, window) is left out.
+        clean: whether predictors see the exact layer below, as in the paper's quantiser-agnostic ablation, instead of
+            its reconstruction.
+        mlp_steps: of the two-layer predictor's training.
+    """
 
     damping: float = 1e-3
     centred: bool = True
@@ -70,7 +78,7 @@ class Recipe:
     mlp_steps: int = 2000
 
     def training(self, sequences: int) -> int:
-        """How many of the sequences are fitted."""
+        """Count how many of so many sequences are fitted: one at least."""
         return max(1, sequences - int(sequences * self.held_out))
 
 
@@ -78,7 +86,13 @@ class Recipe:
 
 
 class Moments(NamedTuple):
-    """float64 on the host: xx [I+1,I+1] and xy [I+1,O] with the ones column last, yy [O]."""
+    """Second moments of n rows, float64 on the host. With Xa = [X, 1], the column of ones last:
+
+    Attributes:
+        xx: Xa^T Xa, [I+1, I+1]. Its last entry is n.
+        xy: Xa^T Y, [I+1, O].
+        yy: the sums of the squares of Y, [O].
+    """
 
     xx: Matrix
     xy: Matrix
@@ -90,15 +104,20 @@ class Moments(NamedTuple):
 
 
 class Score(NamedTuple):
-    """`relative_mse` = |Y - Yhat|^2 / |Y|^2; `explained` = 1 - |Y - Yhat|^2 / |Y - mean Y|^2, over all outputs."""
+    """How well Yhat predicts Y, over all outputs.
+
+    Attributes:
+        relative_mse: |Y - Yhat|^2 / |Y|^2.
+        explained: 1 - |Y - Yhat|^2 / |Y - mean Y|^2.
+    """
 
     relative_mse: float
     explained: float
 
     @property
     def bits_saved(self) -> float:
-        """Bits per number that the prediction saves: an ideal quantiser needs so many, -log4(relative MSE), to come as
-        close."""
+        """Compute the bits per number that the prediction saves: as many as an ideal quantiser needs for the same
+        error, -log4(relative MSE)."""
         return float(-np.log(max(self.relative_mse, 1e-300)) / np.log(4.0))
 
 
@@ -117,8 +136,18 @@ def add(
     y: Float[Array | np.ndarray, "N O"],
     keep: Bool[Array | np.ndarray, " N"] | None = None,
 ) -> Moments:
-    """`total` with the rows of one chunk added (None starts a new one); rows where `keep` is False count for nothing.
-    Products in float32 over the chunk, sums of chunks in float64: a few thousand rows a chunk are meant."""
+    """Add the rows of one chunk to moments. Products are float32 within the chunk, and chunks are summed in float64: a
+    few thousand rows a chunk are meant.
+
+    Args:
+        total: the moments so far; None: of no rows.
+        x: inputs.
+        y: outputs.
+        keep: the rows that count; None: all.
+
+    Returns:
+        The moments with these rows.
+    """
     keep = np.ones(x.shape[0], np.float32) if keep is None else jnp.asarray(keep, jnp.float32)
     part = Moments(*(np.asarray(a, np.float64) for a in _products(jnp.asarray(x), jnp.asarray(y), keep)))
     return part if total is None else Moments(*(a + b for a, b in zip(total, part, strict=True)))
@@ -129,7 +158,7 @@ def _damped(xx: Matrix, damping: float) -> Matrix:
 
 
 def _solve(a: Matrix, b: Matrix) -> Matrix:
-    """a^-1 b for a symmetric a; the least-norm solution where a is singular."""
+    """Solve a x = b for a symmetric a; where a is singular, by the solution of least norm."""
     try:
         factor = np.linalg.cholesky(a)
     except np.linalg.LinAlgError:
@@ -138,7 +167,7 @@ def _solve(a: Matrix, b: Matrix) -> Matrix:
 
 
 def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
-    """Covariances of X, and of X with Y, times the rows."""
+    """Compute the covariance of X, and that of X with Y, both times the number of rows."""
     sums = moments.xx[-1, :-1]
     return moments.xx[:-1, :-1] - np.outer(sums, sums) / moments.rows, (
         moments.xy[:-1] - np.outer(sums, moments.xy[-1]) / moments.rows
@@ -148,11 +177,22 @@ def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
 def ridge(
     moments: Moments, damping: float = 1e-3, intercept: bool = True, centred: bool = False
 ) -> tuple[Matrix, Matrix]:
-    """(W [I,O], b [O]) of least |Xa [W; b] - Y|^2.
+    """Find W and b of least |Xa [W; b] - Y|^2 plus damping.
 
-    The released rule adds `damping` times the mean of C's diagonal to every diagonal entry; the column of ones and the
-    intercept count in both. `centred` takes X and Y without their means instead. The released damping grows with the
-    square of an offset, and Qwen's keys have offsets of 50 times their spread: nothing would be learnt."""
+    The released rule adds `damping` times the mean of C's diagonal to every diagonal entry of C = Xa^T Xa. The column
+    of ones counts in that mean, and the intercept is damped too. So the damping grows with the square of an offset.
+    Qwen's keys have offsets of 50 times their spread, and nothing would be learnt of them. Without their means X and Y
+    have no offset.
+
+    Args:
+        moments: of X and Y.
+        damping: relative to the mean of the diagonal.
+        intercept: whether there is a b; only where X and Y are not `centred`.
+        centred: take X and Y without their means, and b afterwards.
+
+    Returns:
+        W [I, O] and b [O], float64.
+    """
     if centred:
         xx, xy = _centred(moments)
         weight = _solve(_damped(xx, damping), xy)
@@ -165,8 +205,21 @@ def ridge(
 
 
 def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True) -> tuple[Matrix, Matrix, Matrix]:
-    """(A [I,R], B [R,O], b [O]): reduced-rank regression, the ridge fit projected on the leading eigenvectors of the
-    fitted covariance. `centred=False` leaves X uncentred and takes b = mean(Y), as the released code does."""
+    """Fit Y ~ (X A) B + b by reduced-rank regression: the ridge fit, projected on the leading eigenvectors of the
+    covariance of what it fits.
+
+    Args:
+        moments: of X and Y.
+        rank: R.
+        damping: as in `ridge`.
+        centred: take X without its mean, and fit b; else b is the mean of Y, as in the released code.
+
+    Returns:
+        A [I, R], B [R, O] and b [O], float64.
+
+    Raises:
+        ValueError: for a rank that is not 1 to O.
+    """
     if not 1 <= rank <= moments.xy.shape[1]:
         raise ValueError(f"rank={rank}; 1 to {moments.xy.shape[1]} are possible")
     xx, xy = _centred(moments)
@@ -179,12 +232,13 @@ def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool =
 
 
 def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
-    """The bias [O] that makes the mean error zero for a weight that was rounded after the fit."""
+    """Compute the bias [O] with which the mean error of this weight [I, O] is zero: for weights that were rounded after
+    the fit."""
     return (moments.xy[-1] - moments.xx[-1, :-1] @ weight) / moments.rows
 
 
 def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
-    """Errors of Y ~ X weight + bias on the rows the moments were taken from."""
+    """Measure Y ~ X weight + bias on the rows that the moments were taken from, for a weight [I, O] and a bias [O]."""
     solution = np.concatenate([weight, bias[None]])
     error = moments.yy.sum() - 2 * (solution * moments.xy).sum() + (solution * (moments.xx @ solution)).sum()
     spread = moments.yy.sum() - (moments.xy[-1] ** 2).sum() / moments.rows
@@ -192,17 +246,31 @@ def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
 
 
 def _group_range(weight: Matrix) -> tuple[Matrix, Matrix]:
-    """Scale and minimum per output for 4-bit codes of one group of inputs [g, O], as stored in bfloat16."""
+    """Choose scale and minimum of every output for the 4-bit codes of one group of inputs [g, O], rounded to bfloat16
+    as they are stored."""
     low = np.minimum(weight.min(0), 0).astype(jnp.bfloat16).astype(np.float64)
     scale = ((np.maximum(weight.max(0), 0) - low) / CODES).astype(jnp.bfloat16).astype(np.float64)
     return np.where(scale > 0, scale, 1.0), low
 
 
 def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) -> dict[str, Matrix]:
-    """4-bit codes [I,O] and their scale and low [I/group,O] by GPTQ's rule (arXiv 2210.17323).
+    """Round a weight to 4 bits by GPTQ's rule (arXiv 2210.17323).
 
     Inputs are rounded one by one. Those still to come make up for what is lost, along the inverse Cholesky factor of
-    X's covariance. It is not that of X^T X, because the bias is fitted again afterwards (`refit_bias`)."""
+    X's covariance. It is not that of X^T X, because the bias is fitted again afterwards (`refit_bias`).
+
+    Args:
+        moments: of X and Y.
+        weight: [I, O].
+        group: inputs that share a scale; it divides I.
+        damping: of the covariance, relative to the mean of its diagonal.
+
+    Returns:
+        "codes" [I, O], and their "scale" and "low" [I / group, O].
+
+    Raises:
+        ValueError: for a group that does not divide the inputs.
+    """
     inputs = weight.shape[0]
     if inputs % group:
         raise ValueError(f"group={group} does not divide {inputs} inputs")
@@ -225,7 +293,8 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
 
 
 def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """Weights of variance 1/fan-in; the last layer starts at zero, so training starts from the mean."""
+    """Draw the weights that training begins with, of variance 1 / fan-in. The last layer's are zero, so that training
+    begins with the mean."""
     sizes = predictor_shapes("mlp", inputs, outputs)
     start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
     down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
@@ -255,8 +324,18 @@ def _train(key, x, y, steps: int) -> dict[str, jax.Array]:
 def train_mlp(
     key: Array, x: Float[np.ndarray, "N I"], y: Float[np.ndarray, "N O"], steps: int
 ) -> dict[str, np.ndarray]:
-    """Constants of an `mlp` predictor of y from x. Outputs are standardised for training and scaled back afterwards, so
-    one rate serves keys of any size."""
+    """Train an `mlp` predictor. Outputs are standardised for training and scaled back afterwards, so that one learning
+    rate serves keys of any size.
+
+    Args:
+        key: of the first weights and of the order of rows.
+        x: inputs.
+        y: outputs.
+        steps: of Adam, with BATCH rows each.
+
+    Returns:
+        The predictor's constants, float32.
+    """
     mean, spread = y.mean(0), max(float(y.std(0).mean()), 1e-20)
     weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
     out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
@@ -267,13 +346,23 @@ def train_mlp(
 
 
 def cast(constants: dict, dtype) -> dict[str, jax.Array]:
-    """Constants as a model of compute dtype `dtype` holds them."""
+    """Give constants the dtypes in which a model of compute dtype `dtype` holds them."""
     return {name: jnp.asarray(a, CONSTANT_DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Constants of a predictor that is linear in effect, and the float64 weight and bias they stand for. A weight that
-    was rounded, to `dtype` or to 4 bits, has its bias fitted afterwards."""
+    """Fit a predictor that is linear in effect: "linear", "low_rank" or "int4". Where its weight was rounded, to
+    `dtype` or to 4 bits, the bias is fitted afterwards.
+
+    Args:
+        layer: says which of these, and its rank.
+        moments: of inputs and outputs.
+        recipe: the settings.
+        dtype: the model's compute dtype.
+
+    Returns:
+        The constants, and the weight [I, O] and bias [O] that they stand for, float64.
+    """
     inputs, outputs = moments.xy.shape[0] - 1, moments.xy.shape[1]
     rounded = lambda a: np.asarray(jnp.asarray(a, dtype), np.float64)  # noqa: E731
     if layer.predictor == "low_rank":
@@ -297,14 +386,14 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
 
 
 def _measured(constants: dict, inputs, y: np.ndarray, span: range) -> Score:
-    """An MLP's errors on some sequences, from the data themselves."""
+    """Measure an MLP on the sequences of `span`, on the data themselves."""
     error = sum(float(((predict("mlp", constants, inputs(i)) - y[i]) ** 2).sum()) for i in span)
     rows = y[span.start : span.stop]
     return Score(error / float((rows**2).sum()), 1 - error / float(((rows - rows.mean((0, 1))) ** 2).sum()))
 
 
 def _totals(inputs, y: np.ndarray, span: range) -> Moments:
-    """Moments of the sequences of `span`, one after the other."""
+    """Sum the moments of the sequences of `span`."""
     total = add(None, inputs(span[0]), y[span[0]])
     for i in span[1:]:
         total = add(total, inputs(i), y[i])
@@ -312,7 +401,8 @@ def _totals(inputs, y: np.ndarray, span: range) -> Moments:
 
 
 def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, seed: int) -> tuple[dict, dict]:
-    """Constants of one predictor and its measures. `inputs(i)` are sequence i's predictor inputs [n, I]."""
+    """Fit one predictor. `inputs(i)` gives sequence i's inputs [n, I], `y` are the outputs of all sequences, [N, n, O].
+    Returns its constants and its measures."""
     train = recipe.training(len(y))
     spans = [span for span in (range(train), range(train, len(y))) if span]
     if layer.predictor == "mlp":
@@ -330,7 +420,7 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
 def _reconstruct(layer: AquaLayer, source: str, constants, x, carry, keys):
-    """What the cache will hold of one sequence [n, W], tile by tile, in the carry's dtype."""
+    """Compute what the cache will hold of one sequence [n, W], tile by tile, in the carry's dtype."""
     codec = layer.codec(source).build(x.shape[-1])
     tiles = jax.tree.map(lambda a: a.reshape(-1, layer.unit, a.shape[-1]), (x, carry, keys))
     step = lambda tile: encode_source(layer, codec, source, {source: constants}, *tile)[1]  # noqa: E731
@@ -338,21 +428,21 @@ def _reconstruct(layer: AquaLayer, source: str, constants, x, carry, keys):
 
 
 def _inputs(names: str, keys: np.ndarray, values: np.ndarray, i: int) -> jax.Array:
-    """Predictor inputs of sequence i, [n, I]."""
+    """Put the inputs of a predictor of sequence i side by side, [n, I]."""
     return predictor_inputs(names, jnp.asarray(keys[i]), jnp.asarray(values[i]))
 
 
 def _cache_inputs(
     exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int
 ) -> tuple[Array, dict[str, Array], Array]:
-    """What the cache gets of sequence i: one source, the carry and this layer's reconstructed keys."""
+    """Take what the cache gets of sequence i: one source, the carry and this layer's reconstructed keys."""
     carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
     return jnp.asarray(exact[i]), carry, jnp.asarray(keys[i], dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
 def _missed(layer: AquaLayer, source: str, constants, x, carry, keys):
-    """What the predictor misses of one sequence [n, W], float32."""
+    """Compute what the predictor misses of one sequence [n, W], float32."""
     return missed(layer, source, {source: constants}, x, carry, keys)
 
 

@@ -21,7 +21,7 @@ _IDENTITY = "identity"
 
 
 def identity(*parts: Any) -> str:
-    """A digest of what a state belongs to: text and arrays, in order."""
+    """Compute a digest of what a state belongs to: text and arrays, in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
@@ -46,8 +46,19 @@ def save_state(path: Path, owner: str, state: Any) -> None:
 
 
 def load_state(path: Path, owner: str, like: Any) -> Any:
-    """The state saved for `owner` in the structure of `like`, or `like` itself when there is none. Raises UserError
-    when the file belongs to another model, method, recipe or text."""
+    """Read the state of a calibration.
+
+    Args:
+        path: of the file.
+        owner: the `identity` of the calibration.
+        like: the state before the first step, whose structure the saved one has.
+
+    Returns:
+        The saved state, or `like` itself where there is no file.
+
+    Raises:
+        UserError: a file that cannot be read, or that belongs to another model, method, recipe or text.
+    """
     if not path.exists():
         return like
     try:
@@ -72,9 +83,22 @@ def stepped(
     owner: str,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> dict[str, Any]:
-    """The state after `total` steps from `start`. Its entry "done" counts the steps and is kept here. The file at
-    `path` (None: no file) holds it after every step, so that a run of `owner` which was killed goes on there.
-    `advance(steps, total)` is told each step. Raises UserError where another process is at the same file."""
+    """Take a state through all steps of a calibration. A run that was killed goes on where its file is.
+
+    Args:
+        start: the state before the first step. Its entry "done" counts the steps, and is kept here.
+        total: how many steps there are.
+        step: `step(state)` gives the state after one step more.
+        path: of the file that holds the state after every step; None: no file.
+        owner: the `identity` of the calibration.
+        advance: `advance(steps, total)` is told each step.
+
+    Returns:
+        The state after the last step.
+
+    Raises:
+        UserError: another process is at the same file, or as `load_state` and `save_state`.
+    """
     with held(path):
         progress = start if path is None else load_state(path, owner, start)
         while (steps := int(progress["done"])) < total:
@@ -86,7 +110,7 @@ def stepped(
 
 
 def part_state(state: Path, number: int) -> Path:
-    """The file beside `state` that keeps the progress of one part of a method."""
+    """Name the file beside `state` that keeps the progress of one part of a method."""
     return state.with_name(f"{state.stem}.{number}{state.suffix}")
 
 

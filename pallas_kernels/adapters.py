@@ -34,7 +34,7 @@ __all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike", "unifo
 class Packed(NamedTuple):
     """A body that a kernel can read as it is stored: what is static about it, and its arrays as kernels take them,
 
-        body(weights, constants, stored, positions) -> PackedBody, LatentBody, HiggsBody or CommVQBody
+        body(weights, constants, stored, positions) -> the body of the spec's kind, such as PackedBody for PackedSpec
 
     from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
     the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked. `straight`:

@@ -17,7 +17,7 @@ from kvqjax.cache.recoding import recoded
 from kvqjax.cache.run_layout import MANY_QUERIES
 from kvqjax.cache.state import due
 from kvqjax.cache.view import LayerView, NewTokens, expanded, side_by_side, with_own_body
-from kvqjax.ops.attention import Partial, ScoreOptions, merge, merge_over, segment_attention, total_lse, with_sinks
+from kvqjax.ops.attention import Partial, ScoreOptions, merge_over, merged, segment_attention, with_sinks
 
 __all__ = ["attend_body", "attend_exact", "attend_tokens", "received_by_tokens"]
 
@@ -57,7 +57,7 @@ def _attend_parts(
     if view.run.slots:
         part, body = attend_body(q, view, tokens, body, softcap)
         parts.append(merge_over(part, view.run.deal.axes))
-    return Partial(merge(*parts), total_lse(*parts)), tile, body
+    return merged(*parts), tile, body
 
 
 def attend_exact(

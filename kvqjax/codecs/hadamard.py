@@ -82,7 +82,8 @@ def _paley(order: int) -> np.ndarray:
 
 
 def _sylvester_factors(power: int) -> list[np.ndarray]:
-    """Give Sylvester's matrix of order 2^power as as few factors as possible, of sizes as equal as possible."""
+    """Factorise Sylvester's matrix of order 2^power. No factor is of an order above 2^FACTOR. There are as few as that
+    allows, of sizes as equal as possible."""
     count = -(-power // FACTOR)
     return [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
 

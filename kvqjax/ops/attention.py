@@ -156,12 +156,24 @@ def blockwise_attention(
     mix: np.ndarray | None = None,
     softcap: float | None = None,
 ) -> tuple[Partial, Any]:
-    """Attend to blocks `first <= j < last` one at a time, so that only one block of K and V ever exists.
+    """Attend to blocks one at a time, so that only one block of keys and values exists at any moment.
 
-    `read(j, carry) -> (k [B,S,K,D], v [B,S,K,D], mask [B,T,S], carry)` materialises block j. With `width`, v is
-    [B,S,1,width], shared by all heads, and so wide is the output. With `lanes` instead, all KV heads are one of K*D
-    channels, which costs K times the products, and no head of what is read is taken apart from the others: for few
-    queries on a TPU, whose matrix unit has the time. With `mix` [K, K], keys are that matrix times the heads read.
+    Args:
+        q: queries, not yet scaled.
+        kv_heads: K, the number of KV heads.
+        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of block j.
+        first: the first block that is read.
+        last: one past the last block.
+        carry: what goes from block to block; any pytree.
+        width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output is as wide.
+        lanes: all KV heads are treated as one head of K*D channels. Queries are zero outside their own head's channels,
+            so that the products cost K times as many operations. In return no head of what is read is taken apart from
+            the others. That pays for few queries, for which a matrix unit has the time.
+        mix: with `lanes`, [K, K]: the heads of the keys are this matrix times the heads that `read` gives.
+        softcap: caps the scores (`capped`); None: no cap.
+
+    Returns:
+        Output and log-sum-exp, float32, and the carry after the last block.
     """
     by_head = grouped(q, kv_heads)
     if lanes:
@@ -177,12 +189,20 @@ def blockwise_attention(
     return finish(_own_lanes(state, kv_heads, width is None) if lanes else state), carry
 
 
-def _own_lanes(state: Running, heads: int, apart: bool) -> Running:
-    """Give what `_spread` queries have found, by KV head; of values that lie `apart`, each in its own channels."""
+def _own_lanes(state: Running, heads: int, by_head: bool) -> Running:
+    """Bring the state of queries that met the channels of all heads (`all_lanes`) back to KV heads.
+
+    Args:
+        state: of one head, whose query rows are those of all KV heads, one head after the other.
+        heads: K, the number of KV heads.
+        by_head: whether values lie head by head, so that a row's output is its own head's channels; else all heads
+            share the values.
+
+    Returns:
+        The state by KV head.
+    """
     split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
-    acc = split(state.acc)
-    if apart:
-        acc = head_lanes(acc)
+    acc = head_lanes(split(state.acc)) if by_head else split(state.acc)
     return Running(split(state.peak), split(state.total), acc)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax.cache.readers.blocks import body_blocks
 from kvqjax.cache.readers.reader import BodyCall, Carry
 from kvqjax.cache.view import sees_all
-from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention, total_lse
+from kvqjax.ops.attention import Partial, blockwise_attention, merged, segment_attention
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
 
@@ -49,7 +49,7 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
         partial, carry = loop
         k, v, mask, carry = read(j, carry)
         part = attend_segment(q, k, v, mask, kind, softcap)
-        return Partial(merge(partial, part), total_lse(partial, part)), carry
+        return merged(partial, part), carry
 
     blank = Partial(jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
     return jax.lax.fori_loop(first, last, step, (blank, carry))

@@ -263,7 +263,15 @@ def cut_tokens(array: Shaped[Array, "L B ..."], layer: Number, start: Number, co
 
 
 def pieces(tokens: int, piece: int, step: int) -> int:
-    """Count the most pieces of `piece` tokens that `tokens` tokens from any multiple of `step` on are part of."""
+    """Count the most pieces that a run of consecutive tokens can touch.
+
+    Args:
+        tokens: of the run.
+        piece: tokens of a piece; pieces begin at multiples of it.
+        step: the run begins at a multiple of so many tokens, which need not begin a piece.
+
+    Returns:
+        The number of pieces, the first and the last of which may be touched in part."""
     return -(-(tokens + piece - step) // piece)
 
 
