@@ -38,22 +38,22 @@ def _rope(method: Method, shape: KVShape) -> str:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens."""
     return count * prompt_operations(model.config, 0, length)
 
 
 def in_frame(run: RunLayout, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
-    """Key means of a run's layers in the frame that its codecs see."""
+    """Turn the key means of a run's layers to the frame that its codecs see."""
     return mean if run.wiring.maps.frame is None else run.wiring.maps.frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Key means of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the key means of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
-    """Key means of `method` from tensors of any model; `options` as in `fit`. There is no recipe."""
+    """Find the key means of `method` from tensors of any model; `options` as in `fit`. There is no recipe."""
     return fit(of_captured(data, method), method, **options)
 
 
@@ -64,8 +64,21 @@ def fit(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Key means of `method` from sequences of any model. `state` names a file that keeps the progress after every
-    sequence: a run that was killed continues there. `advance(steps, total)` is told each sequence."""
+    """Find the key means of `method` from sequences of any model.
+
+    Args:
+        data: the sequences.
+        method: which layers' keys are centred, and whether they are cached before RoPE or after it.
+        state: a file that keeps the progress after every sequence: a run that was killed continues there.
+        advance: `advance(steps, total)` is told each sequence.
+
+    Returns:
+        The method with the `mean` of every layer that asks for one, float32.
+
+    Raises:
+        UserError: sequences that are no longer than the sinks, and a method that centres keys both before and after
+            RoPE.
+    """
     shape, sinks = data.shape, method.sinks
     if data.length <= sinks:
         raise UserError(

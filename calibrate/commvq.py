@@ -38,7 +38,14 @@ PARTS = 10  # reports of a value encoder's training
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """EM sees at most `key_tokens` tokens, evenly spread over the text; the value encoder sees all of it."""
+    """How a layer is calibrated.
+
+    Attributes:
+        key_tokens: tokens that EM sees at most, evenly spread over the text. The value encoder sees all of it.
+        keys: the settings of EM.
+        values: those of the value encoder's training.
+        seed: of all random numbers.
+    """
 
     key_tokens: int = 8192
     keys: EMSettings = dataclasses.field(default_factory=EMSettings)
@@ -50,7 +57,8 @@ class Recipe:
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
-    """Codebook of one layer, the error of each round (mean over groups) and its iterations (most over groups)."""
+    """Fit the codebook of one layer. Also give the error of each round, its mean over groups, and the most iterations
+    that a group took."""
     k = k[:, sinks:].reshape(-1, k.shape[-1])
     chosen = np.linspace(0, len(k) - 1, min(recipe.key_tokens, len(k))).astype(int)
     rounds = []
@@ -63,7 +71,8 @@ def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
 
 
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
-    """Constants of one layer's value codec, and (loss, plain error) averaged over each part of the training."""
+    """Train one layer's value codec. Returns its constants, and (loss, plain error) averaged over each part of the
+    training."""
     start_key, run_key = jax.random.split(key)
     state, losses = values.start(start_key, data.v, spec, settings), []
     for index in range(PARTS):
@@ -93,7 +102,7 @@ def _empty(data: Layers, layers) -> dict:
 
 
 def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, tell) -> dict:
-    """The state with one more layer calibrated."""
+    """Calibrate one more layer. Returns the state after it."""
     index = int(state["done"])
     layer = method.layers(data.shape)[index]
     k, activations, h = data.read(index, state["h"])
@@ -111,8 +120,8 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, at least: an exact pass,
-    and per layer EM without improvement and a training."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, at least: those of an
+    exact pass, and for each layer of EM without improvement and of a training."""
     recipe, config = Recipe(), model.config
     layers = [layer for layer in method.layers(config) if isinstance(layer, CommVQLayer)]
     em = sum(
@@ -123,13 +132,13 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Fit codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, method, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
-    """Codebooks and encoders of `method` from tensors of any model; `options` as in `fit`. Without queries the value
-    encoders learn from errors of the values alone."""
+    """Fit codebooks and encoders of `method` from tensors of any model; `options` as in `fit`. Without queries the
+    value encoders learn from errors of the values alone."""
     recipe = recipe or Recipe()
     if data.queries is None:
         recipe = dataclasses.replace(recipe, values=dataclasses.replace(recipe.values, attention=0.0))
@@ -145,9 +154,22 @@ def fit(
     advance: Callable[[int, int], None] = lambda number, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Artifact:
-    """Codebooks and encoders of `method` from layers of any model. `state` names a file that keeps the progress after
-    every layer: a run that was killed continues there. `advance(number, total)` is told each round of EM and each part
-    of a training, `note` their errors and losses. Raises UserError when no layer is CommVQ's."""
+    """Fit codebooks and encoders of `method` from layers of any model.
+
+    Args:
+        data: what the layers compute.
+        method: which layers are CommVQ's, and how many rounds and bits they have.
+        recipe: the settings.
+        state: a file that keeps the progress after every layer: a run that was killed continues there.
+        advance: `advance(number, total)` is told each round of EM and each part of a training.
+        note: is told their errors and losses, a line each.
+
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: no layer is CommVQ's, or there are fewer tokens than EM weighs at a time.
+    """
     layers, (count, length) = method.layers(data.shape), data.h.shape[:2]
     steps = [layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
     if not sum(steps):

@@ -31,10 +31,16 @@ __all__ = ["EMSettings", "Fit", "Statistics", "e_step", "em_work", "fit_keys", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EMSettings:
-    """At most `steps` iterations a round, from temperature `hot` down to `cold` (fractions of the residual's RMS),
-    ended when two iterations together improve the best error by less than `gain`, after `patience` iterations at least.
-    `batch` tokens are weighed at a time: 32 suit a CPU core's cache, an accelerator takes hundreds. `inertia` tokens
-    stand at every old centre, so that centres without data stay.
+    """How one round of EM runs.
+
+    Attributes:
+        steps: iterations, at most.
+        hot: the temperature of the first iteration, as a fraction of the residual's root mean square.
+        cold: that of the last of `steps` iterations, likewise.
+        gain: a round ends once two iterations together improve the best error by less than this share.
+        patience: iterations before a round may end.
+        batch: tokens that are weighed at a time: 32 suit a CPU core's cache, an accelerator takes hundreds.
+        inertia: tokens that stand at every old centre, so that centres without data stay where they are.
     """
 
     steps: int = 24
@@ -47,7 +53,14 @@ class EMSettings:
 
 
 class Statistics(NamedTuple):
-    """What the M-step needs of the soft weights, and the sum of weighted squared distances of the hard assignment."""
+    """What one E-step finds, for L levels and groups of 2g channels.
+
+    Attributes:
+        counts: N_AB, the soft weights of each pair of levels, summed over tokens.
+        by_a: the tokens' residuals summed under their weights, by their level A.
+        by_b: likewise, by their level B.
+        error: the sum over tokens of weight times squared distance to the nearest centre.
+    """
 
     counts: Float[Array, "L L"]
     by_a: Float[Array, "L g2"]
@@ -56,8 +69,13 @@ class Statistics(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """One round of one group (or of all, with C in front): its codebook, mean squared error per channel with norms
-    restored, and iterations."""
+    """One round of one group, or of all C groups with an axis of them in front.
+
+    Attributes:
+        book: the codebook.
+        error: the mean squared error per channel, with the tokens' norms restored.
+        steps: how many iterations it took.
+    """
 
     book: Float[Array, "*C L g2"]
     error: Float[Array, "*C"]
@@ -68,7 +86,7 @@ PAIR_WORK = 60  # operations of a token with one pair of levels, beside products
 
 
 def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings) -> float:
-    """Floating point operations that fitting one layer takes at least."""
+    """Count the floating point operations that fitting one layer takes at least."""
     groups = shape.kv_width // (2 * spec.pairs)
     products = 16 * spec.levels * spec.pairs
     return float(tokens * groups * spec.rounds * settings.patience * (spec.levels**2 * PAIR_WORK + products))
@@ -77,8 +95,17 @@ def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings)
 def e_step(
     x: Float[Array, "n g2"], book: Float[Array, "L g2"], temperature: Float[Array, ""], weight: Float[Array, " n"]
 ) -> Statistics:
-    """Soft assignment of one minibatch. `weight` is each token's squared norm, for the error only; tokens of weight 0
-    count nowhere."""
+    """Assign the tokens of one minibatch to centres, softly.
+
+    Args:
+        x: residuals of one group.
+        book: the group's codebook.
+        temperature: T, in the unit of a distance.
+        weight: each token's squared norm. It weighs the error alone, but a token of weight 0 counts nowhere.
+
+    Returns:
+        What the M-step needs, and the error.
+    """
     a, b, cross = split_distances(x, book)
     energy = (x * x).sum(-1)[:, None, None]
     squared = jnp.maximum(a[:, :, None] + b[:, None, :] + cross[None] + energy, 0.0)
@@ -93,8 +120,17 @@ def e_step(
 
 
 def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) -> Float[Array, "L g2"]:
-    """The codebook that minimises the weighted squared error, with `inertia` tokens added at every old centre: they add
-    2 L inertia to the diagonal and that times the old codebook on the right (off the diagonal they cancel)."""
+    """Find the codebook that minimises the weighted squared error.
+
+    Args:
+        statistics: of all minibatches.
+        old: the codebook before.
+        inertia: tokens that are added at every old centre. They add 2 L inertia to the diagonal, and that times the old
+            codebook on the right. Off the diagonal they cancel.
+
+    Returns:
+        The new codebook.
+    """
     counts, by_a, by_b, _ = statistics
     ridge = 2 * counts.shape[0] * inertia
     diagonal = counts.sum(0) + counts.sum(1) + ridge
@@ -110,8 +146,8 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
 
 
 def initial_book(key: Array, x: Float[Array, "N g2"], levels: int) -> Float[Array, "L g2"]:
-    """C_l = m / (1 + j) + (x_l - m) / sqrt(2) with m the mean and x_l random tokens: the centres then have the mean and
-    the spread of the data, at any scale."""
+    """Choose the codebook that EM begins with: C_l = m / (1 + j) + (x_l - m) / sqrt(2), m being the mean and x_l random
+    tokens. So the centres have the mean and the spread of the data, at any scale."""
     mean = x.mean(0)
     rows = x[jax.random.choice(key, x.shape[0], (levels,), replace=x.shape[0] < levels)]
     half = (mean - quarter_turn(mean)) / 2  # m / (1 + j)
@@ -126,7 +162,7 @@ class _Search(NamedTuple):
 
 
 def _sweep(batches, weights, book, temperature) -> Statistics:
-    """Statistics of all minibatches [M, n, 2g]."""
+    """Sum the statistics of all minibatches [M, n, 2g]."""
 
     def add(total, batch):
         x, weight = batch
@@ -140,7 +176,18 @@ def _sweep(batches, weights, book, temperature) -> Statistics:
 def fit_round(
     key: Array, x: Float[Array, "N g2"], weight: Float[Array, " N"], levels: int, settings: EMSettings
 ) -> Fit:
-    """Fit one codebook to the residuals of one group. N is a multiple of `settings.batch`; `weight` as in `e_step`."""
+    """Fit one codebook to the residuals of one group.
+
+    Args:
+        key: of the first codebook.
+        x: the residuals; N is a multiple of `settings.batch`.
+        weight: as in `e_step`.
+        levels: L.
+        settings: of the iterations.
+
+    Returns:
+        The codebook of the least error that was seen. Where all residuals are 0 it is the first one, of error 0.
+    """
     batches = x.reshape(-1, settings.batch, x.shape[-1])
     weights = weight.reshape(batches.shape[:2])
     count = jnp.maximum((weight > 0).sum(), 1).astype(jnp.float32)
@@ -168,7 +215,7 @@ def fit_round(
 
 @functools.partial(jax.jit, static_argnames=("levels", "settings"))
 def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
-    """One round of every group [C, N, 2g], one after the other, and the residual it leaves."""
+    """Fit one round of every group [C, N, 2g], one after the other. Returns the fits and the residuals they leave."""
 
     def fit_group(entry):
         key, x = entry
@@ -187,8 +234,21 @@ def fit_keys(
     settings: EMSettings = EMSettings(),
     report: Callable[[int, Fit], None] | None = None,
 ) -> Float[Array, "R C L g2"]:
-    """The codebook of one layer from its keys before RoPE, all heads. `report(round, fit)` is called after each round
-    with errors and iterations of all groups [C]. Tokens beyond a multiple of `settings.batch` are left out."""
+    """Fit the codebook of one layer.
+
+    Args:
+        key: of all random numbers.
+        k: keys before RoPE, all heads. Tokens beyond a multiple of `settings.batch` are left out.
+        spec: the codec's sizes.
+        settings: of every round.
+        report: `report(round, fit)` is called after each round, with errors and iterations of all C groups.
+
+    Returns:
+        The codebook, float32.
+
+    Raises:
+        ValueError: for fewer tokens than one batch.
+    """
     if k.shape[0] < settings.batch:
         raise ValueError(f"{k.shape[0]} tokens; EM needs at least one batch of {settings.batch}")
     k = k[: k.shape[0] // settings.batch * settings.batch].astype(jnp.float32)

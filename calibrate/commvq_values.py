@@ -48,10 +48,18 @@ Params = dict  # trained arrays of one layer: the codec's constants but "scale",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueSettings:
-    """`steps` of `batch` sequences each; `attention` weighs the attention-output term (0: the paper's plain MSE), which
-    a step takes at `queries` places of the sequences, drawn anew each time (0: at all of them). `rate` is AdamW's
-    largest learning rate, reached after `warmup` steps, `decay` its weight decay, `clip` the largest norm of a
-    gradient."""
+    """How one layer's encoder and codebook are trained.
+
+    Attributes:
+        steps: of the training.
+        batch: sequences of a step.
+        queries: places of the sequences, drawn anew at every step, at which the attention output is compared; 0: all.
+        rate: AdamW's largest learning rate.
+        warmup: steps until it is reached.
+        decay: AdamW's weight decay.
+        clip: the largest norm of a gradient.
+        attention: weighs the term of the attention output; 0: the paper's plain squared error of the values.
+    """
 
     # So many steps take about 40 processor seconds a layer of SmolLM2-135M (python -m benchmarks.commvq_training). The
     # rate, and what follows it but for the warm-up, are the released ones.
@@ -66,8 +74,13 @@ class ValueSettings:
 
 
 class Seen(NamedTuple):
-    """What a layer's attention does beside being causal: the tokens of its sliding window, the cap of its scores,
-    whether the window is a chunk."""
+    """What a layer's attention does beside being causal.
+
+    Attributes:
+        sliding: the tokens of its sliding window; None: it sees all.
+        softcap: of its scores; None: no cap.
+        chunked: whether the window is a chunk.
+    """
 
     sliding: int | None = None
     softcap: float | None = None
@@ -75,7 +88,7 @@ class Seen(NamedTuple):
 
 
 class Training(NamedTuple):
-    """State between steps: all that a resumed training needs besides the key and the data."""
+    """The state between two steps: all that a resumed training needs beside the key and the data."""
 
     params: Params
     optimizer: tuple
@@ -84,8 +97,8 @@ class Training(NamedTuple):
 
 
 def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSettings) -> float:
-    """Floating point operations of one layer's training: forward and back through encoder, codebook, attention and
-    output projection."""
+    """Count the floating point operations of one layer's training: forward and back through encoder, codebook,
+    attention and output projection."""
     sizes = sum(math.prod(s) for name, s in spec.shapes(shape.kv_width).items() if name in ("w1", "w2", "codebook"))
     attention = shape.num_heads * shape.head_dim * (2 * length + shape.num_heads * shape.head_dim)
     attention *= min(settings.queries or length, length) / length
@@ -93,7 +106,7 @@ def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSetting
 
 
 def channel_scale(v: Float[Array, "*n W"]) -> Float[Array, " W"]:
-    """Mean |v| of each channel; frozen in training."""
+    """Compute the mean |v| of each channel, which training leaves as it is."""
     return jnp.abs(v.astype(jnp.float32)).reshape(-1, v.shape[-1]).mean(0)
 
 
@@ -105,7 +118,7 @@ def _optimizer(settings: ValueSettings):
 
 
 def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
-    """An encoder of values of `width` channels with linear layers uniform in +-1/sqrt(inputs)."""
+    """Draw an encoder of values of `width` channels, its linear layers uniform in +-1/sqrt(inputs)."""
     shapes, inputs = spec.shapes(width), {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}
     keys = dict(zip(inputs, jax.random.split(key, len(inputs)), strict=True))
     params = {"norm_weight": jnp.ones((width,)), "norm_bias": jnp.zeros((width,))}
@@ -140,7 +153,7 @@ def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: Val
 def reconstruct(
     params: Params, scale: Float[Array, " W"], key: Array, v: Float[Array, "N T W"]
 ) -> Float[Array, "N T W"]:
-    """v_hat with choices drawn from the Gumbel softmax, differentiable by the straight-through estimator."""
+    """Compute v_hat with choices drawn from the Gumbel softmax, differentiable by the straight-through estimator."""
     unit, norm = normalise(v, scale)
     z = logits(params, unit)
     soft = jax.nn.softmax(z + jax.random.gumbel(key, z.shape), -1)
@@ -154,7 +167,7 @@ def reconstruct(
 def _attended(
     batch: Activations, v: Float[Array, "N T W"], seen: Seen, places: Int[Array, " Q"] | None = None
 ) -> Float[Array, "N Q E"]:
-    """Causal attention output after the output projection, of the queries at `places` (None: of all)."""
+    """Compute the causal attention output after the output projection, of the queries at `places` (None: of all)."""
     count, length = v.shape[:2]
     everywhere = jnp.arange(length)
     of_queries, of_keys = (
@@ -168,8 +181,8 @@ def _attended(
 
 
 def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
-    """Mean squared error of the attention outputs where values have these `errors`, one sequence at a time. Attention
-    is linear in the values: the difference of the outputs is the output of the difference."""
+    """Compute the mean squared error of the attention outputs where values have these `errors`, one sequence at a time.
+    Attention is linear in the values: the difference of the outputs is the output of the difference."""
 
     def error(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
@@ -179,7 +192,7 @@ def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = 
 
 
 def output_energy(data: Activations, seen: Seen = Seen()) -> Float[Array, ""]:
-    """Mean square of the exact attention outputs."""
+    """Compute the mean square of the exact attention outputs."""
     return output_error(data, data.v, seen)
 
 
@@ -193,8 +206,21 @@ def loss(
     seen: Seen = Seen(),
     queries: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The training loss, and the plain mean squared error of the values; `energy` is the data's `output_energy`.
-    With `queries` the attention term is the mean over so many places, whose expectation is that over all."""
+    """Compute the loss of one step.
+
+    Args:
+        params: of encoder and codebook.
+        scale: of the channels.
+        key: of the drawn choices and places.
+        batch: the sequences.
+        energy: the data's `output_energy`.
+        attention: weighs the term of the attention output; 0 leaves it out.
+        seen: what the layer's attention does.
+        queries: places at which the attention output is compared; 0: all. The expectation is the same.
+
+    Returns:
+        The training loss, and the plain mean squared error of the values.
+    """
     draws, length = key, batch.v.shape[1]
     places = None
     if 0 < queries < length:
@@ -218,8 +244,19 @@ def train(
     count: Int[Array, ""],
     seen: Seen = Seen(),
 ) -> tuple[Training, Float[Array, "2"]]:
-    """`count` more steps, any number by one program: the new state, and the means of their losses and plain value
-    errors."""
+    """Train for some steps more.
+
+    Args:
+        key: of all random numbers; those of a step follow from it and the step's number.
+        state: after the steps so far.
+        data: the layer's activations on all sequences.
+        settings: of the training.
+        count: how many steps; any number takes the same program.
+        seen: what the layer's attention does.
+
+    Returns:
+        The new state, and the means of the steps' losses and plain squared errors of the values.
+    """
     optimizer = _optimizer(settings)
     energy = output_energy(data, seen) if settings.attention else jnp.ones(())
 
@@ -242,5 +279,5 @@ def train(
 
 
 def constants(state: Training) -> dict[str, Float[Array, "..."]]:
-    """The codec's constants of this layer, with the channel scale folded into the codebook."""
+    """Give the codec's constants of this layer, with the channels' scale folded into the codebook."""
     return state.params | {"scale": state.scale, "codebook": fold(state.params["codebook"], state.scale)}

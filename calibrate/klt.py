@@ -51,31 +51,32 @@ FLOOR = 1e-6  # of the largest eigenvalue: what is smaller is rounding
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances included."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances
+    included."""
     covariances = 4 * model.config.kv_width**2 * model.config.num_layers
     return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Transforms of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the transforms of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, method, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
-    """Transforms of `method` from tensors of any model; `options` as in `fit`. There is no recipe. Without queries and
-    outputs all errors cost the same."""
+    """Find the transforms of `method` from tensors of any model; `options` as in `fit`. There is no recipe. Without
+    queries and outputs all errors cost the same."""
     return fit(of_captured(data, method), method, **options)
 
 
 @jax.jit
 def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "W W"]]:
-    """Sum and second moments, float32 within a sequence."""
+    """Compute the sum and the second moments of one sequence, float32."""
     x = x.astype(jnp.float32)
     return x.sum(0), jnp.einsum("ni,nj->ij", x, x, precision="highest")
 
 
 def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
-    """Mean and covariance over all tokens, float64."""
+    """Compute mean and covariance over all tokens, float64."""
     moments = [_moments(row) for row in x]
     count = x.shape[0] * x.shape[1]
     mean, square = (np.sum([np.asarray(m[order], np.float64) for m in moments], 0) / count for order in (0, 1))
@@ -83,15 +84,15 @@ def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarr
 
 
 def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
-    """M of keys, its diagonal, from the mean square of every query channel. Channels i and i + D/2 of a head are a
-    rotary pair."""
+    """Compute the diagonal of M of keys from the mean square of every query channel. Channels i and i + D/2 of a head
+    are a rotary pair."""
     costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)
     pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)
     return np.concatenate([pairs, pairs], 1).reshape(-1)
 
 
 def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.ndarray, "W W"]:
-    """M of values, from the output projection."""
+    """Compute M of values from the output projection."""
     width, dim = shape.kv_width, shape.head_dim
     heads = outputs.astype(np.float64).reshape(shape.num_kv_heads, -1, dim, outputs.shape[-1])
     costs = np.zeros((width, width))
@@ -104,7 +105,7 @@ def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.
 def transform_of(
     covariance: Float[np.ndarray, "W W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The transform of one layer's keys or values, and the way back (A and B of kvqjax.codecs.klt).
+    """Find the transform of one layer's keys or values, and the way back (A and B of kvqjax.codecs.klt).
 
     Args:
         covariance: of the vectors.
@@ -127,7 +128,7 @@ def transform_of(
 def constants_of(
     x: Float[Array | np.ndarray, "N T W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> dict[str, np.ndarray]:
-    """The constants of `kept` coefficients of vectors like `x`, whose errors cost `costs` (M): `mean` [W], `into`
+    """Find the constants of `kept` coefficients of vectors like `x`, whose errors cost `costs` (M): `mean` [W], `into`
     [W, R] and `back` [R, W], float32."""
     mean, covariance = covariance_of(x)
     into, back = transform_of(covariance, costs, kept)
@@ -141,7 +142,7 @@ def fit(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Transforms of `method` from sequences of any model.
+    """Find the transforms of `method` from sequences of any model.
 
     Args:
         data: what the layers compute.
@@ -185,7 +186,7 @@ def fit(
 
 
 def _stacked(run: RunLayout, progress: dict) -> dict:
-    """What a run of layers asks for."""
+    """Stack what a run of layers asks for."""
     layers = range(run.first, run.first + run.count)
     return {
         source: {name: jnp.asarray(np.stack([progress[f"{n}.{source}.{name}"] for n in layers])) for name in needs}
@@ -194,15 +195,15 @@ def _stacked(run: RunLayout, progress: dict) -> dict:
 
 
 def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
-    """Mean square of every query channel, float64."""
+    """Compute the mean square of every query channel, float64."""
     return np.asarray(jnp.square(queries.astype(jnp.float32)).mean((0, 1)), np.float64)
 
 
 def costs_of(
     source: str, energy: Float[np.ndarray, "H D"], outputs: Float[Array | np.ndarray, "HD E"], shape: KVShape
 ) -> Float[np.ndarray, "W W"]:
-    """M of one layer's keys ("k") or values ("v"), from what `energy_of` gives and the output projection; without
-    either the identity."""
+    """Compute M of one layer's keys ("k") or values ("v") from what `energy_of` gives and the output projection. Where
+    these are not known, M is the identity."""
     if not len(energy):
         return np.eye(shape.kv_width)
     return value_costs(np.asarray(outputs), shape) if source == "v" else np.diag(key_costs(energy, shape))

@@ -61,8 +61,17 @@ OBJECTIVES = ("fisher_s2", "fisher", "none")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`objective` weighs the k-means by F s^2 (the paper's equation 3), by F alone (the released code) or not at all.
-    `sinks_in_thresholds` leaves sinks out of the k-means only, as the released code does."""
+    """How thresholds and signposts are found.
+
+    Attributes:
+        objective: weighs the k-means by F s^2 ("fisher_s2", the paper's equation 3), by F alone ("fisher", the released
+            code) or not at all ("none").
+        sinks_in_thresholds: whether sinks count for the thresholds, as in the released code. For the k-means they never
+            do.
+
+    Raises:
+        UserError: for another objective.
+    """
 
     objective: str = "fisher_s2"
     sinks_in_thresholds: bool = False
@@ -83,13 +92,14 @@ class Extremes(NamedTuple):
 
 
 def _position(count: int, fraction: float) -> float:
-    """Where the upper threshold lies among `count` sorted entries (linear interpolation, as numpy.percentile)."""
+    """Find where the upper threshold lies among `count` sorted entries, between two of them as in
+    numpy.percentile."""
     return (1 - fraction / 2) * (count - 1)
 
 
 def rank(count: int, fraction: float) -> int:
-    """How many extreme entries the percentiles of `count` need, `fraction` of them being outliers, half at each
-    end."""
+    """Count how many extreme entries at each end the percentiles of `count` entries need, of which `fraction` are
+    outliers, half of them at each end."""
     return count - math.floor(_position(count, fraction))
 
 
@@ -99,7 +109,7 @@ def empty_extremes(layers: int, width: int, r: int) -> Extremes:
 
 @jax.jit
 def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
-    """Extremes with T more tokens seen."""
+    """Take T more tokens into the extremes."""
     channels = jnp.swapaxes(x, 1, 2)
 
     def largest(old, new):
@@ -110,7 +120,16 @@ def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
 
 
 def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[Array, "L W"], Float[Array, "L W"]]:
-    """Upper and lower percentile of each channel, from the extremes of `count` entries."""
+    """Compute the upper and the lower threshold of each channel.
+
+    Args:
+        extremes: of all entries; there are at least `rank(count, fraction)`.
+        count: how many entries a channel has.
+        fraction: of them that are outliers, half at each end.
+
+    Returns:
+        The upper and the lower thresholds.
+    """
     position = _position(count, fraction)
     inner = count - 1 - math.floor(position)  # index, from the outside, of the entry below the percentile
     share = position - math.floor(position)
@@ -136,7 +155,7 @@ class Tally(NamedTuple):
 
 
 def _weigh(fisher: Float[Array, "T W"] | None, scale: Float[Array, "#T #W"], objective: str):
-    """Weight of each normalised entry: F s^2, F or 1."""
+    """Weigh each normalised entry by F s^2 or F; None stands for 1."""
     if fisher is None or objective == "none":
         return None
     return fisher * scale**2 if objective == "fisher_s2" else fisher
@@ -148,7 +167,8 @@ def _points(u, weight, keep: Bool[Array, "T W"]) -> kmeans.Histogram:
 
 
 def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
-    """Histogram of one layer's keys inside their thresholds, and how many lie outside and find no slot."""
+    """Make the histogram of one layer's keys inside their thresholds. Also count those outside, and those of them that
+    find no slot."""
     u, outside = normalise_keys(bounds, x)
     scale = channel_range(bounds)[1][None]
     hist = _points(u, _weigh(fisher, scale, objective), ~outside & (scale > 0))
@@ -156,7 +176,7 @@ def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
 
 
 def _values(slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
-    """Histogram of one layer's values inside their token's range, normalised as the codec will."""
+    """Make the histogram of one layer's values inside their token's range, normalised as the codec will."""
     high, low, _ = token_range(x, slots // 2)
     centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, dtype))
     inside = (x <= high) & (x >= low) & (scale > 0)
@@ -173,8 +193,19 @@ def tally(
     dtype: str,
     objective: str,
 ) -> Tally:
-    """The sums one sequence adds for a run of layers. `x` is (k, v) and, unless the objective is "none", their Fisher;
-    `dtype` is that of the values' stored scales."""
+    """Compute the sums that one sequence adds for a run of layers.
+
+    Args:
+        x: keys, values and, unless the objective is "none", their F.
+        bounds: the keys' thresholds, "upper" and "lower".
+        key_slots: outlier slots of a token's keys.
+        value_slots: those of its values.
+        dtype: that of the values' stored scales.
+        objective: as in `Recipe`.
+
+    Returns:
+        The sums.
+    """
 
     def layer(xs):
         (k, v, *fisher), bounds = xs
@@ -202,13 +233,14 @@ class _Task:
 
     @property
     def entries(self) -> int:
-        """Entries of a channel that pass 1 sees."""
+        """Count the entries of a channel that pass 1 sees."""
         skipped = 0 if self.recipe.sinks_in_thresholds else self.sinks
         return self.data.count * (self.data.length - skipped)
 
 
 def _codecs(spec) -> tuple[Nuq, Nuq] | None:
-    """The (key, value) codecs of a layer that KVQuant calibrates."""
+    """Give the (key, value) codecs of a layer that KVQuant calibrates; None for other layers. Raises UserError for
+    other pairs of KVQuant's codecs."""
     key, value = (spec.key, spec.value) if isinstance(spec, KeysAndValues) else (None, None)
     if not (isinstance(key, Nuq) or isinstance(value, Nuq)):
         return None
@@ -246,14 +278,14 @@ def _tally_shape(layers: int) -> Tally:
 
 
 def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dict:
-    """Key thresholds of one run, [L_run, W]."""
+    """Compute the key thresholds of one run, [L_run, W]."""
     of_run = jax.tree.map(lambda a: a[run.first : run.first + run.count], extremes)
     upper, lower = thresholds(of_run, task.entries, pair[0].outliers)
     return {"upper": upper, "lower": lower}
 
 
 def _turn(task: _Task, source: str, x):
-    """Keys or values of all layers [L, B, T, W] in the frame of each run's codecs."""
+    """Turn keys or values of all layers [L, B, T, W] to the frame of each run's codecs."""
     frames = [(slice(run.first, run.first + run.count), run.wiring.maps.frame) for run in task.runs]
     return jnp.concatenate([x[at] if frame is None else frame.turn({}, source, x[at]) for at, frame in frames])
 
@@ -281,8 +313,8 @@ def _second_pass(task: _Task, state: dict, number: int) -> dict:
 
 
 def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
-    """Constants of every run; and per layer the share of key entries beyond the thresholds and of those without a
-    slot."""
+    """Collect the constants of every run, and for each layer the shares of key entries that lie beyond the thresholds
+    and that find no slot."""
     constants, reports = [], []
     for run, pair, sums in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
@@ -299,7 +331,7 @@ def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
 
 
 def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
-    """Signposts and Q-Norm of one run's keys or values, as far as the codec asks for them."""
+    """Find the signposts and Q-Norm of one run's keys or values, as far as the codec asks for them."""
     if spec.datatype == "nuq":
         tables = {"signposts": kmeans.weighted_kmeans(hist, 2**spec.bits)}
         table = tables["signposts"]
@@ -313,8 +345,8 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens: two exact passes, the second
-    with gradients, which cost two passes more."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens: those of two exact
+    passes, and of the second one's gradients, which cost two passes more."""
     return 4 * count * prompt_operations(model.config, 0, length)
 
 

@@ -25,8 +25,15 @@ __all__ = ["Activations", "Layers", "of_captured", "of_model"]
 
 
 class Activations(NamedTuple):
-    """One layer on N sequences of T tokens: values, queries and keys after RoPE, the output projection [H*D, E], and
-    the logits of the score sinks where the model has them."""
+    """One layer on N sequences of T tokens.
+
+    Attributes:
+        v: values.
+        q: queries after RoPE.
+        k: keys after RoPE.
+        o: the output projection, F = H*D.
+        sinks: the logits of the score sinks; None where the model has none.
+    """
 
     v: Float[Array, "N T W"]
     q: Float[Array, "N T H D"]
@@ -51,7 +58,8 @@ class Layers(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "unbiased"))
 def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
-    """One exact layer on N sequences, one at a time: keys as cached, its `Activations` but o, and the next h."""
+    """Run one exact layer on N sequences, one at a time. Returns its keys as they are cached, its (v, q, k), and the
+    hidden states that the layer above sees."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
     turns = positions_of_layer(positions, config, index)
@@ -71,7 +79,7 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
 
 
 def of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
-    """What the model computes for N sequences of T tokens."""
+    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of another shape."""
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T]")
     params, config = model.params, model.config
@@ -88,7 +96,7 @@ def of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
 
 
 def of_captured(data: Captured, method: Method) -> Layers:
-    """What any model's attention layers computed for N sequences of T tokens."""
+    """Read what any model's attention layers computed for N sequences of T tokens."""
 
     def read(index: int, h):
         k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))

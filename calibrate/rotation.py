@@ -56,9 +56,17 @@ NEEDS_MODEL = "rotations are fitted on a kvqjax model"  # what `from_tensors` sa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """`values` judges values by attention outputs ("outputs", the paper) or by values weighed with the energy that
-    queries find in their token's key ("energy", the released code). `shared`: one pair of matrices a layer, from the
-    mean over KV heads, as released; else one pair for every KV head."""
+    """How rotations are fitted.
+
+    Attributes:
+        values: what values are judged by: attention outputs ("outputs", the paper), or the values themselves, weighed
+            with the energy that queries find in their token's key ("energy", the released code).
+        shared: whether all KV heads of a layer have one pair of matrices, from the mean over heads, as released; else
+            each has its own.
+
+    Raises:
+        UserError: for other `values`.
+    """
 
     values: str = "outputs"
     shared: bool = False
@@ -69,15 +77,16 @@ class Recipe:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances included."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances
+    included."""
     heads = model.config.num_heads + model.config.num_kv_heads
     covariances = 4 * heads * model.config.head_dim**2 * model.config.num_layers
     return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
 
 
 def columns_by_energy(dim: int) -> np.ndarray:
-    """P: which column of U H stands where, eigenvalues being in ascending order: the k-th largest in place bitreverse
-    of k. Orders that are no power of two keep their columns."""
+    """Make P, an order of the D columns of U H, whose eigenvalues ascend: which column stands at each place. The k-th
+    largest stands at the place whose bits are those of k reversed. A D that is no power of two keeps its columns."""
     bits = dim.bit_length() - 1
     if dim != 1 << bits:
         return np.arange(dim)
@@ -88,7 +97,7 @@ def columns_by_energy(dim: int) -> np.ndarray:
 
 
 def fitted(covariance: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
-    """R of one covariance, float64."""
+    """Compute R of one covariance, float64."""
     dim = len(covariance)
     vectors = np.linalg.eigh(covariance)[1]
     mixed = vectors @ hadamard(dim).astype(np.float64) / dim**0.5
@@ -102,7 +111,18 @@ def covariances(
     out: Float[Array, "T H D"],
     values: str,
 ) -> tuple[Float[Array, "K D D"], Float[Array, "K D D"]]:
-    """What keys and values of one sequence are judged by, per KV head: means over T tokens and G query heads."""
+    """Compute what keys and values of one sequence are judged by.
+
+    Args:
+        q: queries after RoPE.
+        k: keys after RoPE.
+        v: values.
+        out: attention outputs.
+        values: as in `Recipe`.
+
+    Returns:
+        The covariances for keys and for values, of each KV head: means over T tokens and G query heads.
+    """
     heads = k.shape[1]
 
     def of_rows(x, weight=None):
@@ -156,8 +176,22 @@ def calibrate(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Fitted rotations of `method` for `model`, and key means if it takes them off. `state` names a file that keeps the
-    progress after every sequence: a run that was killed continues there. `advance(steps, total)` is told each one."""
+    """Fit the rotations of `method` for `model`, and the key means if it takes them off.
+
+    Args:
+        model: the model.
+        method: what is rotated.
+        tokens: N sequences of T tokens.
+        recipe: the settings.
+        state: a file that keeps the progress after every sequence: a run that was killed continues there.
+        advance: `advance(steps, total)` is told each sequence.
+
+    Returns:
+        The method with its matrices and means, float32.
+
+    Raises:
+        UserError: sequences that are hardly longer than the sinks, and a head_dim without a Hadamard matrix.
+    """
     config, (count, length), sinks = model.config, np.shape(tokens), method.sinks
     if length <= sinks + 1:
         raise UserError(f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]")
@@ -180,7 +214,7 @@ def calibrate(
 
 
 def _constants(run: RunLayout, progress: dict, recipe: Recipe, rows: int) -> dict:
-    """What a run of layers asks for."""
+    """Collect what a run of layers asks for."""
     layers, groups, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
     if CONSTANTS in groups:
         constants[CONSTANTS] = {name: _matrices(progress[name][layers], recipe.shared) for name in groups[CONSTANTS]}

@@ -27,26 +27,36 @@ Factors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def signed_svd(weight: Float[Array | np.ndarray, "E N"]) -> Factors:
-    """Economy SVD (U [E,R], S [R], B^T [R,N]) in float64, every column of U with its largest entry in size positive."""
+    """Compute the economy SVD, U [E, R], S [R] and B^T [R, N], in float64. In every column of U the entry of the
+    largest size is positive."""
     u, s, bt = np.linalg.svd(np.asarray(weight, np.float64), full_matrices=False)
     sign = np.where(u[np.abs(u).argmax(0), np.arange(u.shape[1])] < 0, -1.0, 1.0)
     return u * sign, s, bt * sign[:, None]
 
 
 def _host(weight) -> np.ndarray:
-    """float64 copy on the host; bfloat16 goes through float32, which NumPy knows."""
+    """Copy to the host as float64. bfloat16 goes through float32, which NumPy knows."""
     return np.asarray(weight, np.float32).astype(np.float64)
 
 
 def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarray]:
-    """{"down": U [E,R], "up": S B^T [R,N]}, float32: weight = down @ up."""
+    """Factorise a weight: {"down": U [E, R], "up": S B^T [R, N]}, float32, with weight = down @ up."""
     u, s, bt = signed_svd(_host(weight))
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
 
 def shared_map(layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0) -> dict[str, np.ndarray]:
-    """{"down": U [E,R]}, float32, of [W_k | W_v]; of diag(gain) [W_k | W_v] where the residual stream is cached. The
-    gain is the norm's weight plus `norm_offset`."""
+    """Find the basis that keys and values of a layer share: {"down": U [E, R]}, float32.
+
+    Args:
+        layer: the layer's weights.
+        space: "norm": U is that of [W_k | W_v]. "residual", where the residual stream is cached: that of
+            diag(gain) [W_k | W_v].
+        norm_offset: the gain is the norm's weight plus this.
+
+    Returns:
+        The basis.
+    """
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
     if space == "residual":
         joint = (_host(layer["attn_norm"]) + norm_offset)[:, None] * joint
@@ -63,8 +73,9 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
-    """What every run of XQuant's layers needs, stacked over its layers. Arrays are on the host, in the dtype that a
-    model of the params' dtype holds them in. Layers that need nothing, or what weights alone do not tell, have {}."""
+    """Compute what every run of XQuant's layers needs, stacked over its layers. Arrays are on the host, in the dtype in
+    which a model of the params' dtype holds them. Layers that need nothing, or what weights alone do not tell, have
+    {}."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
@@ -75,7 +86,8 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
 
 
 def prepared(model: Model, method: Method) -> Model:
-    """The model with what an XQuant method needs, computed from its weights; as it is when it has constants already or
-    the method needs none. Seconds for small models; for large ones store the artifact (`kvqjax calibrate`)."""
+    """Give the model what an XQuant method needs, computed from its weights. A model that has constants already stays
+    as it is, and so does one whose method needs none. It takes seconds for small models. For large ones store the
+    artifact (`kvqjax calibrate`)."""
     computed = () if model.constants else constants(model.params, model.config, method)
     return model.replace(constants=jax.tree.map(jnp.asarray, computed)) if any(computed) else model
