@@ -38,7 +38,10 @@ MOST = 2**31 - 1  # positions, counts and token ids are 32-bit numbers
 
 
 def named(value: Any) -> str:
-    """Say in a message what was given: a short value as it is written, of anything else the type."""
+    """Say in a message what was given: a short value as it is written, an array's dtype and shape, of anything else
+    the type."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{'a traced ' * isinstance(value, jax.core.Tracer)}{value.dtype}{list(value.shape)}"
     text = repr(value) if isinstance(value, str | bool | int | float | None) else f"a {type(value).__name__}"
     return text if len(text) < 80 else f"a {type(value).__name__}"
 

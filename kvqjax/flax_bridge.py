@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
-from kvqjax.step.layers import New, append, attend_layer
+from kvqjax.step.layers import New, append, append_accepted, attend_layer
 from kvqjax.step.views import new_positions
 
 __all__ = ["CacheModule", "ForwardPass", "linen_cache", "read", "write"]
@@ -155,10 +155,9 @@ class ForwardPass:
 
     def append(self, counts: Int[Array, " B"] | Bool[Array, "B T"] | None = None) -> None:
         """Store the new tokens in the variable's cache, or only the first `counts[b]` valid ones of row b: the accepted
-        part of a draft."""
-        counts = self.counts if counts is None else counts
-        cache = append(read(self._variable), self._new, counts, constants=self._options["constants"])
-        write(self._variable, cache)
+        part of a draft. More than were valid are refused, as in `kvq.commit_layers`."""
+        cache = read(self._variable)
+        write(self._variable, append_accepted(cache, self._new, counts, self.counts, self._options["constants"]))
         self._new = []
 
 

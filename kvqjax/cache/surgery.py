@@ -252,8 +252,7 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     where both must live on. Raises UserError unless `rows` marks each of the B rows by True or False."""
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
-        kind = f"{rows.dtype}{list(rows.shape)}" if isinstance(rows, jax.Array | np.ndarray) else named(rows)
-        raise UserError(f"rows is {kind}; wanted bool[{cache.batch}]: True for each row to empty")
+        raise UserError(f"rows is {named(rows)}; wanted bool[{cache.batch}]: True for each row to empty")
     return emptied(cache, rows)
 
 

@@ -11,6 +11,8 @@ from kvqjax._errors import UserError
 __all__ = ["PAIRS", "ExpertConfig", "KVShape", "LatentHeads", "ModelConfig", "RecurrentConfig", "RopeConfig"]
 
 OF_LAYERS = ("rope", "sliding_window", "scale", "chunked", "qk_norm")  # fields that may differ by layer
+LENGTH_KINDS = ("llama3", "yarn", "dynamic", "longrope")  # of ropes that depend on the length before it was stretched
+KINDS = ("none", "default", "linear", *LENGTH_KINDS)  # of ropes
 PAIRS = ("halves", "front", "neighbours")  # how channels of a head make the pairs that a rope turns
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
 
@@ -58,8 +60,17 @@ class RopeConfig:
         check_fields(self)
         if self.pairs not in PAIRS:
             raise UserError(f"pairs={self.pairs!r}; known: {', '.join(PAIRS)}")
-        if self.theta <= 0:
-            raise UserError(f"theta={self.theta}; wanted a number above 0")
+        if self.kind not in KINDS:
+            raise UserError(f"kind={self.kind!r}; known: {', '.join(KINDS)}")
+        required = ("theta", "factor", "attention_factor")
+        required += ("low_freq_factor", "high_freq_factor") * (self.kind == "llama3")
+        for name in required:
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name}={getattr(self, name)}; wanted a number above 0")
+        if self.kind in LENGTH_KINDS:
+            check_integer("original_max_position", self.original_max_position)
+        if self.kind in ("none", "default") and self.factor != 1:
+            raise UserError(f"factor={self.factor} changes nothing in a rope of kind {self.kind!r}; name its kind")
         if not 0 < self.fraction <= 1:
             raise UserError(f"fraction={self.fraction}; wanted a number above 0, of at most 1")
 
@@ -196,6 +207,10 @@ class KVShape:
             object.__setattr__(self, name, _without_repeats(values))
         check_softcap(self.softcap)
         self._check_pairs()
+        windows = self.sliding_window if isinstance(self.sliding_window, tuple) else (self.sliding_window,)
+        for window in windows:
+            if window is not None:
+                check_integer("sliding_window", window)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -205,10 +220,16 @@ class KVShape:
         self._check_latent()
 
     def _check_pairs(self) -> None:
-        """Raise UserError where layers order their channels differently: those of a stack are put in order as one."""
+        """Raise UserError where layers order their channels differently: those of a stack are put in order as one. Also
+        where a rope has not one factor for each pair."""
         orders = {(rope.pairs, rope.pairs == "halves" or rope.fraction) for rope in self.ropes}
         if len(orders) > 1:
             raise UserError(f"ropes of layers pair channels differently: {sorted(orders, key=str)}")
+        for rope in self.ropes:
+            for name in ("short_factor", "long_factor") * (rope.kind == "longrope"):
+                pairs, factors = rope.turned_channels(self.head_dim) // 2, getattr(rope, name)
+                if len(factors) != pairs:
+                    raise UserError(f"{name} has {len(factors)} numbers; wanted {pairs}, one for each pair that turns")
 
     def _check_latent(self) -> None:
         """Raise UserError for a latent that one key's channels do not hold beside those that turn."""

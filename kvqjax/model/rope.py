@@ -100,10 +100,6 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
         freq = _dynamic(rope, turned)
     elif rope.kind == "longrope":
         freq = freq / np.asarray(rope.long_factor if rope.length else rope.short_factor)
-    elif rope.kind != "default":
-        raise ValueError(
-            f"unknown rope kind {rope.kind!r}; known: none, default, linear, llama3, yarn, dynamic, longrope"
-        )
     return np.pad(freq, (0, config.head_dim // 2 - len(freq))).astype(np.float32)
 
 

@@ -23,7 +23,9 @@ from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
 from kvqjax.methods import Method
 from kvqjax.methods.spec import calibrated_part
+from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
+from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import over_mesh
 from kvqjax.step.padding import check_numbers, known_mask
 
@@ -31,8 +33,10 @@ __all__ = [
     "check_both",
     "check_ids",
     "check_model",
+    "check_model_or_shape",
     "check_new_tokens",
     "check_pending",
+    "check_rules",
     "kept_program",
     "run_constants",
     "run_step",
@@ -44,6 +48,18 @@ def check_model(model: Any) -> None:
     """Raise UserError for what is no Model."""
     if not isinstance(model, Model):
         raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo')")
+
+
+def check_model_or_shape(model: Any) -> None:
+    """Raise UserError for what is neither a Model nor a KVShape."""
+    if not isinstance(model, Model | KVShape):
+        raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo'), or a KVShape")
+
+
+def check_rules(sharding: Any) -> None:
+    """Raise UserError for what are no rules of a mesh; None passes."""
+    if not isinstance(sharding, Rules | None):
+        raise UserError(f"sharding is {named(sharding)}; wanted the rules of a mesh, such as cache.layout.rules")
 
 
 def check_both(model: Any, cache: Any) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax import cache as caches
-from kvqjax._arguments import check_index, check_integer, clipped, named, typed
+from kvqjax._arguments import check_index, check_integer, clipped, is_known, named, typed
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
@@ -28,18 +28,18 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache, Leaf
 from kvqjax.model.config import KVShape, check_softcap
-from kvqjax.model.decoder import Projected
+from kvqjax.model.decoder import Projected, scaled_queries
 from kvqjax.model.rope import in_halves, rotate
 from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
-from kvqjax.parallel.sharding import lying_as, of_constants, on_parts
+from kvqjax.parallel.sharding import lying_as, of_constants, on_parts, over_parts
 from kvqjax.step.doors import kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
-from kvqjax.step.padding import check_numbers, is_mask, padding_of
+from kvqjax.step.padding import accepted_part, check_accepted, check_numbers, is_mask, padding_of
 
-__all__ = ["New", "append", "attend_layer", "below_first", "placed_layer", "ready_queries"]
+__all__ = ["New", "append", "append_accepted", "attend_layer", "below_first", "placed_layer", "ready_queries"]
 
 
 class New(struct.PyTreeNode):
@@ -140,10 +140,10 @@ def attend_layer(
         logarithms [B, T, H]. Then the new tokens for `append`.
 
     Raises:
-        UserError: for shapes that do not fit, missing constants, a missing `below`, a layer that does not exist, counts
-            outside 0 to T and a row with several runs of valid tokens; for a `mask` within "step" and in a layer that
-            attends in chunks. A layer or count that a trace hides is clipped, of several runs the first counts;
-            `append` of the same counts then raises the flag `cache.overflow[b]`.
+        UserError: for shapes or types that do not fit, missing constants, a missing `below`, a layer that does not
+            exist, counts outside 0 to T and a row with several runs of valid tokens; for a `mask` within "step" and in
+            a layer that attends in chunks. A layer or count that a trace hides is clipped, of several runs the first
+            counts; `append` of the same counts then raises the flag `cache.overflow[b]`.
     """
     check_cache(cache)
     check_new(cache, q, k, v, counts)
@@ -168,8 +168,8 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
-    if sinks is not None and sinks.shape != (q.shape[2],):
-        raise UserError(f"sinks has shape {list(sinks.shape)}; wanted [{q.shape[2]}], a logit for each query head")
+    if sinks is not None and getattr(sinks, "shape", None) != (q.shape[2],):
+        raise UserError(f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head")
     if mask is not None:
         _check_mask(cache, layer, mask, (cache.batch, q.shape[1], q.shape[1]), within)
     static = {"layer": layer, "within": within, "softcap": softcap}
@@ -179,8 +179,7 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
 def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: str) -> None:
     """Raise UserError for a mask of new tokens that has another shape or type, and where it has no meaning."""
     if not is_mask(mask) or mask.shape != shape:
-        text = f"{mask.dtype}{list(mask.shape)}" if hasattr(mask, "dtype") else named(mask)
-        raise UserError(f"mask is {text}; wanted bool{list(shape)}: rows, queries, the new tokens that they see")
+        raise UserError(f"mask is {named(mask)}; wanted bool{list(shape)}: rows, queries, the new tokens that they see")
     if within == "step":
         raise UserError(
             'a mask says which new tokens see each other; within="step" shows them what decoding one token at a time '
@@ -275,16 +274,14 @@ def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shap
         shape: that of the layer.
 
     Returns:
-        Queries in their own dtype. Attention divides scores by the root of D, so a shape with another scale has its
-        queries multiplied by that scale times the root of D.
+        Queries in their own dtype.
     """
-    if shape.scale is not None:
-        q = q * jnp.asarray(shape.scale * shape.head_dim**0.5, q.dtype)
-    return rotate(q, positions, shape)
+    return rotate(scaled_queries(q, shape), positions, shape)
 
 
 def check_new(cache: Cache, q, k, v, counts) -> None:
-    """Raise UserError unless q, k and v are T new tokens of one layer for every row, and `counts` fits them.
+    """Raise UserError unless q, k and v are T new tokens of one layer for every row, in floating point numbers, and
+    `counts` fits them.
 
     Args:
         cache: any cache, whose shape says how many heads there are.
@@ -304,6 +301,10 @@ def check_new(cache: Cache, q, k, v, counts) -> None:
             text = f"{name} has shape {x.shape}, wanted {expected_shape}: rows, new tokens, heads, head_dim"
             other_width = name == "v" and x.shape[:3] == expected_shape[:3]
             raise UserError(text + (_of_one_width(shape.head_dim, x.shape[3]) if other_width else ""))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(f"{name} is of type {x.dtype}; wanted floating point numbers")
+    if not q.shape[1]:
+        raise UserError("q, k and v have no new tokens; wanted at least one a row")
     check_numbers(counts, cache.batch, q.shape[1])
 
 
@@ -401,6 +402,39 @@ def append(
     return _append(cache, new, counts, constants)
 
 
+def append_accepted(cache: Cache, new: New | Sequence[New], counts, given, constants) -> Cache:
+    """Do `append` where it is known how many new tokens were valid when the layers attended.
+
+    Args:
+        cache: as in `append`.
+        new: as there.
+        counts: how many of the valid tokens are stored, or a mask of them. None: all.
+        given: how many tokens were valid, or the mask of them.
+        constants: as in `append`.
+
+    Returns:
+        The cache that holds them. The flag `overflow[b]` is raised of a row whose counts a trace hides and which are
+        more than were valid: the others are not stored.
+
+    Raises:
+        UserError: as `append`, and for known counts of more tokens than were valid.
+    """
+    if counts is None:
+        return append(cache, new, given, constants=constants)
+    check_numbers(counts, cache.batch, None)
+    if is_known(counts, given):
+        check_accepted(counts, given)
+        return append(cache, new, counts, constants=constants)
+    rules = cache.layout.rules
+    if rules is None:
+        stored, clipped_rows = accepted_part(counts, given)
+    else:
+        rows = PartitionSpec(rules.batch)
+        stored, clipped_rows = over_parts(accepted_part, rules, counts, given, specs=(rows, rows), out=(rows, rows))
+    cache = append(cache, new, stored, constants=constants)
+    return cache.replace(overflow=cache.overflow | clipped_rows)
+
+
 def check_stateless(cache: Cache, caller: str) -> None:
     """Raise UserError for a cache with states of recurrent layers, which would fall behind those of attention."""
     if cache.states:
@@ -422,7 +456,8 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
         The number T of new tokens.
 
     Raises:
-        UserError: for a wrong number of layers, and for a source that is missing or has another shape.
+        UserError: for a wrong number of layers, and for a source that is missing, has another shape, or is no floating
+            point number.
     """
     layers = cache.layout.shape.num_layers
     if not isinstance(new, New) and len(new) != layers:
@@ -451,6 +486,11 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
                     sizes = f"[{cache.batch}, T, {width}]"
                     raise UserError(
                         f"new tokens {name!r} of layer {layer}: {text} given, wanted {sizes}, one T for all"
+                    )
+                if not jnp.issubdtype(sources[name].dtype, jnp.floating):
+                    raise UserError(
+                        f"new tokens {name!r} of layer {layer} are of type {sources[name].dtype}; wanted floating "
+                        "point numbers"
                     )
     return length or 0
 

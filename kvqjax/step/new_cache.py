@@ -27,7 +27,7 @@ from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import AxisNames, rules_on
-from kvqjax.step.doors import check_model, run_constants, with_own_constants
+from kvqjax.step.doors import check_model_or_shape, check_rules, run_constants, with_own_constants
 
 __all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]
 
@@ -95,6 +95,7 @@ def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None,
     if mesh is None:
         if splits:
             raise UserError(f"{splits[0]}={axes[splits[0]]!r} names an axis of a mesh; give mesh= too")
+        check_rules(sharding)
         return sharding
     if sharding is not None:
         raise UserError("init_cache takes either mesh= and its axes, or sharding=, the rules of a mesh")
@@ -135,13 +136,13 @@ def _plain_layout(
 ) -> tuple[CacheLayout, Any, Rules | None]:
     """Plan the layout before kernels are chosen. Gives the layout, an array that lies where the model does, and the
     mesh's rules."""
+    check_model_or_shape(model)
     if isinstance(model, KVShape):
         if model.latent is not None:
             raise UserError("latents are cached for kvqjax models, which absorb up-projections; give the model")
         array = jnp.zeros((), compute_dtype(dtype))
         shape, rules, stored = model.alone, sharding, "scan"
     else:
-        check_model(model)
         if sharding is not None:
             raise UserError(ITS_OWN_PLACE)
         if advice := bias_advice(method, model.config):

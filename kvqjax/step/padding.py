@@ -13,7 +13,16 @@ from kvqjax._arguments import check_integers, check_within, is_known
 from kvqjax._errors import UserError
 from kvqjax.ops.finite import leading
 
-__all__ = ["Padding", "check_numbers", "is_mask", "known_counts", "known_mask", "padding_of"]
+__all__ = [
+    "Padding",
+    "accepted_part",
+    "check_accepted",
+    "check_numbers",
+    "is_mask",
+    "known_counts",
+    "known_mask",
+    "padding_of",
+]
 
 
 class Padding(NamedTuple):
@@ -67,6 +76,37 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
     start = jnp.argmax(counts, axis=1).astype(jnp.int32)
     first = leading(_rolled(counts, start))
     return Padding(first, start, first != total)
+
+
+def check_accepted(counts: Any, given: Int[Array, " B"] | Bool[Array, "B T"]) -> None:
+    """Raise UserError where more tokens of a row would be stored than were valid.
+
+    Args:
+        counts: how many are stored, or a mask of them; known.
+        given: how many were valid when the layers attended, or a mask of them; known.
+    """
+    stored, valid = known_counts(counts), known_counts(given)
+    if (beyond := stored > valid).any():
+        row = int(beyond.argmax())
+        raise UserError(f"counts: {stored[row]} tokens of row {row} would be stored; {valid[row]} were valid")
+
+
+def accepted_part(
+    counts: Int[Array, " B"] | Bool[Array, "B T"], given: Int[Array, " B"] | Bool[Array, "B T"]
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Clip how many tokens are stored to how many were valid.
+
+    Args:
+        counts: as in `check_accepted`.
+        given: as there.
+
+    Returns:
+        How many are stored, and which rows' flags are raised: those that were clipped, and those of which a mask is
+        not a single run.
+    """
+    stored, valid = padding_of(counts), padding_of(given)
+    beyond = stored.counts > valid.counts
+    return jnp.minimum(stored.counts, valid.counts), stored.flagged(valid.flagged(beyond))
 
 
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:

@@ -33,7 +33,7 @@ from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
-from kvqjax.step.doors import with_own_constants
+from kvqjax.step.doors import check_model_or_shape, check_rules, with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
 __all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
@@ -94,6 +94,7 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
     another KVShape, and for one that was donated or lies on several hosts."""
     check_cache(cache)
+    check_model_or_shape(model)
     require_own_bodies(cache, "save_cache")
     layout = cache.layout
     if isinstance(model, KVShape) and layout.shape != model.alone:
@@ -162,6 +163,8 @@ def load_cache(
     found when the cache was made does not count.
     Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
     compute dtype, naming the field."""
+    check_model_or_shape(model)
+    check_rules(sharding)
     path, (array, rules, layers) = Path(path), _home(model, sharding)
     text = read_description(path, "cache")
     stored = _layout(path, text, model)

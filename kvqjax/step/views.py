@@ -34,7 +34,15 @@ from kvqjax.ops.attention import Partial
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import over_parts, sent
 from kvqjax.step.layer_step import Flow, check_capacity, in_step
-from kvqjax.step.layers import New, append, attend_checked, below_first, check_new, check_stateless, placed_layer
+from kvqjax.step.layers import (
+    New,
+    append_accepted,
+    attend_checked,
+    below_first,
+    check_new,
+    check_stateless,
+    placed_layer,
+)
 from kvqjax.step.padding import check_numbers, is_mask, padding_of
 
 __all__ = ["CacheView", "StackView", "commit_layers", "layers", "new_positions"]
@@ -301,9 +309,10 @@ def commit_layers(
         The cache that holds them.
 
     Raises:
-        UserError: for missing or further views, views of different caches, a view that has not attended, and as
-            `kvqjax.append`. Where a trace hides how many layers a scan went through, and they are not all, every row's
-            flag `cache.overflow[b]` is raised.
+        UserError: for missing or further views, views of different caches, a view that has not attended, counts of
+            more tokens than were valid, and as `kvqjax.append`. Such counts that a trace hides are clipped, and the
+            row's flag `cache.overflow[b]` is raised. Where a trace hides how many layers a scan went through, and they
+            are not all, that of every row is.
     """
     if isinstance(views, StackView):
         return _commit_stack(views, counts)
@@ -313,8 +322,7 @@ def commit_layers(
     numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in view_list]
     runs = {number: view.part.runs[number] for number, view in zip(numbers, view_list, strict=True)}
     cache = cache.replace(runs=tuple(runs[number] for number in range(len(cache.runs))))
-    counts = first.counts if counts is None else counts
-    return append(cache, [view.new for view in view_list], counts, constants=first.constants)
+    return append_accepted(cache, [view.new for view in view_list], counts, first.counts, first.constants)
 
 
 def _check_views(views: list) -> None:
@@ -345,5 +353,5 @@ def _commit_stack(view: StackView, counts) -> Cache:
         raise UserError(f"the view has gone through {int(layer)} layers, the cache has {count}")
     last = jax.tree.map(lambda x: x[None], view.flow)  # append takes the mass of the last layer
     new = New(sources=view.sources, flow=last)
-    cache = append(view.part, new, view.counts if counts is None else counts, constants=view.constants)
+    cache = append_accepted(view.part, new, counts, view.counts, view.constants)
     return cache.replace(overflow=cache.overflow | (layer != count))

@@ -144,3 +144,26 @@ def test_what_cannot_be_is_one_line():
         kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=D, rope=ropes)
     with pytest.raises(kvq.UserError, match="weights are put in order when they load"):
         dataclasses.replace(kvq.load("demo").config, rope=kvq.Rope(pairs="neighbours"))
+
+
+ROPES = {
+    "kind='yarm'; known: none, default, linear": {"kind": "yarm"},
+    "factor=0.0; wanted a number above 0": {"kind": "linear", "factor": 0.0},
+    "attention_factor=-1.0; wanted a number above 0": {"attention_factor": -1.0},
+    "factor=2.0 changes nothing in a rope of kind 'default'; name its kind": {"factor": 2.0},
+    "low_freq_factor=0.0; wanted a number above 0": {"kind": "llama3", "factor": 8.0, "original_max_position": 64},
+    "original_max_position=0; it must be a whole number of at least 1": {"kind": "yarn", "factor": 4.0},
+    "short_factor has 0 numbers; wanted 8, one for each pair": {"kind": "longrope", "original_max_position": 64},
+}
+
+
+@pytest.mark.parametrize("words", ROPES)
+def test_a_rope_that_cannot_be_is_one_line(words):
+    with pytest.raises(kvq.UserError, match=words):
+        kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, rope=kvq.Rope(**ROPES[words]))
+
+
+@pytest.mark.parametrize("window", [0, -4, (8, 0)])
+def test_a_sliding_window_that_shows_nothing_is_one_line(window):
+    with pytest.raises(kvq.UserError, match=r"sliding_window=.*; it must be a whole number of at least 1"):
+        kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, sliding_window=window)

@@ -307,6 +307,35 @@ def test_values_of_another_width_are_told_what_to_do(width, words):
         kvq.attend_layer(cache, 0, q, k, jnp.ones((2, 4, 2, width)), jnp.asarray([4, 3]))
 
 
+def test_a_scale_is_not_rounded_to_the_dtype_of_queries():
+    """In bfloat16 this factor of queries would be 1.1016: all scores would be wrong by 0.3 percent."""
+    shape = kvq.KVShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, scale=1.10526 / 128**0.5)
+    q = jax.random.normal(jax.random.key(0), (8, 1, 1, 128), jnp.bfloat16)
+    cache, counts = kvq.init_cache(shape, "exact", 8, 8, dtype="bf16"), jnp.ones(8, int)
+    lse = kvq.attend_layer(cache, 0, q, q, q, counts, return_lse=True)[1]  # of one token: its score
+    np.testing.assert_allclose(
+        lse[:, 0, 0], shape.scale * np.square(np.asarray(q, np.float64)).sum((1, 2, 3)), rtol=1.5e-3
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_array_of_floats_is_refused_in_one_line():
+    cache, counts = kvq.init_cache(SHAPE, kvq.exact(), 2, 64), jnp.asarray([4, 3])
+    q, k, v = (x[0] for x in sources(3, SHAPE, 2, 4))
+    with pytest.raises(kvq.UserError, match=r"sinks is a list; wanted an array \[4\], a logit for each query head"):
+        kvq.attend_layer(cache, 0, q, k, v, counts, sinks=[0.0] * 4)
+    with pytest.raises(kvq.UserError, match="q, k and v have no new tokens"):
+        kvq.attend_layer(cache, 0, q[:, :0], k[:, :0], v[:, :0], jnp.zeros(2, int))
+    for name in "qkv":
+        given = {"q": q, "k": k, "v": v}
+        given[name] = given[name].astype(int)
+        with pytest.raises(kvq.UserError, match=f"{name} is of type int32; wanted floating point numbers"):
+            kvq.attend_layer(cache, 0, **given, counts=counts)
+    whole = [{name: jnp.ones((2, 4, 32), int) for name in "kv"}] * 2
+    with pytest.raises(kvq.UserError, match="new tokens 'k' of layer 0 are of type int32; wanted floating"):
+        kvq.append(cache, whole, counts)
+
+
 def test_bad_calls_are_refused_in_one_line():
     cache, counts = kvq.init_cache(SHAPE, kvq.exact(), 2, 64), jnp.asarray([4, 3])
     q, k, v = (x[0] for x in sources(3, SHAPE, 2, 4))

@@ -189,6 +189,18 @@ def test_the_accepted_part_of_a_draft_is_stored():
     assert_same(after, kvq.append(cache, new, accepted))
 
 
+def test_no_more_tokens_are_stored_than_were_valid():
+    """Of a row padded on the left the others are its padding. Inside jit they are left out, and the row is flagged."""
+    valid = jnp.arange(4)[None] >= jnp.asarray([[2], [0]])
+    views = attended(kvq.init_cache(SHAPE, "exact", ROWS, 64), valid)
+    more = jnp.asarray([3, 2])
+    with pytest.raises(kvq.UserError, match="counts: 3 tokens of row 0 would be stored; 2 were valid"):
+        kvq.commit_layers(views, more)
+    clipped = jax.jit(kvq.commit_layers)(views, more)
+    assert clipped.overflow.tolist() == [True, False]
+    assert_same(clipped.replace(overflow=jnp.zeros(ROWS, bool)), kvq.commit_layers(views, jnp.asarray([2, 2])))
+
+
 def test_a_layer_that_shares_another_s_keys_and_values():
     """Its queries meet what the other layer holds and the other's new tokens; nothing is stored of it."""
     cache, mask, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY), masks()[0], inputs(0)
