@@ -1,6 +1,8 @@
 """What README and the documentation's pages say to type works as printed: examples, their outputs, commands."""
 
+import inspect
 import itertools
+import pkgutil
 import re
 import runpy
 import shlex
@@ -11,6 +13,7 @@ import jax
 import pytest
 from commands import run
 
+import kvqjax as kvq
 from kvqjax.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +129,19 @@ def test_an_output_that_differs_is_said(tmp_path):
                 run_page(page)
         else:
             assert run_page(page) == 1
+
+
+def test_every_public_name_is_in_the_reference():
+    """By itself, or with all names of its module."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")]
+    paths = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
+    described = {id(pkgutil.resolve_name(path)) for path in paths}
+    for path in paths:
+        module = pkgutil.resolve_name(path)
+        if inspect.ismodule(module):
+            described |= {id(getattr(module, name)) for name in module.__all__}
+    names = [name for name in kvq.__all__ if callable(getattr(kvq, name))]
+    assert [name for name in names if id(getattr(kvq, name)) not in described] == []
 
 
 def test_nothing_is_installed_by_a_name_that_no_registry_has():
