@@ -179,8 +179,8 @@ def from_tensors(
         The method with its constants.
 
     Raises:
-        UserError: tensors that do not fit the shape, a recipe of another method, and methods that need no calibration
-            or a model's weights.
+        UserError: what is no KVShape, tensors that do not fit the shape, a recipe of another method, and methods that
+            need no calibration or a model's weights.
     """
     method, state = parse(method), None if state is None else Path(state)
     if not isinstance(shape, KVShape):

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
+from kvqjax.step.doors import check_entries
 from kvqjax.step.layers import New, append, append_accepted, attend_layer
 from kvqjax.step.views import new_positions
 
@@ -182,6 +183,7 @@ class CacheModule(nnx.Module):
     artifact's."""
 
     def __init__(self, cache: Cache, *, constants: Any = None):
+        check_entries(constants)
         self.kv = nnx.Cache(cache)
         # A copy, because whoever donates this module would give away the artifact's arrays.
         self.constants = nnx.Variable(jax.tree.map(jnp.copy, constants))

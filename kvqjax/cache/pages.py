@@ -93,6 +93,7 @@ class PagePool:
         """Give `count` free pages to one user.
 
         Raises:
+            UserError: `count` is no whole number of at least 0.
             PoolExhausted: fewer are free. None is given then.
             UserError: `count` is no whole number of at least 0.
         """

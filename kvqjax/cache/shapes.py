@@ -37,7 +37,11 @@ def row_axes(cache: Cache) -> Cache:
         arrays [rows, ...]. Bodies in pages have no axis of rows: their 1 counts pages. It is what `jax.vmap` takes as
         `in_axes`, and what generic tree code must map along:
         `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
+
+    Raises:
+        UserError: for what is no cache.
     """
+    _check_kind(cache)
 
     def axis_of_all(tree, axis: int):
         return jax.tree.map(lambda _: axis, tree)
@@ -76,11 +80,16 @@ def check_cache(*caches: Any) -> None:
             layout and its number of rows promise. The line says what probably happened, and what to call instead.
     """
     for cache in caches:
-        if not isinstance(cache, Cache):
-            hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
-            raise UserError(f"cache is {named(cache)}; wanted a Cache, such as init_cache gives{hint}")
+        _check_kind(cache)
         check_alive(cache)
         _check_arrays(cache)
+
+
+def _check_kind(cache: Any) -> None:
+    """Raise UserError for what is no Cache."""
+    if not isinstance(cache, Cache):
+        hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
+        raise UserError(f"cache is {named(cache)}; wanted a Cache, such as init_cache gives{hint}")
 
 
 def _check_arrays(cache: Cache) -> None:

@@ -20,7 +20,7 @@ from kvqjax.model.loading import Model
 from kvqjax.model.rope import as_given
 from kvqjax.ops.finite import saturated
 from kvqjax.parallel.sharding import of_constants, on_parts
-from kvqjax.step.doors import check_both, kept_program, run_constants, with_own_constants
+from kvqjax.step.doors import check_both, check_entries, kept_program, run_constants, with_own_constants
 from kvqjax.step.layer_step import Call, begin, first_flow
 from kvqjax.step.layers import placed_layer
 
@@ -84,6 +84,7 @@ def dense(
         UserError: what is given is no cache or not this model's, a layer that does not exist, a missing model or
             constant, or a body that is dealt over devices."""
     check_cache(cache)
+    check_entries(constants)
     if model is not None:
         check_both(model, cache)
     if cache.layout.dealt > 1:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from kvqjax._arguments import check_integers, check_within, is_known, named
 from kvqjax._errors import UserError
+from kvqjax.cache.artifacts import Artifact
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
@@ -31,6 +32,7 @@ from kvqjax.step.padding import check_numbers, known_mask
 
 __all__ = [
     "check_both",
+    "check_entries",
     "check_ids",
     "check_model",
     "check_model_or_shape",
@@ -122,12 +124,22 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     check_numbers(counts, cache.batch, length or 0)
 
 
+def check_entries(constants: Any) -> None:
+    """Raise UserError for calibrated constants that are not a dict for each run of layers; None passes."""
+    if constants is None or (isinstance(constants, tuple | list) and all(isinstance(x, Mapping) for x in constants)):
+        return
+    hint = "; write constants=artifact.constants" if isinstance(constants, Artifact) else ""
+    raise UserError(f"constants is {named(constants)}; wanted those of an artifact, a tuple of dicts{hint}")
+
+
 def _calibration(method: Method, model: str) -> str:
     """How to make the artifact of a method. model: what --model takes for it; "" where that is not known."""
     folder = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     source = shlex.quote(model) if model else "MODEL"
     command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {folder}"
-    return f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
+    of_shape = "" if model else "; for a KVShape kvqjax.calibrate.from_tensors makes it, and constants= takes it"
+    text = f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
+    return text + of_shape
 
 
 def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, ...]:
@@ -145,6 +157,7 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     Raises:
         UserError: at trace time, for missing or misshapen constants.
     """
+    check_entries(entries)
     runs = runs_of(layout)
     entries = entries or tuple({} for _ in runs)
     stacks = runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))

@@ -1,7 +1,7 @@
 """One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/step/layers.py)
 share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,17 @@ from kvqjax.ops.finite import found_finite, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import row_major
 from kvqjax.step.padding import known_counts
 
-__all__ = ["Call", "Flow", "attend_one", "begin", "check_capacity", "first_flow", "in_step", "slab"]
+__all__ = [
+    "Call",
+    "Flow",
+    "attend_one",
+    "begin",
+    "check_capacity",
+    "check_within_mode",
+    "first_flow",
+    "in_step",
+    "slab",
+]
 
 
 class Flow(NamedTuple):
@@ -77,6 +87,12 @@ def slab(runs, rows: tuple[int, ...], dtype) -> dict:
     return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
+def check_within_mode(within: Any) -> None:
+    """Raise UserError for a mode of new tokens that does not exist."""
+    if within not in ("chunk", "step"):
+        raise UserError(f"within={within!r}; known: chunk, step")
+
+
 def begin(
     cache: Cache,
     counts: Int[Array, " B"],
@@ -87,8 +103,7 @@ def begin(
 ) -> Call:
     """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
     each run's, `within` as in `kvqjax.attend`, `mask` says which new tokens each of them sees (`NewTokens`)."""
-    if within not in ("chunk", "step"):
-        raise UserError(f"within={within!r}; known: chunk, step")
+    check_within_mode(within)
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     counts = clipped(counts, 0, length)[0]  # whoever appends them raises the rows' flags
     positions = cache.lengths[:, None] + jnp.arange(length)[None]

@@ -35,7 +35,7 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import lying_as, of_constants, on_parts, over_parts
-from kvqjax.step.doors import kept_program, run_constants
+from kvqjax.step.doors import check_entries, kept_program, run_constants
 from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
 from kvqjax.step.padding import accepted_part, check_accepted, check_numbers, is_mask, padding_of
 
@@ -172,6 +172,7 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
         raise UserError(f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head")
     if mask is not None:
         _check_mask(cache, layer, mask, (cache.batch, q.shape[1], q.shape[1]), within)
+    check_entries(constants)
     static = {"layer": layer, "within": within, "softcap": softcap}
     return _attend_layer(cache, q, k, v, counts, below, constants, sinks, mask, **static)
 
@@ -396,6 +397,9 @@ def append(
         raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
     check_cache(cache)
     check_stateless(cache, "append")
+    check_entries(constants)
+    if not isinstance(new, New | Sequence):
+        raise UserError(f"new is {named(new)}; wanted one entry a layer, as attend_layer returns them")
     new = new if isinstance(new, New) else tuple(new)
     check_numbers(counts, cache.batch, _check_new(cache, new))
     check_capacity(cache, counts)
@@ -456,8 +460,8 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
         The number T of new tokens.
 
     Raises:
-        UserError: for a wrong number of layers, and for a source that is missing, has another shape, or is no floating
-            point number.
+        UserError: for a wrong number of layers, for no tokens, and for a source that is missing, has another shape, or
+            is no floating point number.
     """
     layers = cache.layout.shape.num_layers
     if not isinstance(new, New) and len(new) != layers:
@@ -492,7 +496,9 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
                         f"new tokens {name!r} of layer {layer} are of type {sources[name].dtype}; wanted floating "
                         "point numbers"
                     )
-    return length or 0
+    if not length:
+        raise UserError("there are no new tokens; wanted at least one a row")
+    return length
 
 
 @kept_program

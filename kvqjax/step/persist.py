@@ -33,7 +33,7 @@ from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
-from kvqjax.step.doors import check_model_or_shape, check_rules, with_own_constants
+from kvqjax.step.doors import check_entries, check_model_or_shape, check_rules, with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
 __all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
@@ -69,7 +69,9 @@ def _constants(constants) -> str:
 
 
 def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
-    """Describe the model and the constants that filled a cache. A KVShape has no fingerprint."""
+    """Describe the model and the constants that filled a cache. A KVShape has no fingerprint. Raises UserError for what
+    are no constants."""
+    check_entries(constants)
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
     digest = _constants(with_own_constants(model, method).constants if constants is None else constants)

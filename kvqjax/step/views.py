@@ -33,7 +33,8 @@ from kvqjax.cache.state import Cache, Leaf, Run, check_alive
 from kvqjax.ops.attention import Partial
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import over_parts, sent
-from kvqjax.step.layer_step import Flow, check_capacity, in_step
+from kvqjax.step.doors import check_entries
+from kvqjax.step.layer_step import Flow, check_capacity, check_within_mode, in_step
 from kvqjax.step.layers import (
     New,
     append_accepted,
@@ -256,11 +257,13 @@ def layers(
 
     Raises:
         UserError: for what is no cache, both or neither of `counts` and `valid`, counts below 0 or beyond T, a row of a
-            mask with several runs, outside jit a row that would exceed the capacity, and `stack` of a cache whose
-            layers are not one stack.
+            mask with several runs, what are no constants, another `within`, outside jit a row that would exceed the
+            capacity, and `stack` of a cache whose layers are not one stack.
     """
     check_cache(cache)
     check_stateless(cache, "layers")
+    check_entries(constants)
+    check_within_mode(within)
     if (counts is None) == (valid is None):
         raise UserError("layers takes either counts=, how many new tokens of each row are valid, or valid=, their mask")
     if valid is not None and not is_mask(valid):

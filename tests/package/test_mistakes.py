@@ -87,6 +87,15 @@ MISTAKES = {
     "load_cache('absent', 'demo')": "model is 'demo'; wanted a Model, such as kvqjax.load('demo'), or a KVShape",
     "load_cache('absent', model.config.alone, sharding=4)": "sharding is 4; wanted the rules of a mesh",
     "save_cache('absent', cache, 'demo')": "model is 'demo'; wanted a Model, such as kvqjax.load('demo'), or a KVShape",
+    "layers(cache, counts, within='steps')": "within='steps'; known: chunk, step",
+    "layers(cache, counts, constants=artifact)": "constants is a Artifact; wanted those of an artifact, a tuple",
+    "dense(cache, 0, constants=5)": "constants is 5; wanted those of an artifact, a tuple of dicts",
+    "save_cache('absent', cache, model, constants=artifact)": "write constants=artifact.constants",
+    "append(cache, None, counts)": "new is None; wanted one entry a layer",
+    "append(cache, [dict(k=empty, v=empty)] * 2, counts)": "there are no new tokens; wanted at least one a row",
+    "row_axes(5)": "cache is 5; wanted a Cache, such as init_cache gives",
+    "PagePool(2).take(-1)": "count=-1; it must be a whole number of at least 0",
+    "calibrate.from_tensors('klt', 'demo', keys=[], values=[])": "shape is 'demo'; wanted a KVShape",
     "layers(cache, valid=counts)": "valid is int32[2]; wanted a mask, bool[2, T]",
     "calibrate.run(model, 'kivi', 'text')": "kivi:bits=2 needs no calibration",
     "eval.perplexity(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
@@ -123,10 +132,12 @@ import json, sys
 sys.path.append(".")
 import jax, jax.numpy as jnp
 import kvqjax as kvq
+from kvqjax.cache.artifacts import Artifact
 from tiny import tiny
 model, other, half = tiny(), tiny(num_layers=1), tiny()
 half = half.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), half.params))
 cache, tokens, counts = kvq.init_cache(model, "kivi", 2, 64), jnp.ones((2, 3), int), jnp.full((2,), 2)
+artifact, empty = Artifact(kvq.kivi(), ({},), ""), jnp.zeros((2, 0, 32))
 said = {}
 for call in json.load(sys.stdin):
     try:
