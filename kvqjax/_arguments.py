@@ -21,6 +21,7 @@ from kvqjax._errors import UserError
 
 __all__ = [
     "MOST",
+    "MOST_SEED",
     "check_counts",
     "check_fields",
     "check_index",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 MOST = 2**31 - 1  # positions, counts and token ids are 32-bit numbers
+MOST_SEED = 2**32 - 1  # numpy takes no more, and JAX drops the higher bits
 
 
 def named(value: Any) -> str:

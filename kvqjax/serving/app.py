@@ -125,7 +125,11 @@ async def _refusal(_: Request, error: Exception) -> Response:
 
 async def _fault(_: Request, error: Exception) -> Response:
     """Answer what is wrong with the server. The traceback goes to its log, for starlette raises the error again."""
-    return JSONResponse(error_object(f"the server failed: {type(error).__name__}", "server_error", 500), 500)
+    return JSONResponse(error_object(_fault_text(error), "server_error", 500), 500)
+
+
+def _fault_text(error: Exception) -> str:
+    return f"the server failed: {type(error).__name__}"
 
 
 class _Server:
@@ -175,8 +179,9 @@ class _Server:
 
     async def completions(self, request: Request) -> Response:
         body = read_completion(await self._body(request), self._name)
-        if body.stream and body.echo:
-            raise _Refused(400, "echo is not served as a stream; leave one of them out")
+        if body.stream and (body.echo or body.new_tokens == 0):
+            option = "echo" if body.echo else "max_tokens=0"
+            raise _Refused(400, f"{option} is not served as a stream; leave one of them out")
         prompts, handles = await self._submitted(body)
         number = f"cmpl-{uuid.uuid4().hex}"
         if body.stream:
@@ -233,7 +238,7 @@ class _Server:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
                 for choice in range(body.choices):
-                    seed = (options["seed"] + choice) % 2**32
+                    seed = (options["seed"] + choice) % 2**32  # the engine takes no more
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **(options | {"seed": seed}))
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
@@ -278,20 +283,21 @@ class _Server:
         return [handle.result() for handle in handles]
 
     def _streamed(self, events: AsyncIterator[dict[str, Any]], handles: list[Handle]) -> Response:
-        """Send events as they come. A client that goes away ends the loop, and with it the requests."""
+        """Send events as they come."""
 
         async def lines() -> AsyncIterator[str]:
             try:
                 async for event in events:
                     yield f"data: {json.dumps(event)}\n\n"
                 yield "data: [DONE]\n\n"
-            except UserError as error:  # the status has been sent already
-                yield f"data: {json.dumps(error_object(str(error), 'server_error', 500))}\n\n"
-            finally:
-                _give_up(handles)
+            except Exception as error:  # the status has been sent already
+                text = str(error) if isinstance(error, UserError) else _fault_text(error)
+                yield f"data: {json.dumps(error_object(text, 'server_error', 500))}\n\n"
+                if not isinstance(error, UserError):
+                    raise  # for the server's log
 
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+        return _EventStream(handles, lines(), media_type="text/event-stream", headers=headers)
 
     async def _completion_events(self, number: str, body: RequestBody, handles: list[Handle]):
         places = [0] * len(handles)
@@ -317,6 +323,21 @@ class _Server:
         return {"choices": [], "usage": usage_of([handle.result() for handle in handles])}
 
 
+class _EventStream(StreamingResponse):
+    """A stream of answers' events. Answers that have not ended with it are given up, whatever ended it: a client that
+    goes away before the first event leaves a generator that never runs, and so has no end of its own."""
+
+    def __init__(self, handles: Sequence[Handle], *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._handles = handles
+
+    async def __call__(self, *arguments) -> None:
+        try:
+            await super().__call__(*arguments)
+        finally:
+            _give_up(self._handles)
+
+
 def _give_up(handles: Iterable[Handle]) -> None:
     for handle in handles:
         if not handle.ended:
@@ -335,14 +356,14 @@ async def _ended(handle: Handle) -> None:
 async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece, str | None]]:
     """Give the pieces of several answers as they come. After the last piece of an answer comes an empty one with the
     reason why it ended."""
-    pieces: asyncio.Queue[tuple[int, ServedPiece, str | None] | BaseException] = asyncio.Queue()
+    pieces: asyncio.Queue[tuple[int, ServedPiece, str | None] | Exception] = asyncio.Queue()
 
     async def follow(index: int, handle: Handle) -> None:
         try:
             async for piece in handle:
                 await pieces.put((index, piece, None))
             await pieces.put((index, ServedPiece("", [], []), handle.result().finish_reason))
-        except UserError as error:
+        except Exception as error:  # a fault of the engine too: whoever reads the pieces would wait for ever
             await pieces.put(error)
 
     tasks = [asyncio.create_task(follow(*pair)) for pair in enumerate(handles)]
@@ -350,7 +371,7 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
         open_count = len(handles)
         while open_count:
             entry = await pieces.get()
-            if isinstance(entry, BaseException):
+            if isinstance(entry, Exception):
                 raise entry
             yield entry
             open_count -= entry[2] is not None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
 from kvqjax.cache.length_bound import bound_for, bounded
@@ -417,5 +418,6 @@ def check_request(request: Request, capacity: int, vocab_size: int) -> None:
         raise UserError(f"a prompt of {length} tokens and {new} new ones do not fit a row of {capacity}")
     if len(request.eos) > MOST_ENDS:
         raise UserError(f"{len(request.eos)} end tokens; a request may have {MOST_ENDS}")
-    if request.likeliest is not None and not 0 <= request.likeliest <= min(MOST_LIKELIEST, vocab_size):
-        raise UserError(f"scores of {request.likeliest} tokens asked for; at most {MOST_LIKELIEST} come with a token")
+    most = min(MOST_LIKELIEST, vocab_size)
+    if request.likeliest is not None and check_integer("scores", request.likeliest, 0) > most:
+        raise UserError(f"scores of {request.likeliest} tokens asked for; at most {most} come with a token")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvqjax._arguments import check_counts, check_integer
+from kvqjax._arguments import MOST, MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache.page_counts import pages_complete, pages_needed
@@ -214,7 +214,8 @@ class Engine:
             repetition_penalty: above 1, tokens that occurred become less likely.
             scores: give the log probability of every new token and of so many likeliest ones, at most 20.
             prompt_scores: score the prompt's tokens too (with `scores`).
-            priority: requests with a smaller number come first; among equal numbers, those submitted first.
+            priority: a whole number. Requests with a smaller one come first; among equal numbers, those submitted
+                first.
             beyond_trained: as in `kvqjax.generate`.
 
         Returns:
@@ -226,7 +227,8 @@ class Engine:
             EngineClosed: the engine takes no requests any more.
         """
         check_counts(max_new_tokens=max_new_tokens)
-        check_integer("seed", seed, 0)
+        check_integer("seed", seed, 0, MOST_SEED)
+        check_integer("priority", priority, -MOST)
         ids = encode_prompts(self.model, [prompt], chat, add_special_tokens=add_special_tokens)[0]
         require_trained(self.model, [len(ids)], max_new_tokens, beyond_trained)
         draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -553,6 +555,7 @@ class Engine:
         if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
             self._count(preempted=1, prompt_tokens=-feeding.start, reused_tokens=-feeding.handle.reused_tokens)
             feeding.handle.prompt_scores.clear()
+            feeding.handle.reused_tokens = 0  # the prefix may be gone when the prompt is read anew
             restart = _Feeding(feeding.handle, feeding.row)
             self._stop_feeding()
             self._feeding = restart

@@ -5,6 +5,7 @@ and is not served is refused by name. A field that cannot change it is ignored.
 """
 
 import dataclasses
+import itertools
 import json
 import secrets
 import time
@@ -217,6 +218,8 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
         raise UserError("top_logprobs needs logprobs=true")
     options |= {"scores": likeliest if scored else None, "chat": True}
     new = _field(body, "max_completion_tokens", int, _field(body, "max_tokens", int, None))
+    if new == 0:  # a completion may ask for the scores of its prompt alone, a chat has none
+        raise UserError("an answer of 0 tokens is wanted; a chat's has 1 at least")
     messages = _field(body, "messages", list, [])
     if not messages:
         raise UserError("messages is missing; wanted a list of objects with role and content")
@@ -263,7 +266,7 @@ def _completion_scores(
 ) -> dict[str, Any]:
     """Give log probabilities as completions have them. `first` are tokens without a score: the first of a prompt."""
     texts = [say(token) for token in (*first, *(score.token for score in scores))]
-    offsets = [place + sum(map(len, texts[:number])) for number in range(len(texts))]
+    offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=place)) if texts else []
     unscored = [None] * len(first)
     likeliest = [{say(token): value for token, value in _named(score)} for score in scores]
     return {

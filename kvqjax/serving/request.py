@@ -1,6 +1,7 @@
 """A request to an engine: what is asked, and the handle by which its answer is read."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import time
@@ -133,7 +134,9 @@ class Handle:
         loop, woken, number = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake():
-            loop.call_soon_threadsafe(woken.set)
+            # A closed loop raises RuntimeError. Nobody waits there any more, and the engine's thread must go on.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(woken.set)
 
         with self._changed:
             self._listeners.append(wake)

@@ -175,12 +175,49 @@ def test_a_fault_of_the_device_s_thread_leaves_nobody_waiting(model, monkeypatch
     engine.close()
 
 
-def test_what_cannot_be_is_one_line(model):
+def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
+    with engine_of(model, "exact", rows=2, stride=2) as engine:
+        left, stays = (engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=()) for _ in range(2))
+
+        async def read_one():
+            pieces = left.__aiter__()
+            await anext(pieces)
+            return pieces  # neither taken to its end nor closed
+
+        loop = asyncio.new_event_loop()
+        pieces = loop.run_until_complete(read_one())
+        loop.close()
+        assert len(stays.result(timeout=120.0).tokens) == 150
+        assert engine.fault is None
+        del pieces
+
+
+def test_a_prompt_that_made_way_counts_what_it_reused_at_last(model):
+    """It goes on from a prefix, makes way for an earlier request, and finds the prefix gone when it begins anew."""
+    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, 1024, pages=pages)).bytes for pages in (1, 2))
+    room = 7 * (two - one) + 12 * (2 * one - two)  # pages of 256 tokens, and what rows and snapshots have besides
+    system = [token % 49 for token in range(645)]
+    with kvq.Engine(model, "exact", rows=3, pool_bytes=room, prefixes=1, stride=2, **LONG) as engine:
+        assert engine.stats().pages == 7
+        engine.submit([*system, 1], max_new_tokens=2, eos_ids=()).result()
+        # Both need a second page, for 288 tokens, while the last prompt is fed. One gets a page of the prefix.
+        early = [engine.submit(prompt, max_new_tokens=60, eos_ids=()) for prompt in ([7] * 270, [8] * 280)]
+        last = engine.submit([*system, *[3] * 370], max_new_tokens=4, eos_ids=())
+        answers = [handle.result() for handle in (*early, last)]
+        stats = engine.stats()
+    assert stats.preempted > 0
+    assert stats.reused_tokens == sum(answer.reused_tokens for answer in answers) == 0
+
+
+def test_what_cannot_be_is_one_line(model, unchecked):
     with engine_of(model, "exact", rows=1) as engine:
         for options, message in (
             ({"max_new_tokens": CAPACITY}, "do not fit a row of 192"),
             ({"max_new_tokens": 0}, "max_new_tokens"),
             ({"scores": 21}, "at most 20"),
+            ({"scores": 1.5}, "scores=1.5; it must be a whole number"),
+            ({"priority": "high"}, "priority='high'; it must be a whole number"),
+            ({"seed": 2**32}, "from 0 to 4294967295"),
             ({"eos_ids": range(9)}, "9 end tokens"),
             ({"temperature": -1.0}, "temperature"),
             ({"do_sample": True}, "temperature is above 0"),

@@ -1,5 +1,7 @@
 """`kvqjax serve` as clients see it: the openai package, and plain HTTP for what it never sends."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import re
@@ -11,8 +13,10 @@ import time
 import openai
 import pytest
 from served import KEY, NAME, Running, answer, settled
+from starlette.requests import ClientDisconnect
 
 import kvqjax as kvq
+from kvqjax.serving.app import make_app
 
 TEXT = "The baker came home after the rain."
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -83,6 +87,9 @@ def test_choices_draw_for_themselves_and_a_seed_repeats(client):
     texts = [choice.text for choice in first.choices]
     assert len(set(texts)) == 3
     assert texts == [choice.text for choice in second.choices]
+    larger = client.completions.create(**options | {"seed": 5 + 2**32, "n": 1})  # of 32 bits, as JAX's
+    assert larger.choices[0].text == texts[0]
+    client.completions.create(model=NAME, prompt=TEXT, max_tokens=1, seed=2**32 - 1, n=2)
     unseeded = {client.completions.create(model=NAME, prompt=TEXT, max_tokens=12).choices[0].text for _ in range(2)}
     assert len(unseeded) == 2
 
@@ -98,7 +105,7 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         for value, top in zip(scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True)
     )
     assert made.text.startswith(TEXT)
-    assert scores.text_offset[:2] == [0, len(scores.tokens[0])]
+    assert scores.text_offset == [sum(map(len, scores.tokens[:number])) for number in range(len(scores.tokens))]
     prompt = client.completions.create(prompt=[ids], max_tokens=0, logprobs=1, echo=True, **GREEDY).choices[0].logprobs
     assert prompt.token_logprobs == scores.token_logprobs[:-1]
     chat = client.chat.completions.create(
@@ -128,10 +135,17 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         ("/v1/completions", {"prompt": TEXT, "model": "gpt"}, 404, "not served here"),
         ("/v1/completions", {"prompt": "x" * 20_000}, 413, "more than 10000 bytes"),
         ("/v1/completions", {"prompt": TEXT, "stream": True, "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": TEXT, "stream": True, "max_tokens": 0}, 400, "max_tokens=0 is not served"),
         ("/v1/completions", {"prompt": TEXT, "n": 0}, 400, "wanted 1 to 128"),
         ("/v1/completions", {"prompt": TEXT, "logprobs": 30}, 400, "at most 20"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is missing"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "no role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0},
+            400,
+            "a chat's has 1 at least",
+        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -185,6 +199,41 @@ def test_who_goes_away_is_not_waited_for(client, port, engine):
     settled(engine, running=1)
     connection.close()
     settled(engine, running=0, aborted=aborted + 2)
+
+
+def events(engine, body: dict, failing: bool = False) -> list[bytes]:
+    """The parts of a stream's answer, without a server between; `failing`: the client has gone before the first."""
+    parts, request = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if request:
+            return request.pop()
+        await asyncio.sleep(600)
+
+    async def send(message):
+        if failing:
+            raise OSError("the client has gone")
+        parts.append(message.get("body", b""))
+
+    about = {"asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http"}
+    about |= {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    with contextlib.suppress(ClientDisconnect, ZeroDivisionError):  # for the server's log
+        asyncio.run(asyncio.wait_for(make_app(engine, NAME)(about, receive, send), 60))
+    return parts
+
+
+def test_a_stream_that_nobody_reads_is_not_made(engine):
+    aborted = settled(engine, running=0, waiting=0).aborted
+    events(engine, {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}, failing=True)
+    settled(engine, running=0, waiting=0, aborted=aborted + 1)
+
+
+def test_a_stream_ends_where_the_engine_fails():
+    engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=128, chunk=64)
+    engine._batch.step = lambda *_: 1 / 0
+    *_, last = events(engine, {"prompt": "ab12,?ab", "max_tokens": 20, "ignore_eos": True, "stream": True})
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server failed: ZeroDivisionError"
+    engine.close()
 
 
 def test_health_metrics_and_the_page(port, engine):
