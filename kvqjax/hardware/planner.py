@@ -210,10 +210,13 @@ def step_bounds(
     read; what devices send each other is not counted. Of experts, those count that one token passes through: rows that
     choose others read more.
 
-    Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over the context, and
-    what the method spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
+    Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over what a layer sees
+    of the context (of a chunk at least the token itself), and what the method spends to bring cached tokens back (arXiv
+    2508.10395, section 3.4, for XQuant)."""
     read = planned.read + planned.constants + planned.cache
-    attention = 4 * config.num_layers * config.query_width * context
+    shapes = [config.layer(index) for index in range(config.num_layers)]
+    seen = sum(1 if shape.common_chunked else min(context, shape.window or context) for shape in shapes)
+    attention = 4 * config.query_width * seen
     cached = (attention + planned.book.flops * context) / (mesh.seq * mesh.model)
     operations = -(-batch // mesh.data) * (2 * planned.multiplied + cached)
     return read / (device.bandwidth * 1e9), operations / (device.tflops * 1e12)

@@ -32,11 +32,15 @@ REACHED = {
 
 def prompt_parts(config: ModelConfig, length: int, new: int) -> tuple[float, float]:
     """Return the fewest operations of `new` tokens of a row that holds `length` tokens, two per multiply-accumulate:
-    (products with every weight for each token, and with the head for the last; scores and weighted sums over what each
-    sees)."""
+    (products with every weight that a token meets, which of experts are those it is sent to, and with the head for the
+    last; scores and weighted sums over what each sees)."""
     layers = parameter_shapes(config)["layers"]
-    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers))
-    seen = sum(_seen(length + new, window) - _seen(length, window) for window in config.windows)
+    weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers)) - config.idle_numbers
+    shapes = [config.layer(index) for index in range(config.num_layers)]
+    seen = sum(
+        _seen(length + new, shape.window, shape.common_chunked) - _seen(length, shape.window, shape.common_chunked)
+        for shape in shapes
+    )
     return 2.0 * (weights * new + config.vocab_size * config.width), 4.0 * config.query_width * seen
 
 
@@ -53,7 +57,12 @@ def estimated_seconds(config: ModelConfig, context: int, batch: int, chip: str) 
     return batch * sum(operations / share for operations, share in parts) / (DEVICES[chip].tflops * 1e12)
 
 
-def _seen(tokens: int, window: int | None) -> int:
-    """Return how many tokens the first `tokens` of a row see, all in all, themselves included."""
+def _seen(tokens: int, window: int | None, chunked: bool) -> int:
+    """Return how many tokens the first `tokens` of a row see, all in all, themselves included. `chunked`: the window is
+    a chunk, of which a token sees what comes before it."""
     inside = min(tokens, window or tokens)
-    return inside * (inside + 1) // 2 + (tokens - inside) * inside
+    triangle = inside * (inside + 1) // 2
+    if not chunked:
+        return triangle + (tokens - inside) * inside
+    chunks, rest = divmod(tokens, inside) if inside else (0, 0)
+    return chunks * triangle + rest * (rest + 1) // 2

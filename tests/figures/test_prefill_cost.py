@@ -48,6 +48,9 @@ def test_the_least_that_a_prompt_needs():
     assert least(config, 10, 1) - least(config, 0, 1) == 2 * 4 * 64 * 10
     slides = dataclasses.replace(config, sliding_window=4)
     assert least(slides, 10, 1) - least(slides, 0, 1) == 2 * 4 * 64 * 3
+    chunked = dataclasses.replace(slides, chunked=True)  # token 10 is the third of its chunk
+    assert least(chunked, 10, 1) - least(chunked, 0, 1) == 2 * 4 * 64 * 2
+    assert least(chunked, 0, 8) == 8 * least(chunked, 0, 1) - 7 * 2 * 50 * 32 + 2 * 4 * 64 * 12
 
 
 def test_prompts_are_estimated_for_chips_whose_programs_were_compiled():

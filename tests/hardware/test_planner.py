@@ -9,6 +9,7 @@ from kvqjax.cache.cache_layout import stored_form
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.devices import DEVICES, GIB, GPUS, Device
 from kvqjax.hardware.planner import headroom, largest, parameter_shapes, plan_memory, step_bounds
+from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.model.loading import KNOWN, config_of
 from kvqjax.pallas_kernels.chips import TARGETS
 from kvqjax.parallel.mesh_size import MeshSize
@@ -137,6 +138,14 @@ def test_step_bounds_are_reading_once_and_computing_at_the_peak():
     assert (more - less) * 989e12 == pytest.approx(4 * 8192 * 32 * 4 * 1024 * 1024, rel=1e-9)
 
 
+def test_layers_with_a_window_attend_to_no_more_than_that():
+    sliding, full = (config_of(name) for name in ("gemma-2-9b", "llama-3.1-8b"))
+    for config, seen in ((sliding, 21 * 4096 + 21 * 65536), (full, 32 * 65536)):
+        found = plan_memory(config, "exact", 65536, 1)
+        computing = step_bounds(found, config, 65536, 1, Device(80, 1000, 1))[1] * 1e12
+        assert computing == pytest.approx(2 * found.multiplied + 4 * config.query_width * seen, rel=1e-12)
+
+
 def test_little_room_is_tight():
     """A gibibyte of eighty is what the compiler and gaps between arrays take."""
     found = {spare: headroom(int((80 - spare) * GIB), 80 * GIB) for spare in (8.0, 4.1, 3.9, 1.0, 0.0, -0.1)}
@@ -167,6 +176,9 @@ def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
     table = config.vocab_size * config.width
     wanted = 2 * (numbers - config.idle_numbers - table) + found.constants + found.cache
     assert reading == pytest.approx(wanted / 1e9)
+    layers = sum(x.size for x in jax.tree.leaves(parameter_shapes(config)["layers"]))
+    itself = 4 * config.query_width * config.num_layers  # a prompt of one token attends to that token
+    assert prompt_operations(config, 0, 1) == 2 * (layers - config.idle_numbers + table) + itself
     per_layer = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers
     assert per_layer * config.num_layers == pytest.approx(numbers - config.idle_numbers - 2 * table, rel=1e-3)
 
