@@ -95,7 +95,6 @@ class PagePool:
         Raises:
             UserError: `count` is no whole number of at least 0.
             PoolExhausted: fewer are free. None is given then.
-            UserError: `count` is no whole number of at least 0.
         """
         count = check_integer("count", count, 0)
         if count > len(self._free):

@@ -183,18 +183,17 @@ class Generation:
                 self.reasons[row] = "closed"
 
     def cache(self) -> Cache:
-        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have ended."""
-        if self._state is None:
-            return self._cache
-        if self._owed.any():
+        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have ended. Of a generation
+        that was closed before its first token, the cache that it was given."""
+        if self._state is not None and self._owed.any():
             self._state = self._stepped(self._state)
             self._owed = np.zeros_like(self._owed)
-        cache = self._state.cache
-        if self._surplus.any():
+        cache = self._cache if self._state is None else self._state.cache
+        if self._state is not None and self._surplus.any():
             lengths = self._fed.copy()
             lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
             cache = crop(cache, shared(self._model, lengths.astype(np.int32)))
-        if cache.batch > len(self.prompts):
+        if cache.batch > len(self.prompts):  # rows without a prompt (`padded_rows`)
             cache = _first_rows(cache, len(self.prompts))
         self._cache, self._state = cache, None
         return cache

@@ -31,6 +31,7 @@ from kvqjax.generation.prompt_ids import (
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
+from kvqjax.step.doors import check_model
 from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prefill import prefill
@@ -189,6 +190,8 @@ def speculate(
     ids = encode_prompts(model, prompts)
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
+    if drafter is not None:
+        check_model(drafter, "drafter")
     if drafter is not None and drafter.config.vocab_size != model.config.vocab_size:
         actual, expected = drafter.config.vocab_size, model.config.vocab_size
         raise UserError(f"the drafter has a vocabulary of {actual} tokens, the model of {expected}")

@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 
-def check_model(model: Any) -> None:
-    """Raise UserError for what is no Model."""
+def check_model(model: Any, name: str = "model") -> None:
+    """Raise UserError for what is no Model. `name` is what the message calls it."""
     if not isinstance(model, Model):
-        raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo')")
+        raise UserError(f"{name} is {named(model)}; wanted a Model, such as kvqjax.load('demo')")
 
 
 def check_model_or_shape(model: Any) -> None:

@@ -33,7 +33,7 @@ from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
-from kvqjax.step.doors import check_entries, check_model_or_shape, check_rules, with_own_constants
+from kvqjax.step.doors import check_both, check_entries, check_model_or_shape, check_rules, with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
 __all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
@@ -94,12 +94,14 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
     and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
     those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
-    another KVShape, and for one that was donated or lies on several hosts."""
+    another model or KVShape, and for one that was donated or lies on several hosts."""
     check_cache(cache)
     check_model_or_shape(model)
     require_own_bodies(cache, "save_cache")
     layout = cache.layout
-    if isinstance(model, KVShape) and layout.shape != model.alone:
+    if not isinstance(model, KVShape):
+        check_both(model, cache)
+    elif layout.shape != model.alone:
         raise UserError(f"{path}: this is a cache of another shape: {layout.shape}")
     rules = layout.rules if isinstance(model, KVShape) else model.rules
     if not cache.lengths.is_fully_addressable:
@@ -133,6 +135,7 @@ def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Ru
     stored."""
     if isinstance(model, KVShape):
         return jnp.zeros(()), sharding, "scan"
+    check_model(model)
     if sharding is not None:
         raise UserError(ITS_OWN_PLACE)
     return model.params["embed"], model.rules, "unroll" if is_unrolled(model.params) else "scan"

@@ -153,6 +153,14 @@ def test_pieces_are_what_is_new():
     assert parts.result.cache.lengths.tolist() == whole.cache.lengths.tolist()
 
 
+def test_a_stream_closed_before_its_first_piece_has_a_row_for_each_prompt():
+    """Its cache was made with a fourth one."""
+    parts = kvq.stream(tiny(), [[1], [2, 3], [4]], max_new_tokens=3)
+    parts.close()
+    assert parts.result.cache.batch == 3
+    assert parts.result.cache.lengths.tolist() == [0, 0, 0]
+
+
 def test_a_closed_stream_has_made_what_it_gave():
     model, method = model_and_method("kivi2")
     parts = kvq.stream(model, PROMPTS, method, max_new_tokens=40, stride=5, capacity=256, **AS_FED)
