@@ -352,7 +352,8 @@ def run_harness(
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:
     """What a report says first where more than a tenth of a run's texts were cut, else ""."""
-    cut, texts = max(((row["cut"], row["texts"]) for row in rows), key=lambda pair: pair[0] / max(pair[1], 1))
+    shares = ((row["cut"], row["texts"]) for row in rows)  # none where no metric of a task is a number
+    cut, texts = max(shares, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
     if cut * 10 <= texts:
         return ""
     return f"{cut} of {texts} texts were longer than {length} tokens and were cut: these are not the tasks' own scores"

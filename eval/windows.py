@@ -151,8 +151,9 @@ def check_mode(mode: str, chunk: int, window: int) -> str:
     """The name under which reports carry this mode. Raises UserError for one that does not exist."""
     if mode not in ("loop", "prefill"):
         raise UserError(f"mode={mode!r}; known: loop, prefill")
-    if chunk < 1 or window < 2:
-        raise UserError(f"chunk={chunk} and window={window}; at least 1 and 2 tokens are needed")
+    least = 3 if mode == "prefill" else 2  # of a half of one token nothing is predicted
+    if chunk < 1 or window < least:
+        raise UserError(f"chunk={chunk} and window={window}; at least 1 and {least} tokens are needed")
     return f"prefill-exact-chunk{chunk}" if mode == "prefill" else f"in-the-loop-chunk{chunk}"
 
 
@@ -204,6 +205,8 @@ def perplexity(
     method, chosen = parse(method), style(cut)
     chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
     name = check_mode(mode, chunk, window)
+    if chosen.half and window < 3:
+        raise UserError(f"window={window}; of windows cut as {cut} the second half is scored: wanted 3 tokens at least")
     pieces = windows(token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None)
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from kvqjax._arguments import MOST_SEED, check_counts, check_fields, check_integer
 from kvqjax._errors import UserError
 from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
@@ -63,6 +64,14 @@ class Settings:
     batch: int = 8
     scored_from: int = 0
     seed: int = 0
+
+    def __post_init__(self):
+        check_fields(self)
+        check_counts(context=self.context, window=self.window, chunk=self.chunk, batch=self.batch)
+        check_integer("scored_from", self.scored_from, 0)
+        check_integer("seed", self.seed, 0, MOST_SEED)
+        if self.scored_from > self.window - 2:  # the last token predicts nothing
+            raise UserError(f"scored_from={self.scored_from} leaves nothing of windows of {self.window} tokens")
 
 
 class Tuned(NamedTuple):

@@ -103,3 +103,9 @@ def test_a_recorded_policy_is_measured_again(bench):
     rows = json.loads(bench.RECORD.read_text(encoding="utf-8"))
     (row,) = (row for row in rows if bench.key_of(row) == ("recall", "none", bench.LISTED, 2.5))
     assert bench.again(row) == pytest.approx(row["kld"], rel=0.05)
+
+
+@pytest.mark.parametrize("field", [{"batch": 0}, {"chunk": 0}, {"window": 2.5}, {"scored_from": 511}, {"seed": -1}])
+def test_settings_that_cannot_be(field):
+    with pytest.raises(kvq.UserError, match="=".join(map(str, *field.items()))):
+        Settings(**field)
