@@ -68,7 +68,6 @@ def make_sampling(
     check_integer("top_k", top_k, 0)
     bounds = {
         "temperature": (temperature, 0 <= temperature < math.inf, "0 or more, and finite"),
-        "top_k": (top_k, top_k >= 0, "0 or more"),
         "top_p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
         "min_p": (min_p, 0 <= min_p <= 1, "from 0 to 1"),
         "repetition_penalty": (repetition_penalty, 0 < repetition_penalty < math.inf, "above 0, and finite"),

@@ -126,9 +126,7 @@ def _names(weights: Layer) -> tuple[str, ...]:
     return tuple(name for name in OF_EXPERTS if name in weights)
 
 
-def _in_turn(
-    weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable = mlp
-) -> Float[Array, "N k E"]:
+def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable) -> Float[Array, "N k E"]:
     """Every chosen expert's output in a loop over tiles of tokens.
 
     An expert's matrices are read once per tile of its tokens. Those of an expert that no token chose are never read.
@@ -181,7 +179,7 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     return (expert, rows, tile < last_tile[-1]), jnp.zeros_like(order).at[order].set(place)
 
 
-def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable = mlp) -> Float[Array, "N k E"]:
+def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable) -> Float[Array, "N k E"]:
     """Every chosen expert's output without a loop.
 
     For few tokens the matrices of each token's experts are read, which XLA for GPUs reads where they lie. For many

@@ -74,10 +74,12 @@ def test_ways_of_computing_agree(count):
     weights = decoder.layer(mixed().params, 0)
     x = jax.random.normal(jax.random.key(0), (count, 32))
     chosen, _ = experts.route(x, weights["router"].read(), mixed().config)
-    wanted = jax.jit(functools.partial(experts._in_turn, alone=True))(weights, x, chosen)
-    np.testing.assert_allclose(jax.jit(experts._at_once)(weights, x, chosen), wanted, rtol=0, atol=1e-5)
+    wanted = jax.jit(functools.partial(experts._in_turn, alone=True, expert=experts.mlp))(weights, x, chosen)
+    np.testing.assert_allclose(
+        jax.jit(functools.partial(experts._at_once, expert=experts.mlp))(weights, x, chosen), wanted, rtol=0, atol=1e-5
+    )
     elsewhere = jnp.where(chosen < 4, chosen, 8)  # of another device
-    got = jax.jit(functools.partial(experts._in_turn, alone=False))(weights, x, elsewhere)
+    got = jax.jit(functools.partial(experts._in_turn, alone=False, expert=experts.mlp))(weights, x, elsewhere)
     np.testing.assert_allclose(got[chosen < 4], wanted[chosen < 4], rtol=0, atol=1e-5)
 
 
