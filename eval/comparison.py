@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax._arguments import check_counts, check_integer
+from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
@@ -31,7 +31,6 @@ __all__ = ["COMPARED", "Comparison", "artifact_folder", "compare", "comparison",
 
 COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvquant", "higgs", "aqua") for b in (2, 4)))
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
-MOST_SEED = 2**32 - 1  # what numpy takes
 LONGEST_WINDOW = 1024  # tokens, where none are named and the model has as many positions
 
 

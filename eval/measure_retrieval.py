@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvqjax._arguments import check_counts, check_integer
+from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data
@@ -129,7 +129,7 @@ def retrieval(
     """
     check_model(model)
     check_counts(length=length, samples=samples, chunk=chunk, batch=batch, bins=bins)
-    check_integer("seed", seed, 0)
+    check_integer("seed", seed, 0, MOST_SEED)
     method = parse(method)
     prompts, answers = problems(model, task, length, samples, seed, hay)
     capacity, right = length + 64, []

@@ -97,7 +97,7 @@ def byte_count(text: str | int, least: int = 1, most: int = 2**50) -> int:
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if isinstance(text, bool) or parts is None or (parts[2] or "b") not in BYTES:
         raise UserError(f"{text!r} is no number of bytes; wanted one such as 4096, 512MiB, 2G or 2GB")
-    count = int(float(parts[1]) * BYTES[parts[2] or "b"])
-    if not least <= count <= most:
-        raise UserError(f"{text} bytes; wanted {least} to {most}")
-    return count
+    count = float(parts[1]) * BYTES[parts[2] or "b"]
+    if not least <= count <= most:  # of hundreds of digits it is infinite
+        raise UserError(f"{str(text)[:40]} bytes; wanted {least} to {most}")
+    return int(count)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import jax
 import typer
 
+from kvqjax._arguments import MOST_SEED
 from kvqjax._errors import UserError
 from kvqjax._options import token_count
 from kvqjax._tables import size
@@ -109,7 +110,7 @@ Folder = Annotated[
 ]
 Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
-Seed = Annotated[int, number("--seed", least=0, most=2**32 - 1, help="seed of all random numbers")]
+Seed = Annotated[int, number("--seed", least=0, most=MOST_SEED, help="seed of all random numbers")]
 Kernels = Annotated[
     str,
     typer.Option(

@@ -119,7 +119,8 @@ def serve(
     )
     try:
         with _listening(host, port) as door:
-            address = f"http://{host}:{door.getsockname()[1]}/v1"
+            shown = f"[{host}]" if ":" in host else host  # as an address of IPv6 stands in a URL
+            address = f"http://{shown}:{door.getsockname()[1]}/v1"
             if as_json:
                 about = {"address": address, "model": name, "cache": str(method), "rows": stats.rows}
                 about |= {"capacity": stats.capacity, "bytes": stats.cache_bytes, "bits": stats.bits}

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import check_counts, typed
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
@@ -154,6 +154,7 @@ def beam_search(
     competes as it is. `beyond_trained` as in `generate`. Raises UserError for empty prompts and those that are too
     long, and for more beams than the vocabulary has tokens."""
     check_counts(beams=beams, max_new_tokens=max_new_tokens)
+    length_penalty = typed("length_penalty", length_penalty, float)
     ids = encode_prompts(model, prompts)
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))

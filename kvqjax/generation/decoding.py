@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvqjax._arguments import check_counts, check_integer
+from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
@@ -171,7 +171,7 @@ def stream(
     check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
     if chunk != AUTO:
         check_counts(chunk=chunk)
-    check_integer("seed", seed, 0)
+    check_integer("seed", seed, 0, MOST_SEED)
     lengths = None  # of the rows of a cache that is continued
     if cache is not None:
         _check_continues(model, cache, method, capacity, kernels, chat)

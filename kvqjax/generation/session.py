@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
@@ -117,6 +117,7 @@ class Session:
             UserError: A model without a tokenizer, options that do not exist or cannot be."""
         check_model(model)
         check_counts(capacity=capacity, max_new_tokens=max_new_tokens, stride=stride)
+        check_integer("seed", seed, 0, MOST_SEED)
         if chunk != "auto":
             check_counts(chunk=chunk)
         if not model.has_tokenizer:
@@ -124,20 +125,13 @@ class Session:
         sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         sampling |= {"repetition_penalty": repetition_penalty}
         self.model, self.method, self.system = model, parse(method), system
+        ends, strings = end_ids(model, eos_ids), stop_strings(stop)
         self._options: dict[str, Any] = {
             "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels,
-            "stop": stop_strings(stop), "eos_ids": None if eos_ids is None else list(eos_ids), "seed": seed,
-            "stride": stride, "beyond_trained": beyond_trained,
+            "stop": strings, "eos_ids": None if eos_ids is None else ends.tolist(), "seed": seed, "stride": stride,
+            "beyond_trained": beyond_trained,
         } | sampling  # fmt: skip
-        self._settings = Settings(
-            max_new_tokens,
-            make_sampling(**sampling),
-            end_ids(model, eos_ids),
-            stop_strings(stop),
-            seed,
-            stride,
-            chunk,
-        )
+        self._settings = Settings(max_new_tokens, make_sampling(**sampling), ends, strings, seed, stride, chunk)
         self.last: Turn | None = None
         self._history: list[Message] = []
         self._parts: list[_Part] = []  # the conversation as the model knows it

@@ -6,7 +6,7 @@ few ids before them, whose text is taken away again. The ids decoded at a step d
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvqjax._errors import UserError
@@ -25,6 +25,8 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
     """The stop strings of an option: one string is one of them.
 
     Raises UserError for an empty one, and for what is no string."""
+    if not isinstance(stop, Iterable):
+        raise UserError(f"stop={stop!r}; wanted a string, or a list of strings")
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in texts:
         if not isinstance(text, str):

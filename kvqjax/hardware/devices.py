@@ -123,7 +123,7 @@ def _single_device(text: str) -> Named | None:
     if name := _chip(words, gigabytes[0] if gigabytes else None):
         guessed = name == "a100-40" and words == ["a100"] and not gigabytes
         return Named(name, 1, "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "")
-    if not head or not last.isdigit():
+    if not head or not last.isdecimal():
         return None
     number, name = int(last), _chip(head, None)
     if name is None or not DEVICES[name].torus[0]:  # "h100-80": the number says gigabytes

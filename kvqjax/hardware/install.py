@@ -116,7 +116,7 @@ def _gpu_findings(machine: Machine) -> list[Finding]:
             problems.append(Finding(True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"))
         cuda = name[len("jax-cuda") :].partition("-")[0]
         major = machine.driver.partition(".")[0]
-        if major.isdigit() and int(major) < OLDEST_DRIVER[cuda]:
+        if major.isdecimal() and int(major) < OLDEST_DRIVER[cuda]:
             need = f"CUDA {cuda} wants {OLDEST_DRIVER[cuda]} or newer"
             problems.append(Finding(True, f"NVIDIA driver {machine.driver} is too old: {need}"))
     if machine.nvidia and plugins and machine.platform == "cpu":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import check_counts, typed
 from kvqjax._errors import UserError
 from kvqjax._options import named_options, token_count
 from kvqjax._tables import Table
@@ -110,10 +110,16 @@ def plan(
     """
     check_counts(batch=batch)
     name, config, coded, own_dtype = _of_model(model)
+    typed("device", device, str | None)
+    typed("mesh", mesh, str | MeshSize)
     named = find_device(device) if device is not None else None
     chip = named.name if named else None
     if compile_step and chip is None:
         raise UserError("compiling needs a device: --device in the shell, device= in Python")
+    memory, memory_fraction = (
+        value if value is None else typed(option, value, float)
+        for option, value in (("memory", memory), ("memory_fraction", memory_fraction))
+    )
     if memory is not None and not memory > 0:
         raise UserError(f"memory={memory}; wanted more than 0 GiB")
     if not 1 <= batch <= MOST_ROWS:

@@ -55,7 +55,7 @@ class Frame(NamedTuple):
 def check_rotation(text: str, rope: str = "post") -> None:
     """Raise UserError for text that names no rotation, or none that keys stored as `rope` says can have."""
     kind, colon, seed = text.partition(":")
-    if kind not in KINDS or (colon and not (kind == "signs" and seed.isdigit())):
+    if kind not in KINDS or (colon and not (kind == "signs" and seed.isdecimal())):
         raise UserError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
     if rope == "pre" and kind not in ("none", "pairs"):
         raise UserError(

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -199,6 +200,7 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
         if value is None or (name in _DRAWING and not samples):
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = number and abs(value) <= sys.float_info.max  # JSON spells infinities, and integers beyond any float
         if not number or kind(value) != value:
             raise UserError(f"{file}: {name}={value!r} is not of type {kind.__name__}")
         options[name] = kind(value)
@@ -222,7 +224,7 @@ def locate(name: str | Path) -> Path:
         UserError: for a name that is none of these, a model that is not installed or not fetched, or a failed download.
     """
     if not isinstance(name, str | os.PathLike):
-        raise UserError(f"name is {named(name)}; wanted that of a model, its folder or file, such as 'demo'")
+        raise UserError(f"model is {named(name)}; wanted a name, the path of a folder or of a .gguf file, or a hub id")
     if name in BUNDLED:
         return _bundled(str(name))
     if name in FETCHED:

@@ -15,7 +15,7 @@ def join_hosts(coordinator: str, processes: int, process: int) -> None:
     check_counts(processes=processes)
     check_integer("process", process, 0)
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise UserError(f"coordinator {coordinator!r}; wanted host:port")
     if not 0 <= process < processes:
         raise UserError(f"process {process} of {processes}; wanted 0 to {processes - 1}")

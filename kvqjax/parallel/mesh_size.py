@@ -32,7 +32,7 @@ class MeshSize:
         sizes: dict[str, int] = {}
         for item in filter(None, text.split(",")):
             name, _, count = item.partition("=")
-            if name not in ("data", "seq", "model") or name in sizes or not count.isdigit():
+            if name not in ("data", "seq", "model") or name in sizes or not count.isdecimal():
                 raise UserError(f"mesh {text!r}: {item!r} is not one of data=N, seq=N, model=N")
             sizes[name] = int(count)
         return cls(**sizes)

@@ -398,8 +398,8 @@ def append(
     check_cache(cache)
     check_stateless(cache, "append")
     check_entries(constants)
-    if not isinstance(new, New | Sequence):
-        raise UserError(f"new is {named(new)}; wanted one entry a layer, as attend_layer returns them")
+    if not isinstance(new, New | Iterable):
+        raise UserError(f"new is {named(new)}; wanted what attend_layer returned for every layer")
     new = new if isinstance(new, New) else tuple(new)
     check_numbers(counts, cache.batch, _check_new(cache, new))
     check_capacity(cache, counts)

@@ -147,7 +147,18 @@ def test_what_a_checkpoint_s_sampling_becomes(tmp_path, fields, options):
     make_sampling(**options)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"top_k": 1.5}, {"top_p": True}, {"min_p": [1]}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": "hot"},
+        {"top_k": 1.5},
+        {"top_p": True},
+        {"min_p": [1]},
+        {"top_k": float("inf")},
+        {"top_k": float("nan")},
+        {"temperature": 10**400},
+    ],
+)
 def test_sampling_that_is_no_number(tmp_path, fields):
     with pytest.raises(kvq.UserError, match=rf"generation_config.json: {next(iter(fields))}=.* is not of type"):
         read_sampling(generation(tmp_path, do_sample=True, **fields))

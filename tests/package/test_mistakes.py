@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax._options import HABITS
+from kvqjax._options import HABITS, byte_count
 
 LOOPS = (kvq.generate, kvq.stream, kvq.speculate, kvq.beam_search)
 
@@ -114,13 +115,34 @@ MISTAKES = {
     "calibrate.run(model, 'aqua:predictor=low_rank', [1] * 99)": "rank=256; predictors of 32 channels have a rank",
     "calibrate.run(model, 'kvquant', [1, 99])": "texts has a token id outside 0 .. 49",
     "tune(model, b'text', budget=4)": "texts is a bytes object; decode it first",
-    "load(None)": "name is None; wanted that of a model, its folder or file, such as 'demo'",
+    "load(None)": "model is None; wanted a name, the path of a folder",
     "load('a text in the place of a model. ' * 20)": "... (640 characters): no such folder, nor a hub id",
     "load('a' * 300 + '.gguf')": "File name too long",
     "load('~nobody-of-this-name/x')": "no such folder",
     "Session.load(model, 'a' * 300)": "no description.json here; not a kvqjax session",
     "load_cache('a' * 300, model)": "no description.json here; not a kvqjax cache",
     "save_cache('a' * 300, cache, model)": "cannot be written: File name too long",
+    "generate(model, [[1]], stop=None)": "stop=None; wanted a string, or a list of strings",
+    "generate(model, [[1]], seed=2**32)": "seed=4294967296; it must be a whole number from 0 to 4294967295",
+    "Session(kvq.load('recall'), seed=-1)": "seed=-1; it must be a whole number",
+    "Session(kvq.load('recall'), eos_ids=5)": "eos_ids=5; wanted a list of token ids",
+    "speculate(model, [[1]], drafter='gpt2')": "drafter is 'gpt2'; wanted a Model",
+    "beam_search(model, [[1]], length_penalty=float('nan'))": "length_penalty=nan; wanted a number that is finite",
+    "append(cache, None, counts)": "new is None; wanted what attend_layer returned for every layer",
+    "attend_layer(cache, 0, *(jnp.ones((2, 2, n, 16)) for n in (4, 2, 2)), counts, sinks=[1.0])": "sinks is a list",
+    "save_cache('absent', cache, other)": "the cache was made for a model of another config",
+    "plan('demo', 'exact', memory='16')": "memory='16'; wanted a number",
+    "plan('demo', 'exact', memory=float('inf'))": "memory=inf; wanted a number that is finite",
+    "plan('demo', 'exact', memory=16, memory_fraction='1')": "memory_fraction='1'; wanted a number",
+    "plan('demo', 'exact', device=5)": "device=5; wanted a word or None",
+    "plan('demo', 'exact', mesh=5)": "mesh=5; wanted a word or MeshSize",
+    # A digit to `str.isdigit`, and none to `int`.
+    "plan('demo', 'exact', device='v5e-\u00b2')": "is not known",
+    "plan('demo', 'exact', mesh='model=\u00b2')": "is not one of data=N, seq=N, model=N",
+    "parse('kivi:bits=2,rotate=signs:\u00b2')": "known: none",
+    "eval.perplexity(model, [1] * 64, 'exact', window=2, mode='prefill')": "at least 1 and 3 tokens are needed",
+    "eval.perplexity(model, [1] * 64, 'exact', window=2, cut='llama-perplexity')": "wanted 3 tokens at least",
+    "load(['demo'])": "model is a list; wanted a name, the path of a folder",
     "load('demo', torch_dtype='bfloat16')": "load has no option 'torch_dtype': write dtype=...",
     "load('demo', dtyp='bfloat16')": "unknown option of load 'dtyp'; did you mean 'dtype'?",
     "load('demo', dtype='float64')": "dtype 'float64' is unknown; known: bf16 or bfloat16, f16 or float16, f32 or",
@@ -161,6 +183,11 @@ def test_a_mistake_gives_one_line_that_names_it():
         if said[call][0] != "UserError" or message not in said[call][1] or "\n" in said[call][1]
     }
     assert not wrong
+
+
+def test_a_number_of_bytes_beyond_any_float_is_one_line():
+    with pytest.raises(kvq.UserError, match="wanted 1 to"):
+        byte_count("9" * 400)
 
 
 def test_a_right_call_passes():

@@ -52,14 +52,14 @@ def higgs(
     A channel takes `bits + 16 / group` bits: with the defaults, Llama-3.1-8B stores 2.016 bits per channel. Raises
     UserError for values that are not listed here.
     """
-    if group not in GROUPS and not group.isdigit():
+    if group not in GROUPS and not group.isdecimal():
         raise UserError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in (*CENTRES, "block"):
         raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}, block")
     if centre == "block" and (rope, rotate) != ("pre", "none"):
         raise UserError('centre="block": keys have a mean before RoPE alone; wanted rope=pre and rotate=none')
     rotations = turning(rotate, value_rotate, rope)
-    size = None if group == "auto" else int(group) if group.isdigit() else group
+    size = None if group == "auto" else int(group) if group.isdecimal() else group
     shared = {"dim": dim, "group": size, "seed": seed, "dtype": scales, "norm": norm}
     key, value = (
         Higgs(bits=value_or(b, bits), rotated=rotation not in ("none", "pairs"), **shared)

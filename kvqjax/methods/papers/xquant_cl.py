@@ -185,7 +185,7 @@ class CrossLayer:
             raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
         full = input_width(config)
         accumulator_group = value_or(self.group, fitting_group(full))
-        if self.accumulator.isdigit():
+        if self.accumulator.isdecimal():
             check_group(accumulator_group, full, least=PLANE)
         width = min(full, 2 * config.kv_width) if latent else full
         unit = value_or(self.group, UNIT)
