@@ -13,6 +13,7 @@ import heapq
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -326,9 +327,17 @@ class Engine:
         for width in self._batch.widths:
             ids = [0] * min(width, self.capacity - room)
             for scores in (None, 0):
-                answer = self.submit(ids, scores=scores, prompt_scores=True, **options).result()
+                answer = self._submit_patiently(ids, scores=scores, prompt_scores=True, **options).result()
                 reused, fed, new = answer.reused_tokens, answer.prompt_tokens, len(answer.tokens)
                 self._count(requests=-1, prompt_tokens=-fed, reused_tokens=-reused, tokens=-new)
+
+    def _submit_patiently(self, prompt: Sequence[int], **options: Any) -> Handle:
+        """`submit`, once there is room in the queue."""
+        while True:
+            try:
+                return self.submit(prompt, **options)
+            except EngineFull:
+                time.sleep(0.05)
 
     def close(self, *, finish: bool = False) -> None:
         """Refuse further requests, and end.

@@ -175,6 +175,18 @@ def test_a_fault_of_the_device_s_thread_leaves_nobody_waiting(model, monkeypatch
     engine.close()
 
 
+def test_warming_waits_for_room_in_the_queue(model, monkeypatch):
+    """A server may be asked before it is ready."""
+    with engine_of(model, "exact", rows=1, stride=2, queue=1) as engine:
+        monkeypatch.setattr(engine._batch, "warm", lambda: None)  # takes long, and no request
+        handles = [engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=())]
+        next(iter(handles[0]))  # its row is taken
+        handles.append(engine.submit(PROMPTS[0], max_new_tokens=5, eos_ids=()))
+        engine.warm()
+        assert [len(handle.result().tokens) for handle in handles] == [100, 5]
+        assert engine.stats().requests == 2
+
+
 def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
     with engine_of(model, "exact", rows=2, stride=2) as engine:
         left, stays = (engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=()) for _ in range(2))
