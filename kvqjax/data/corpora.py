@@ -88,22 +88,33 @@ GSM8K = Source(
 )
 
 
+def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[str]]:
+    """Every record's texts. Raises UserError where a field is missing: a local file may be another of the same name."""
+    for number, row in enumerate(records(source, folder), 1):
+        found = [row.get(field) for field in fields] if isinstance(row, dict) else []
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < len(fields):
+            wanted = " and ".join(fields)
+            raise UserError(f"{source.name}: record {number} has no text under {wanted}; get it from {source.where}")
+        yield texts
+
+
 def _wikitext(folder: Path | None) -> str:
     """Rows (lines of the raw file, blank ones empty) joined by blank lines, as GPTQ's script joins them."""
     path = find(WIKITEXT2, folder)
     if path is None:
-        return "\n\n".join(row["text"] for row in records(WIKITEXT2, folder))
+        return "\n\n".join(text for (text,) in _texts(WIKITEXT2, folder, "text"))
     # Not `splitlines`, which also cuts at characters inside lines, such as U+2028.
     lines = open_text(path).removesuffix("\n").split("\n")
     return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)
 
 
 def _c4(folder: Path | None) -> str:
-    return " ".join(row["text"] for row in itertools.islice(records(C4, folder), _C4_DOCUMENTS))
+    return " ".join(text for (text,) in itertools.islice(_texts(C4, folder, "text"), _C4_DOCUMENTS))
 
 
 def _gsm8k(folder: Path | None) -> str:
-    return "\n\n".join(f"{row['question']}\n{row['answer']}" for row in records(GSM8K, folder))
+    return "\n\n".join(map("\n".join, _texts(GSM8K, folder, "question", "answer")))
 
 
 CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}

@@ -65,6 +65,9 @@ def test_corpora_are_joined_as_the_papers_join_them(tmp_path):
     assert read_text("c4", 0, 0, tmp_path)[0] == " ".join(page["text"] for page in pages[:1100])
     (tmp_path / "test.jsonl").write_text(lines(ROWS))
     assert read_text("gsm8k", 0, 0, tmp_path)[0].startswith("How many hats?\nTwo. #### 2\n\nHow many cats?")
+    (tmp_path / "test.jsonl").write_text(lines([ROWS[0], {"question": "How many bats?"}]))
+    with pytest.raises(kvq.UserError, match="gsm8k: record 2 has no text under question and answer; get it from"):
+        read_text("gsm8k", 0, 0, tmp_path)
 
 
 def test_own_text_needs_nothing():

@@ -106,6 +106,6 @@ def test_a_recorded_policy_is_measured_again(bench):
 
 
 @pytest.mark.parametrize("field", [{"batch": 0}, {"chunk": 0}, {"window": 2.5}, {"scored_from": 511}, {"seed": -1}])
-def test_settings_that_cannot_be(field):
+def test_settings_that_cannot_be(field, unchecked):
     with pytest.raises(kvq.UserError, match="=".join(map(str, *field.items()))):
         Settings(**field)
