@@ -164,7 +164,7 @@ class _Chat:
 
     def _answer(self, answer: Answer) -> None:
         """Print an answer as it is made. Ctrl-C ends it, and what was printed is part of the conversation."""
-        pieces, ended = [], True
+        pieces, ended, before = [], True, self._session.last
         try:
             for piece in answer:
                 pieces.append(piece)
@@ -175,7 +175,8 @@ class _Chat:
         finally:
             answer.close()
         last = self._session.last
-        about = {"text": "".join(pieces), **(last._asdict() if last is not None else {})}
+        # An answer that was stopped before it began makes no turn.
+        about = {"text": "".join(pieces), **({} if last is None or last is before else last._asdict())}
         print(json.dumps(about) if self._as_json else "", flush=True)
         if not ended:
             announce("[stopped]")

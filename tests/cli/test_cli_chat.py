@@ -130,6 +130,24 @@ def test_ctrl_c_stops_one_answer(talk, monkeypatch):
     assert out == "3\n12\n"  # the answer counts as far as it was made: the second turn completes it
 
 
+def test_an_answer_stopped_before_it_began_has_no_figures(talk, monkeypatch):
+    from kvqjax.generation.session import Answer
+
+    forward = Answer.__next__
+
+    def interrupted(self):
+        if self._number:  # the second turn
+            raise KeyboardInterrupt
+        return forward(self)
+
+    monkeypatch.setattr(Answer, "__next__", interrupted)
+    code, out, err = talk(f"{FIRST}\n4,?ab\n", "--json")
+    first, second = map(json.loads, out.splitlines())
+    assert (code, err) == (0, "[stopped]\n")
+    assert first["tokens"] > 0
+    assert second == {"text": ""}
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
