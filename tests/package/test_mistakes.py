@@ -92,7 +92,6 @@ MISTAKES = {
     "layers(cache, counts, constants=artifact)": "constants is a Artifact; wanted those of an artifact, a tuple",
     "dense(cache, 0, constants=5)": "constants is 5; wanted those of an artifact, a tuple of dicts",
     "save_cache('absent', cache, model, constants=artifact)": "write constants=artifact.constants",
-    "append(cache, None, counts)": "new is None; wanted one entry a layer",
     "append(cache, [dict(k=empty, v=empty)] * 2, counts)": "there are no new tokens; wanted at least one a row",
     "row_axes(5)": "cache is 5; wanted a Cache, such as init_cache gives",
     "PagePool(2).take(-1)": "count=-1; it must be a whole number of at least 0",
