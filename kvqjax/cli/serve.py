@@ -1,15 +1,17 @@
 """`kvqjax serve`: the OpenAI protocol over HTTP."""
 
+import asyncio
 import functools
 import json
 import os
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._files import path_of, unwritten
 from kvqjax._options import byte_count
 from kvqjax._tables import size
 from kvqjax.cli.common import (
@@ -38,6 +40,7 @@ __all__ = ["serve"]
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
 MOST_BYTES = 2**50  # of the cache
 GRACE = 10  # seconds that answers under way get at a shutdown
+CUT = 30  # seconds after that until connections are cut
 
 
 def _pool(text: str | int) -> int:
@@ -95,6 +98,10 @@ def serve(
     /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics, and / to chat in a browser. With the
     environment variable KVQJAX_API_KEY, clients have to send that key."""
     uvicorn, make_app = _packages()
+    if not host:  # to the system that is every network
+        raise UserError("--host '' names no address; 127.0.0.1 is this machine alone, 0.0.0.0 every network")
+    if prefix_folder is not None:
+        _require_folder(prefix_folder)
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact)[0][
         0
@@ -105,18 +112,9 @@ def serve(
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(
-                engine,
-                name,
-                api_key=os.environ.get(API_KEY) or None,
-                at_end=functools.partial(_save_prefixes, engine, prefix_folder),
-            ),
-            log_level="warning",
-            timeout_graceful_shutdown=GRACE,
-        )
-    )
+    api_key = os.environ.get(API_KEY) or None
+    app = make_app(engine, name, api_key=api_key, at_end=functools.partial(_save_prefixes, engine, prefix_folder))
+    server = _server(uvicorn, app, engine)
     try:
         with _listening(host, port) as door:
             shown = f"[{host}]" if ":" in host else host  # as an address of IPv6 stands in a URL
@@ -135,6 +133,17 @@ def serve(
             server.run([door])
     finally:
         engine.close()
+
+
+def _require_folder(folder: Path) -> None:
+    """Make the folder of what prompts begin with. Raises UserError where it cannot be written: otherwise the server
+    would say so at its end."""
+    try:
+        path_of(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritten(folder, error) from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: cannot be written")
 
 
 def _load_prefixes(engine: Engine, folder: Path | None) -> int:
@@ -166,6 +175,23 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(f"{host}:{port}: {error.strerror}") from error
+
+
+def _server(uvicorn: Any, app: Any, engine: Engine) -> Any:
+    """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get GRACE seconds. Then
+    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each."""
+
+    async def end_answers() -> None:
+        await asyncio.sleep(GRACE)
+        await asyncio.to_thread(engine.close)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending = asyncio.create_task(end_answers())
+            await super().shutdown(sockets)
+            ending.cancel()
+
+    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + CUT))
 
 
 def _packages():

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvqjax._arguments import MOST_SEED
 from kvqjax._errors import UserError
 from kvqjax.generation.prompt_ids import encode_prompts
 from kvqjax.serving.engine import Engine, EngineClosed, EngineFull, RequestFailed
@@ -36,6 +37,7 @@ try:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
@@ -105,7 +107,7 @@ def make_app(
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    handlers = {_Refused: _refusal, UserError: _refusal, Exception: _fault}
+    handlers = {_Refused: _refusal, UserError: _refusal, HTTPException: _no_such_path, Exception: _fault}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
@@ -121,6 +123,15 @@ async def _refusal(_: Request, error: Exception) -> Response:
     elif isinstance(error, EngineClosed | RequestFailed):
         status, kind = (503 if isinstance(error, EngineClosed) else 500), "server_error"
     return JSONResponse(error_object(str(error), kind, status), status, headers)
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    """Answer a path, or a method of a path, that is not served."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path} is not served here: {error.detail}"
+    return JSONResponse(
+        error_object(message, "invalid_request_error", error.status_code), error.status_code, error.headers
+    )
 
 
 async def _fault(_: Request, error: Exception) -> Response:
@@ -238,7 +249,7 @@ class _Server:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
                 for choice in range(body.choices):
-                    seed = (options["seed"] + choice) % 2**32  # the engine takes no more
+                    seed = (options["seed"] + choice) % (MOST_SEED + 1)  # the engine takes no more
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **(options | {"seed": seed}))
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
@@ -250,7 +261,7 @@ class _Server:
     def _new_tokens(self, body: RequestBody, prompt: int) -> int:
         """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which `completions` leaves out."""
         if body.new_tokens is not None:
-            return max(1, body.new_tokens) if body.new_tokens >= 0 else body.new_tokens
+            return max(1, body.new_tokens)
         trained = self._engine.model.config.trained_length
         longest = min(self._engine.capacity, trained or self._engine.capacity)
         if prompt >= longest:

@@ -37,14 +37,13 @@ from kvqjax.generation.loop import (
 from kvqjax.generation.sampling import RowSampling, make_sampling, of_rows
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
-from kvqjax.serving.request import Request, TokenScore
+from kvqjax.serving.request import MOST_LIKELIEST, Request, TokenScore
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["MOST_ENDS", "MOST_LIKELIEST", "RowOutput", "RunningBatch"]
+__all__ = ["MOST_ENDS", "RowOutput", "RunningBatch"]
 
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
-MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
 NO_TOKEN = -1
 OF_ROWS = ("newest", "owed", "left", "done", "seen", "key")  # fields of a `LoopState` that have an entry for each row
 WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth

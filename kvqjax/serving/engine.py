@@ -231,7 +231,6 @@ class Engine:
         check_integer("seed", seed, 0, MOST_SEED)
         check_integer("priority", priority, -MOST)
         ids = encode_prompts(self.model, [prompt], chat, add_special_tokens=add_special_tokens)[0]
-        require_trained(self.model, [len(ids)], max_new_tokens, beyond_trained)
         draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         request = Request(
             prompt=ids,
@@ -245,6 +244,7 @@ class Engine:
             priority=priority,
         )
         check_request(request, self.capacity, self.model.config.vocab_size)
+        require_trained(self.model, [len(ids)], max_new_tokens, beyond_trained)
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
         handle = Handle(request, Detokenizer(tokenizer, ids, request.stop))
         with self._changed:

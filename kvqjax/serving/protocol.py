@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvqjax._arguments import MOST
 from kvqjax._errors import UserError, suggest
-from kvqjax.serving.request import Answered, TokenScore
+from kvqjax.serving.request import MOST_LIKELIEST, Answered, TokenScore
 
 __all__ = [
     "NotFound",
@@ -111,6 +112,14 @@ def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], d
     return value
 
 
+def _count(body: Mapping[str, Any], name: str, default: int | None, least: int, most: int = MOST) -> int | None:
+    """Read a whole number from `least` to `most`."""
+    value = _field(body, name, int, default)
+    if value is not None and not least <= value <= most:
+        raise UserError(f"{name}={value}; wanted {least} to {most}")
+    return value
+
+
 def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
     for name, value in body.items():
         if name in UNSERVED and not any(
@@ -182,10 +191,10 @@ def read_completion(raw: bytes, model: str) -> RequestBody:
     body = _body(raw)
     _check_names(body, FIELDS | {"prompt", "max_tokens", "logprobs", "echo"})
     choice_fields, options = _common(body, model)
-    scores = _field(body, "logprobs", int, None)
+    scores = _count(body, "logprobs", None, 0, MOST_LIKELIEST)
     echo = _field(body, "echo", bool, False)
     options |= {"scores": scores, "prompt_scores": echo}
-    new = _field(body, "max_tokens", int, ANSWER_TOKENS)
+    new = _count(body, "max_tokens", ANSWER_TOKENS, 0)
     prompts = _completion_prompts(body.get("prompt"))
     return RequestBody(
         prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scores is not None, **choice_fields
@@ -213,13 +222,11 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
     _check_names(body, FIELDS | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"})
     choice_fields, options = _common(body, model)
     scored = _field(body, "logprobs", bool, False)
-    likeliest = _field(body, "top_logprobs", int, 0)
+    likeliest = _count(body, "top_logprobs", 0, 0, MOST_LIKELIEST)
     if likeliest and not scored:
         raise UserError("top_logprobs needs logprobs=true")
     options |= {"scores": likeliest if scored else None, "chat": True}
-    new = _field(body, "max_completion_tokens", int, _field(body, "max_tokens", int, None))
-    if new == 0:  # a completion may ask for the scores of its prompt alone, a chat has none
-        raise UserError("an answer of 0 tokens is wanted; a chat's has 1 at least")
+    new = _count(body, "max_completion_tokens", _count(body, "max_tokens", None, 1), 1)
     messages = _field(body, "messages", list, [])
     if not messages:
         raise UserError("messages is missing; wanted a list of objects with role and content")

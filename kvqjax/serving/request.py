@@ -12,7 +12,9 @@ from kvqjax._errors import UserError
 from kvqjax.generation.sampling import Sampling
 from kvqjax.generation.text import Detokenizer
 
-__all__ = ["Answered", "Handle", "Request", "ServedPiece", "TokenScore"]
+__all__ = ["MOST_LIKELIEST", "Answered", "Handle", "Request", "ServedPiece", "TokenScore"]
+
+MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
 
 
 class TokenScore(NamedTuple):

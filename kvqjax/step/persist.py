@@ -135,7 +135,6 @@ def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Ru
     stored."""
     if isinstance(model, KVShape):
         return jnp.zeros(()), sharding, "scan"
-    check_model(model)
     if sharding is not None:
         raise UserError(ITS_OWN_PLACE)
     return model.params["embed"], model.rules, "unroll" if is_unrolled(model.params) else "scan"

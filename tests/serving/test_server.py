@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import openai
 import pytest
@@ -90,6 +91,8 @@ def test_choices_draw_for_themselves_and_a_seed_repeats(client):
     larger = client.completions.create(**options | {"seed": 5 + 2**32, "n": 1})  # of 32 bits, as JAX's
     assert larger.choices[0].text == texts[0]
     client.completions.create(model=NAME, prompt=TEXT, max_tokens=1, seed=2**32 - 1, n=2)
+    for seed in (2**31, 2**63 - 1):
+        assert client.completions.create(**(options | {"seed": seed})).choices
     unseeded = {client.completions.create(model=NAME, prompt=TEXT, max_tokens=12).choices[0].text for _ in range(2)}
     assert len(unseeded) == 2
 
@@ -125,7 +128,7 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         ("/v1/completions", b"[" * 9000, 400, "no JSON"),
         ("/v1/completions", {}, 400, "prompt is missing"),
         ("/v1/completions", {"prompt": TEXT, "max_tokens": 1000}, 400, "do not fit a row of 256"),
-        ("/v1/completions", {"prompt": TEXT, "max_tokens": -3}, 400, "max_new_tokens"),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": -3}, 400, "max_tokens=-3; wanted 0"),
         ("/v1/completions", {"prompt": TEXT, "temperature": "hot"}, 400, "temperature is of type str"),
         ("/v1/completions", {"prompt": TEXT, "temperature": True}, 400, "temperature is of type bool"),
         ("/v1/completions", {"prompt": TEXT, "temprature": 1}, 400, "did you mean 'temperature'"),
@@ -137,15 +140,13 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         ("/v1/completions", {"prompt": TEXT, "stream": True, "echo": True}, 400, "echo"),
         ("/v1/completions", {"prompt": TEXT, "stream": True, "max_tokens": 0}, 400, "max_tokens=0 is not served"),
         ("/v1/completions", {"prompt": TEXT, "n": 0}, 400, "wanted 1 to 128"),
-        ("/v1/completions", {"prompt": TEXT, "logprobs": 30}, 400, "at most 20"),
+        ("/v1/completions", {"prompt": TEXT, "logprobs": 30}, 400, "logprobs=30; wanted 0 to 20"),
+        ("/v1/completions", {"prompt": [1] * 3000, "max_tokens": 1}, 400, "do not fit a row of 256"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, 400, "wanted 1"),
+        ("/v1/embeddings", {"input": TEXT}, 404, "POST /v1/embeddings is not served here"),
+        ("/v1/models", {}, 405, "POST /v1/models is not served here"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is missing"),
         ("/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "no role"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0},
-            400,
-            "a chat's has 1 at least",
-        ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -300,3 +301,27 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     wrong = subprocess.run(small, capture_output=True, text=True, check=False, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "wanted 4 at least" in wrong.stderr
+
+
+def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
+    script = """
+import sys
+from kvqjax.cli import main, serve
+serve.GRACE = 0.1
+sys.argv = "kvqjax serve --capacity 2048 --rows 1 --prefixes 0 --port 0 --json".split()
+main()
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        address = json.loads(process.stdout.readline())["address"]
+        body = {"prompt": TEXT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=120) as stream:
+            stream.readline()
+            process.terminate()
+            rest = stream.read().decode()
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) in (0, -signal.SIGTERM)
+    assert rest.endswith("data: [DONE]\n\n")
+    assert rest.count("data: ") < 200
+    assert "Traceback" not in errors
