@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,7 @@ __all__ = [
     "named",
     "reading",
     "typed",
+    "whole_number",
 ]
 
 MOST = 2**31 - 1  # positions, counts and token ids are 32-bit numbers
@@ -46,6 +48,12 @@ def named(value: Any) -> str:
         return f"{'a traced ' * isinstance(value, jax.core.Tracer)}{value.dtype}{list(value.shape)}"
     text = repr(value) if isinstance(value, str | bool | int | float | None) else f"a {type(value).__name__}"
     return text if len(text) < 80 else f"a {type(value).__name__}"
+
+
+def whole_number(text: str) -> int | None:
+    """Read digits as a number of at most 18 of them; None for any other text. `isdigit` accepts digits that `int` does
+    not read, and `int` refuses thousands of digits."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def _written(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError
 from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, PromptChunk, Split, number, token_number
 from kvqjax.cli.report import Job, add_command
@@ -144,9 +145,10 @@ def _rows_at_once(text: str) -> int:
     """The harness's batch size: a number, or "auto", which it lets a model choose."""
     if text.partition(":")[0] == "auto":
         return ROWS
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_ROWS:
+    rows = whole_number(text) or 0
+    if not 1 <= rows <= MOST_ROWS:
         raise UserError(f"--batch {text!r}; wanted a whole number from 1 to {MOST_ROWS}, or auto")
-    return int(text)
+    return rows
 
 
 @_command("demo")

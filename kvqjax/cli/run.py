@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvqjax._arguments import check_integer
+from kvqjax._arguments import check_integer, whole_number
 from kvqjax._errors import UserError
 from kvqjax._tables import size
 from kvqjax.cli.common import (
@@ -46,7 +46,7 @@ from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import encode_prompts
+from kvqjax.generation.prompt_ids import encode_prompts, require_trained
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -111,16 +111,18 @@ def _end_ids(model: Model, ends: list[str]) -> list[int] | None:
     """The tokens that --end names, by id or by text; None: the model's own."""
     ids = []
     for text in ends:
-        number = [int(text)] if text.isdecimal() else model.encode(text, add_special_tokens=False)
-        if len(number) != 1:
-            raise UserError(f"--end {text!r} is {len(number)} tokens; wanted one, by its id or text; --stop takes text")
-        ids.append(check_integer("--end", number[0], 0, model.config.vocab_size - 1))
+        number = whole_number(text)
+        named = model.encode(text, add_special_tokens=False) if number is None else [number]
+        if len(named) != 1:
+            raise UserError(f"--end {text!r} is {len(named)} tokens; wanted one, by its id or text; --stop takes text")
+        ids.append(check_integer("--end", named[0], 0, model.config.vocab_size - 1))
     return ids or None
 
 
-def _announce_long(model: Model, prompts: list[Any], chat: bool) -> None:
-    """Say how long prompts take at least, where that may be seconds."""
+def _announce_long(model: Model, prompts: list[Any], chat: bool, new: int, beyond_trained: bool) -> None:
+    """Say how long prompts take at least, where that may be seconds. Raises UserError for those that are too long."""
     counts = [len(ids) for ids in encode_prompts(model, prompts, chat)]
+    require_trained(model, counts, new, beyond_trained)
     work = sum(prompt_operations(model.config, 0, count) for count in counts)
     if work > LONG and speaks():
         announce(f"prompts of {sum(counts)} tokens: {at_least(work)}")
@@ -193,6 +195,8 @@ def generate(
         raise UserError("--stream and --json exclude each other")
     if show_stream and len(prompts) != 1:
         raise UserError(f"--stream shows one prompt, {len(prompts)} were given")
+    if not coordinator and (processes, process) != (1, 0):
+        raise UserError("--processes and --process need --coordinator, the address of process 0")
     if coordinator:
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
@@ -205,7 +209,7 @@ def generate(
         "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
-    _announce_long(loaded, prompts, chat)
+    _announce_long(loaded, prompts, chat, max_new_tokens, beyond_trained)
     if show_stream:
         _print_stream(loaded, prompts, method, options)
         return

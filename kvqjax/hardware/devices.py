@@ -4,6 +4,7 @@ import os
 import re
 from typing import NamedTuple
 
+from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError, suggest
 from kvqjax.parallel.mesh_size import MOST_DEVICES
 
@@ -95,6 +96,8 @@ ALIASES = {
     "ironwood": "v7x", "v5": "v5p", "3090": "rtx3090", "4090": "rtx4090", "a100": "a100-40",
 }  # fmt: skip
 FILLERS = "nvidia|tesla|geforce|google|cloud|tpu|gpu|pcie|sxm|hbm|gb|accelerator|slice|podslice"
+COUNT = r"\d{1,9}"  # of devices
+MEMORY = r"\d{1,9}gi?b?"
 CORES = ("v4", "v5p")  # the number in the name of their slices counts cores, of which a chip has two
 
 
@@ -117,15 +120,16 @@ def _chip(words: list[str], sold: int | None) -> str | None:
 def _single_device(text: str) -> Named | None:
     """`find_device` without a multiplier; None where no chip is called so."""
     words = [word for word in re.split(r"[\s_\-/,()]+", text) if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)]
-    gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(r"\d+gi?b?", word)]
-    words = [word for word in words if not re.fullmatch(r"\d+gi?b?", word)]
+    gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(MEMORY, word)]
+    words = [word for word in words if not re.fullmatch(MEMORY, word)]
     *head, last = words or [""]
     if name := _chip(words, gigabytes[0] if gigabytes else None):
         guessed = name == "a100-40" and words == ["a100"] and not gigabytes
         return Named(name, 1, "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "")
-    if not head or not last.isdecimal():
+    number = whole_number(last)
+    if not head or number is None:
         return None
-    number, name = int(last), _chip(head, None)
+    name = _chip(head, None)
     if name is None or not DEVICES[name].torus[0]:  # "h100-80": the number says gigabytes
         name = _chip(head, number)
         return Named(name, 1, "") if name else None
@@ -139,7 +143,10 @@ def find_device(text: str) -> Named:
     "NVIDIA A100-SXM4-80GB", "8xH100", "v5e-16", "v5litepod-8", "RTX 4090". Raises UserError with the nearest name."""
     plain = text.strip().lower()
     named = _single_device(plain)
-    for pattern in (r"(?P<count>\d+)\s*[x*\u00d7]\s*(?P<name>.+)", r"(?P<name>.+?)\s*[x*:\u00d7]\s*(?P<count>\d+)"):
+    for pattern in (
+        rf"(?P<count>{COUNT})\s*[x*\u00d7]\s*(?P<name>.+)",
+        rf"(?P<name>.+?)\s*[x*:\u00d7]\s*(?P<count>{COUNT})",
+    ):
         multiple = None if named else re.fullmatch(pattern, plain)
         if multiple and (inner := _single_device(multiple["name"])):
             named = inner._replace(count=inner.count * int(multiple["count"]))

@@ -84,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def layer_numbers(text: str | int) -> range:
     """Read `3`, `-1`, `0-2` or `-4--2`, both ends included."""
-    numbers = re.fullmatch(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", str(text))
+    numbers = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:-\s*(-?\d{1,18})\s*)?", str(text))
     if numbers is None:
         raise UserError(f"{text!r} is not a layer number or a range such as 0-2")
     first = int(numbers[1])

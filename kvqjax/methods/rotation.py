@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.model.config import KVShape
@@ -55,7 +56,7 @@ class Frame(NamedTuple):
 def check_rotation(text: str, rope: str = "post") -> None:
     """Raise UserError for text that names no rotation, or none that keys stored as `rope` says can have."""
     kind, colon, seed = text.partition(":")
-    if kind not in KINDS or (colon and not (kind == "signs" and seed.isdecimal())):
+    if kind not in KINDS or (colon and not (kind == "signs" and whole_number(seed) is not None)):
         raise UserError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
     if rope == "pre" and kind not in ("none", "pairs"):
         raise UserError(

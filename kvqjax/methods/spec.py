@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from kvqjax._arguments import check_fields, check_integer, named, typed
+from kvqjax._arguments import check_fields, check_integer, named, typed, whole_number
 from kvqjax._errors import UserError
 from kvqjax._options import check_names
 from kvqjax.methods.layer_cache import Wiring
@@ -71,9 +71,10 @@ def read_keep(text: str | Keep) -> Keep:
     if not isinstance(text, str):
         raise UserError(f"keep is {named(text)}; {KEEP_WANTED}")
     rule, _, budget = text.partition(":")
-    if not budget.isdecimal():
+    tokens = whole_number(budget)
+    if tokens is None:
         raise UserError(f"keep={text}; {KEEP_WANTED}")
-    return Keep(rule, int(budget))
+    return Keep(rule, tokens)
 
 
 # ---- Layer specs and methods ----

@@ -2,10 +2,12 @@
 
 import jax
 
-from kvqjax._arguments import check_counts, check_integer
+from kvqjax._arguments import check_counts, check_integer, whole_number
 from kvqjax._errors import UserError
 
 __all__ = ["join_hosts", "speaks"]
+
+MOST_PORT = 65535
 
 
 def join_hosts(coordinator: str, processes: int, process: int) -> None:
@@ -15,8 +17,9 @@ def join_hosts(coordinator: str, processes: int, process: int) -> None:
     check_counts(processes=processes)
     check_integer("process", process, 0)
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"coordinator {coordinator!r}; wanted host:port")
+    # JAX tries an address that cannot be for minutes, and no Ctrl-C ends it.
+    if not host or not 1 <= (whole_number(port) or 0) <= MOST_PORT:
+        raise UserError(f"coordinator {coordinator!r}; wanted host:port, the port from 1 to {MOST_PORT}")
     if not 0 <= process < processes:
         raise UserError(f"process {process} of {processes}; wanted 0 to {processes - 1}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # where the devices are CPUs

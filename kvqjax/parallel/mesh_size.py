@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvqjax._arguments import check_fields
+from kvqjax._arguments import check_fields, whole_number
 from kvqjax._errors import UserError
 
 __all__ = ["MOST_DEVICES", "MeshSize"]
@@ -32,9 +32,10 @@ class MeshSize:
         sizes: dict[str, int] = {}
         for item in filter(None, text.split(",")):
             name, _, count = item.partition("=")
-            if name not in ("data", "seq", "model") or name in sizes or not count.isdecimal():
+            size = whole_number(count)
+            if name not in ("data", "seq", "model") or name in sizes or size is None:
                 raise UserError(f"mesh {text!r}: {item!r} is not one of data=N, seq=N, model=N")
-            sizes[name] = int(count)
+            sizes[name] = size
         return cls(**sizes)
 
     @property

@@ -3,6 +3,7 @@ baseline of arXiv 2501.19392, Table 1)."""
 
 from typing import Any
 
+from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError
 from kvqjax.codecs import CENTRES, BlockCentred, centred
 from kvqjax.codecs.higgs import Higgs
@@ -52,14 +53,15 @@ def higgs(
     A channel takes `bits + 16 / group` bits: with the defaults, Llama-3.1-8B stores 2.016 bits per channel. Raises
     UserError for values that are not listed here.
     """
-    if group not in GROUPS and not group.isdecimal():
+    channels = whole_number(group)
+    if group not in GROUPS and channels is None:
         raise UserError(f"group={group!r}; known: {', '.join(GROUPS)} or a number of channels")
     if centre not in (*CENTRES, "block"):
         raise UserError(f"centre={centre!r}; known: {', '.join(CENTRES)}, block")
     if centre == "block" and (rope, rotate) != ("pre", "none"):
         raise UserError('centre="block": keys have a mean before RoPE alone; wanted rope=pre and rotate=none')
     rotations = turning(rotate, value_rotate, rope)
-    size = None if group == "auto" else int(group) if group.isdecimal() else group
+    size = None if group == "auto" else group if channels is None else channels
     shared = {"dim": dim, "group": size, "seed": seed, "dtype": scales, "norm": norm}
     key, value = (
         Higgs(bits=value_or(b, bits), rotated=rotation not in ("none", "pairs"), **shared)
