@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
-from kvqjax._errors import UserError
+from kvqjax._files import path_of, unwritten
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
 from kvqjax._tables import Row, Section, Table
@@ -53,12 +53,12 @@ def _calibrate_once(
     """Write the artifact `path` unless it is there. A run that was killed continues where it was."""
     from kvqjax.calibrate import run
 
-    if path.exists():
+    if path_of(path).exists():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{path.parent}: cannot be written: {error.strerror}") from error
+        raise unwritten(path.parent, error) from error
     state = path.with_name(path.name + ".state.npz")
     advance = lambda steps, total: update(steps / total)  # noqa: E731
     run(model, method, texts, count=sequences, state=state, advance=advance).save(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError
+from kvqjax._files import path_of
 from kvqjax.eval.labels import Curve, curve_style, height_for, label_curves, name_in_lines, new_figure
 from kvqjax.eval.scores import ROUNDING
 
@@ -227,7 +228,8 @@ def check_picture(path: Path) -> None:
     """Raise UserError where no picture can be drawn into `path`: before the work whose result it would show."""
     if path.suffix.lower() not in KINDS:
         raise UserError(f"{path}: no kind of picture; its name must end in one of {', '.join(KINDS)}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    place = path if path_of(path).exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK) or not path.parent.is_dir():
         raise UserError(f"{path}: cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install matplotlib")

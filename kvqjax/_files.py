@@ -7,9 +7,11 @@ bytes, whatever the file's name ends in. What cannot be read is one line.
 
 import codecs
 import contextlib
+import errno
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,16 @@ from typing import Any
 
 from kvqjax._errors import UserError
 
-__all__ = ["decode_text", "open_lines", "open_text", "parse_json", "read_json", "read_object"]
+__all__ = [
+    "decode_text",
+    "open_lines",
+    "open_text",
+    "parse_json",
+    "path_of",
+    "read_json",
+    "read_object",
+    "unwritten",
+]
 
 MARK = "\ufeff"  # also in the middle of files that were joined from several
 _GZIP = b"\x1f\x8b"
@@ -38,6 +49,39 @@ _OTHERS = {
     b"PK\x03\x04": _PACKED.format("zip"),
     b"%PDF": "a PDF is not read here; save its text",
 }
+
+
+def path_of(name: str | os.PathLike[str]) -> Path:
+    """Read the path that a user names; ~ is the home folder.
+
+    Args:
+        name: the path, which need not exist.
+
+    Returns:
+        The path. `exists`, `is_dir` and `is_file` of it raise nothing.
+
+    Raises:
+        UserError: the home folder is not known, the name is too long, or a folder above the path may not be entered.
+    """
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{name}: the home folder is not known") from error
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+            raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError:  # a NUL, which no file has in its name
+        pass
+    return path
+
+
+def unwritten(path: Path, error: OSError) -> UserError:
+    """Make the error for a path that cannot be written, from the system's."""
+    # The system says "File exists" where a file stands in a folder's place.
+    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
+    return UserError(f"{path}: cannot be written: {reason or error}")
 
 
 def _encoding(head: bytes) -> str:

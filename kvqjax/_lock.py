@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvqjax._errors import UserError
+from kvqjax._files import unwritten
 
 try:
     import fcntl
@@ -46,7 +47,7 @@ def held(path: Path | None) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _acquired(lock, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise unwritten(path, error) from error
     try:
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         os.truncate(file, 0)

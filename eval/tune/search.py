@@ -6,6 +6,7 @@ here knows what a candidate is: `measure(policies)` gives the divergences of pol
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -57,7 +58,7 @@ def read_budget(text: str | float | int) -> Budget:
     except ValueError:  # several points
         amount = 0.0
     unit = match[3] if match else ""
-    if match is None or not amount > 0 or (match[1] and unit) or unit not in ("", "bit", "bits", *BYTES):
+    if match is None or not 0 < amount < math.inf or (match[1] and unit) or unit not in ("", "bit", "bits", *BYTES):
         raise UserError(f"budget {text!r}; wanted bits (2.5), bytes (8GiB) or a divergence (kld=0.01)")
     if match[1]:
         return Budget("kld", amount)

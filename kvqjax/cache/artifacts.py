@@ -17,7 +17,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvqjax._errors import UserError
-from kvqjax._files import read_json
+from kvqjax._files import path_of, read_json, unwritten
 from kvqjax._version import __version__
 from kvqjax.cache.show import arrays_text
 from kvqjax.methods import Method, parse, spelled_out
@@ -95,7 +95,7 @@ def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
 
 def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
     """Write arrays and description.json into a folder that appears only when it is complete."""
-    if os.path.exists(path):
+    if path_of(path).exists():
         raise UserError(f"{path} exists already; choose another folder")
     part = path.with_name(path.name + ".part")
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -109,7 +109,7 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         part.rename(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise unwritten(path, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -117,8 +117,8 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
 def read_description(path: Path, kind: str) -> dict[str, Any]:
     """Read description.json of a stored folder of this kind. Raises UserError when there is none or it is another
     format."""
-    file = path / "description.json"
-    if not os.path.exists(file):
+    file = path_of(path / "description.json")
+    if not file.exists():
         raise UserError(f"{path}: no description.json here; not a kvqjax {kind}")
     text = read_json(file)
     if not isinstance(text, dict) or text.get("kind") not in list(KINDS):

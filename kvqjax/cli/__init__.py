@@ -1,5 +1,6 @@
 """The command line: a thin typer layer over the public API. Bad input gives one line on stderr and exit code 2."""
 
+import io
 import os
 import sys
 import warnings
@@ -24,6 +25,9 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         reason = next(iter(str(error).splitlines()), "")
         return f"error: not enough memory; fewer rows or tokens take less ({reason})", 2
+    # What no other place expects: a full disk behind standard output, a folder that was removed.
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", 2
     usage = usage_line(error)
     return None if usage is None else (f"error: {usage}", 2)
 
@@ -47,6 +51,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     look_for_present_devices()
     warnings.showwarning = _warn_once()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:

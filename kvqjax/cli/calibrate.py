@@ -1,13 +1,13 @@
 """`kvqjax calibrate`: a method's constants as an artifact folder."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._files import path_of
 from kvqjax._lock import held
 from kvqjax.cli.common import (
     DataName,
@@ -52,7 +52,7 @@ def calibrate(
     from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
-    if os.path.exists(out):
+    if path_of(out).exists():
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)

@@ -193,13 +193,13 @@ class _Chat:
     def _save(self, name: str) -> None:
         if not name:
             raise UserError("/save NAME: the name of a new folder")
-        self._session.save(Path(name).expanduser())
+        self._session.save(name)
         announce(f"saved as {name}")
 
     def _load(self, name: str) -> None:
         if not name:
             raise UserError("/load NAME: the folder of a conversation that was saved")
-        self._session = Session.load(self._model, Path(name).expanduser())
+        self._session = Session.load(self._model, name)
         announce(f"{name}: {self._session.method}, {len(self._session.history)} messages")
         for message in self._session.history[-2:]:
             announce(f"{message['role']}: {message['content']}")

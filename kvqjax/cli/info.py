@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from kvqjax._errors import UserError
-from kvqjax._files import read_object
+from kvqjax._files import path_of, read_object
 from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
@@ -59,7 +59,7 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
 
 def inspect(folder: Path, as_json: Json = False) -> None:
     """Show what a calibration artifact or a saved cache holds."""
-    file = folder / "description.json"
+    file = path_of(folder / "description.json")
     if not file.exists():
         raise UserError(f"{folder}: no readable description.json; not a kvqjax folder")
     kind = read_object(file).get("kind", "")

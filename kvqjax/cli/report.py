@@ -146,9 +146,9 @@ def _evaluate(
         if warning := job.warn(rows):
             about = {"warning": warning} | about
             typer.echo(f"warning: {warning}", err=as_json)  # standard output of --json is JSON alone
-        show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
-        if file is not None:
+        if file is not None:  # first, for a pipe that standard output goes into may be closed
             _write(file, {"about": about, "rows": rows})
+        show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
         if plot is not None:
             draw(name, rows, title_of(name, model, job.about.get("data", {}).get("name")), plot)
             typer.echo(f"picture: {plot}", err=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvqjax._errors import UserError
+from kvqjax._files import path_of, unwritten
 from kvqjax.cli.common import (
     Batch,
     DataName,
@@ -32,8 +33,9 @@ from kvqjax.eval.tune import tune as search
 from kvqjax.eval.tune.candidates import named, sorted_out
 from kvqjax.eval.tune.report import commands, write_report
 from kvqjax.eval.tune.run import estimated
+from kvqjax.eval.tune.search import read_budget
 from kvqjax.eval.tune.trials import choice_of
-from kvqjax.hardware.devices import DEVICES
+from kvqjax.hardware.devices import DEVICES, find_device
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, config_of, locate
 
@@ -80,6 +82,7 @@ def tune(
     The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
     same command continues."""
     settings = Settings(context=context, window=window, chunk=chunk, batch=batch, seed=seed)
+    read_budget(budget)  # says now what is wrong with it
     if estimate:
         if device is None:
             raise UserError("--estimate needs a --device")
@@ -88,10 +91,12 @@ def tune(
         return
     if out is None:
         raise UserError("--out is missing: the folder of policy, artifact and report")
+    if device is not None:
+        find_device(device)
+    named(methods, config_of(model))
     loaded, start = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
     texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_picture(out.parent / "front.png")
+    _require_folder(out)
     with progress_bar() as bar:
         announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
@@ -105,6 +110,15 @@ def tune(
     columns = ("kind", "cache", "bits_stored", "kld", "kld_error")
     show([{name: row[name] for name in columns} for row in result.rows], False, f"{model} at {budget}, held-out text")
     typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - start)}. To use it:", *lines]))
+
+
+def _require_folder(out: Path) -> None:
+    """Make the folder of the report. Raises UserError where it, or its picture, cannot be written."""
+    try:
+        path_of(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritten(out, error) from error
+    check_picture(out / "front.png")
 
 
 def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None) -> Model:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvqjax._errors import UserError, suggest
-from kvqjax._files import open_text
+from kvqjax._files import open_text, path_of
 from kvqjax.data.documents import Data, described, read_documents
 from kvqjax.data.records import SUFFIXES, read_records
 from kvqjax.data.sentences import filler
@@ -33,6 +33,7 @@ class Source(NamedTuple):
 
 def find(source: Source, folder: Path | None) -> Path | None:
     """Find the file in `folder` or in the subfolder of it that bears the data set's name; None where it is not."""
+    folder = None if folder is None else path_of(folder)
     places = [folder, folder / source.name] if folder else []
     paths = (place / name for place in places for name in source.files)
     return next((path for path in paths if path.is_file()), None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_text
+from kvqjax._files import open_text, path_of
 from kvqjax.data.records import (
     Record,
     files_of,
@@ -163,7 +163,7 @@ def read_documents(
     Raises:
         UserError: for what cannot be read or holds no text.
     """
-    path, used = Path(name).expanduser(), set[str]()
+    path, used = path_of(name), set[str]()
     choose: Callable[[list[str], str], list[str]] = lambda names, where: [_chosen(names, field, where)]  # noqa: E731
     hub = not path.exists()
     if hub or is_saved(path):

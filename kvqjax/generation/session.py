@@ -5,13 +5,13 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
+from kvqjax._files import path_of, unwritten
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
@@ -198,8 +198,8 @@ class Session:
         """Write the conversation and its cache as a new folder. Raises UserError where it exists or cannot be
         written."""
         self._settle()
-        path = Path(folder)
-        if os.path.exists(path):
+        path = path_of(folder)
+        if path.exists():
             raise UserError(f"{path} exists already; choose another folder")
         part = path.with_name(path.name + ".new")
         text = {
@@ -213,8 +213,10 @@ class Session:
             if self._cache is not None:
                 save_cache(part / "cache", self._cache, self.model)
             part.rename(path)
-        except (OSError, TypeError) as error:  # messages may hold what JSON cannot
-            raise UserError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        except OSError as error:
+            raise unwritten(path, error) from error
+        except TypeError as error:  # messages may hold what JSON cannot
+            raise UserError(f"{path}: cannot be written: {error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -222,7 +224,7 @@ class Session:
     def load(cls, model: Model, folder: str | os.PathLike) -> "Session":
         """Read a conversation that was saved, for the model that led it. Raises UserError where the folder is missing
         or damaged, or was written for another model."""
-        path = Path(folder)
+        path = path_of(folder)
         text = read_description(path, "session")
         try:
             session = cls(model, text["method"], system=text["system"], **text["options"])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError, suggest
+from kvqjax._files import path_of
 from kvqjax._options import check_names
 from kvqjax.methods.grammar import nearest_policy, read_json, read_selector, read_text, write_selector
 from kvqjax.methods.keys_values import joined
@@ -147,7 +148,7 @@ def _tree(source: Source) -> Mapping[str, Any]:
             f"{description} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'"
         )
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
-        path = Path(source.strip() if isinstance(source, str) else source)
+        path = path_of(source.strip() if isinstance(source, str) else source)
         shipped = POLICIES / path.name
         # The folder comes first: a user's own file may have any name. `os.path.exists` says no to names that cannot be.
         is_shipped = path == Path(path.name) and not os.path.exists(path) and os.path.exists(shipped)

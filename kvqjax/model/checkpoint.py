@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax._files import read_object
+from kvqjax._files import path_of, read_object
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.gguf_file import BLOCKS, decode_blocks, is_gguf
 from kvqjax.model.gguf_model import find_tensors
@@ -124,7 +124,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     Raises:
         UserError: for a missing folder, file or tensor, a damaged header, a truncated file, or a folder of pickles.
     """
-    folder = Path(folder).expanduser()
+    folder = path_of(folder)
     if is_gguf(folder):
         return {
             name: Tensor(folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.order, e.undo)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvqjax._errors import UserError, suggest
+from kvqjax._files import path_of
 from kvqjax._folders import user_folder
 from kvqjax._lock import held
 from kvqjax._options import named_options
@@ -126,7 +127,7 @@ def fetch(
         try:
             part.mkdir(parents=True, exist_ok=True)
             if file is not None:
-                _install(source, Path(file).expanduser(), part, place)
+                _install(source, path_of(file), part, place)
             else:
                 _download(source, part, place, tell)
             shutil.rmtree(part)

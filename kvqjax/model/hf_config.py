@@ -8,12 +8,11 @@ experts hf_experts.py, single fields hf_fields.py. What reads a part and what wr
 """
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 from kvqjax._errors import UserError
-from kvqjax._files import read_object
+from kvqjax._files import path_of, read_object
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.gguf_file import is_gguf
 from kvqjax.model.gguf_model import read_fields
@@ -70,14 +69,14 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
     Raises:
         UserError: for an absent file, one that is not JSON, or a field that is not supported.
     """
-    path = Path(os.path.expanduser(path))
+    path = path_of(path)
     if is_gguf(path):
         fields = read_fields(path)
         try:
             return parse_config(fields, rope_length=rope_length)
         except UserError as error:
             raise UserError(f"{path}: {str(error).removeprefix('config.json: ')}") from error
-    if not os.path.exists(path):
+    if not path.exists():
         raise UserError(f"{path}: no such folder")
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():

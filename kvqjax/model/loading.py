@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from kvqjax._arguments import check_counts, named
 from kvqjax._errors import UserError, suggest
-from kvqjax._files import read_object
+from kvqjax._files import path_of, read_object
 from kvqjax._options import named_options
 from kvqjax.model.checkpoint import fingerprint, fingerprint_parts
 from kvqjax.model.config import ModelConfig
@@ -229,17 +229,16 @@ def locate(name: str | Path) -> Path:
         return _bundled(str(name))
     if name in FETCHED:
         return fetched(str(name))
-    # Functions of `os.path` take any text, where those of `Path` raise an error for one that can be no name of a file.
-    folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):
+    folder = path_of(name)
+    if folder.is_dir():
         return _single_file(folder)
     hub_file = isinstance(name, str) and re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name)
-    if hub_file and ".." not in name and not os.path.exists(folder):
+    if hub_file and ".." not in name and not folder.exists():
         return _download_file(*hub_file.groups())
     if is_gguf(folder):
         read_header(folder)
         return folder
-    if os.path.exists(folder):
+    if folder.exists():
         raise UserError(f"{folder}: a file; wanted the folder of a model, or a .gguf file")
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
@@ -301,10 +300,10 @@ def config_of(name: str) -> ModelConfig:
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
-    path, has_weights = Path(os.path.expanduser(name)), name in BUNDLED or name in FETCHED
+    path, has_weights = path_of(name), name in BUNDLED or name in FETCHED
     if not has_weights and path.suffix == ".json":
         return read_config(path)
-    if not has_weights and (os.path.isdir(path) or is_gguf(path)):
+    if not has_weights and (path.is_dir() or is_gguf(path)):
         return read_config(locate(name))
     short = name.rpartition("/")[2].lower()
     if not has_weights and short in KNOWN:

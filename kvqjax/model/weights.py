@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from kvqjax._errors import UserError
-from kvqjax._files import read_object
+from kvqjax._files import path_of, read_object
 from kvqjax.model.checkpoint import (
     Checkpoint,
     StoredWeight,
@@ -395,7 +395,7 @@ def load_params(
     Raises:
         UserError: for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
-    folder, dtype = Path(folder).expanduser(), np.dtype(dtype)
+    folder, dtype = path_of(folder), np.dtype(dtype)
     checkpoint = _named_alike(open_checkpoint(folder), config, folder, text_only)
     file = folder / "config.json"
     scheme = read_scheme(read_object(file)) if file.exists() else None
@@ -577,7 +577,7 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     Raises:
         UserError: for a config that Hugging Face's fields cannot describe (`config_to_hf`).
     """
-    folder = Path(folder).expanduser()
+    folder = path_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors, family, params = {}, FAMILIES.get(config.architecture), stacked(params)
     for parameter in parameters(config):

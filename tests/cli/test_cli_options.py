@@ -1,9 +1,11 @@
 """Every number that a command takes is checked before any work begins: one line, exit code 2."""
 
 import inspect
+import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, get_args, get_origin
 
 import pytest
@@ -84,6 +86,95 @@ def test_other_options_are_one_line_too(call, words, message):
     code, out, err = call(*words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert message in err
+
+
+LONG = "a" * 300  # longer than file systems take
+DIGITS = "9" * 5000  # more than int() reads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "-p", "a", "-m", LONG], "name too long"),
+        (["generate", "-p", "a", "-m", "~nobody-of-this-name/x"], "home folder is not known"),
+        (["generate", "-p", "a", "-c", f"{LONG}.json"], "name too long"),
+        (["plan", "-m", LONG], "name too long"),
+        (["plan", "-m", "~nobody-of-this-name/x"], "home folder is not known"),
+        (["calibrate", "-c", "kvquant", "--out", LONG], "name too long"),
+        (["inspect", LONG], "name too long"),
+        (["eval", "ppl", "-c", "exact", "--artifact", LONG], "name too long"),
+        (["eval", "ppl", "-c", "exact", "--plot", f"{LONG}.png"], "name too long"),
+        (["eval", "ppl", "-c", "exact", "--data", "wikitext2", "--folder", LONG], "name too long"),
+        (["plan", "--mesh", "model=²"], "'model=²' is not one of"),
+        (["plan", "--mesh", f"model={DIGITS}"], "is not one of data=N"),
+        (["plan", "--device", "v5e-²"], "is not known"),
+        (["plan", "--device", f"{DIGITS}xh100"], "is not known"),
+        (["plan", "--device", f"a100-{DIGITS}gb"], "is not known"),
+        (["plan", "-c", "higgs:group=²"], "or a number of channels"),
+        (["plan", "-c", "kivi:rotate=signs:²"], "signs:SEED"),
+        (["plan", "-c", f"kivi:keep=h2o:{DIGITS}"], "such as h2o:512"),
+        (["plan", "-c", f"kivi;{DIGITS}=exact"], "not a layer number"),
+        (["plan", "-c", "k=kivi;v=exact;k=exact"], "the keys or the values twice"),
+        (["plan", "--context", DIGITS], "no number of tokens"),
+        (["serve", "--pool", DIGITS], "no number of bytes"),
+        (["serve", "--host", ""], "names no address"),
+        (["generate", "-p", "a", "--processes", "2"], "need --coordinator"),
+        (["generate", "-p", "a", "--process", "1"], "need --coordinator"),
+        (["generate", "-p", "word " * 50_000], "go beyond the"),
+        (["tune", "--budget", "two", "--out", "never-made"], "budget 'two'"),
+        (["tune", "--budget", "1e999", "--out", "never-made"], "budget '1e999'"),
+        (["tune", "--budget", "2.5", "--out", "never-made", "--methods", "kivy"], "did you mean 'kivi'"),
+        (["tune", "--budget", "2.5", "--out", "never-made", "--device", "abacus"], "'abacus' is not known"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_names_and_numbers_that_cannot_be_are_one_line(call, words, message):
+    code, out, err = call(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["calibrate", "-c", "kvquant", "--out", "FILE/x"],
+        ["eval", "ppl", "-c", "exact", "--out", "FILE"],
+        ["eval", "ppl", "-c", "exact", "--plot", "FILE/x.png"],
+        ["tune", "--budget", "2.5", "--out", "FILE"],
+        ["tune", "--budget", "2.5", "--out", "FILE/x"],
+        ["serve", "--prefix-folder", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_in_a_folders_place_is_found_before_any_work(call, tmp_path, words):
+    file = tmp_path / "file"
+    file.touch()
+    code, out, err = call(*[word.replace("FILE", str(file)) for word in words])
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "cannot be written" in err
+    assert "File exists" not in err
+
+
+def test_characters_that_the_terminal_lacks_are_replaced():
+    words = [sys.executable, "-m", "kvqjax", "generate", "-n", "1", "-p", "\N{SNOWMAN}"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin1"}
+    done = subprocess.run(words, capture_output=True, check=True, env=environment)
+    assert done.stdout.startswith(b"?")
+
+
+@pytest.mark.parametrize("port", ["0", "99999", "²", "http"])
+def test_hosts_are_not_sought_at_a_port_that_cannot_be(port):
+    with pytest.raises(kvq.UserError, match="the port from 1 to 65535"):
+        kvq.join_hosts(f"localhost:{port}", 2, 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_behind_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvqjax", "methods"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize("method", ["kvquant:bits=3", "aqua", "commvq", "kivi:centre=mean"])
