@@ -71,7 +71,9 @@ def path_of(name: str | os.PathLike[str]) -> Path:
         path.stat()
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-            raise UserError(f"{path}: {error.strerror}") from error
+            text = str(path)  # a text in the place of a name may be long
+            shown = text if len(text) < 200 else f"{text[:60]!r}... ({len(text)} characters)"
+            raise UserError(f"{shown}: {error.strerror}") from error
     except ValueError:  # a NUL, which no file has in its name
         pass
     return path

@@ -242,9 +242,8 @@ def locate(name: str | Path) -> Path:
         raise UserError(f"{folder}: a file; wanted the folder of a model, or a .gguf file")
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
-    text, bundled = str(name), ", ".join(BUNDLED)
-    excerpt = text if len(text) < 200 else f"{text[:60]!r}... ({len(text)} characters)"
-    raise UserError(f"{excerpt}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+    bundled = ", ".join(BUNDLED)
+    raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
 
 
 def _single_file(folder: Path) -> Path:
