@@ -69,8 +69,8 @@ class RopeConfig:
                 raise UserError(f"{name}={getattr(self, name)}; wanted a number above 0")
         if self.kind in LENGTH_KINDS:
             check_integer("original_max_position", self.original_max_position)
-        if self.kind in ("none", "default") and self.factor != 1:
-            raise UserError(f"factor={self.factor} changes nothing in a rope of kind {self.kind!r}; name its kind")
+        if self.kind == "default" and self.factor != 1:
+            raise UserError(f"factor={self.factor} changes nothing in a rope of kind 'default'; name its kind")
         if not 0 < self.fraction <= 1:
             raise UserError(f"fraction={self.fraction}; wanted a number above 0, of at most 1")
 
