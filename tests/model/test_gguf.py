@@ -230,8 +230,14 @@ def test_old_files_have_a_tensor_for_every_expert(tmp_path):
 
 # --- Rotary embedding ---
 
-LLAMA3 = RopeConfig(kind="llama3", theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA3 = dataclasses.replace(LLAMA3, original_max_position=32)
+LLAMA3 = RopeConfig(
+    kind="llama3",
+    theta=500.0,
+    factor=8.0,
+    original_max_position=32,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 YARN = RopeConfig(kind="yarn", theta=1000.0, factor=4.0, original_max_position=32)
 YARN_FACTOR = float(0.1 * np.log(4.0) + 1.0)
 
