@@ -94,7 +94,7 @@ BYTES = {
 
 def byte_count(text: str | int, least: int = 1, most: int = 2**50) -> int:
     """A number of bytes: 4096, "512MiB" or "512M" (powers of 1024), "2GB" (of 1000). Raises UserError."""
-    parts = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", str(text).strip().lower())
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if isinstance(text, bool) or parts is None or (parts[2] or "b") not in BYTES:
         raise UserError(f"{text!r} is no number of bytes; wanted one such as 4096, 512MiB, 2G or 2GB")
     count = float(parts[1]) * BYTES[parts[2] or "b"]
