@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
-from kvqjax._files import path_of, unwritten
+from kvqjax._errors import unwritten
+from kvqjax._files import path_of
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
 from kvqjax._tables import Row, Section, Table

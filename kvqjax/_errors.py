@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["UserError", "suggest"]
+__all__ = ["UserError", "suggest", "unwritten"]
 
 
 class UserError(ValueError):
@@ -15,3 +16,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(names)}"
+
+
+def unwritten(path: Path, error: OSError) -> UserError:
+    """Make the error for a path that cannot be written, from the system's."""
+    # The system says "File exists" where a file stands in a folder's place.
+    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
+    return UserError(f"{path}: cannot be written: {reason or error}")

@@ -27,7 +27,6 @@ __all__ = [
     "path_of",
     "read_json",
     "read_object",
-    "unwritten",
 ]
 
 MARK = "\ufeff"  # also in the middle of files that were joined from several
@@ -77,13 +76,6 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     except ValueError:  # a NUL, which no file has in its name
         pass
     return path
-
-
-def unwritten(path: Path, error: OSError) -> UserError:
-    """Make the error for a path that cannot be written, from the system's."""
-    # The system says "File exists" where a file stands in a folder's place.
-    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
-    return UserError(f"{path}: cannot be written: {reason or error}")
 
 
 def _encoding(head: bytes) -> str:

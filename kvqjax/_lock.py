@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvqjax._errors import UserError
-from kvqjax._files import unwritten
+from kvqjax._errors import UserError, unwritten
 
 try:
     import fcntl

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvqjax._errors import UserError
-from kvqjax._files import path_of, unwritten
+from kvqjax._errors import UserError, unwritten
+from kvqjax._files import path_of
 from kvqjax._options import byte_count
 from kvqjax._tables import size
 from kvqjax.cli.common import (

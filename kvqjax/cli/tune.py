@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvqjax._errors import UserError
-from kvqjax._files import path_of, unwritten
+from kvqjax._errors import UserError, unwritten
+from kvqjax._files import path_of
 from kvqjax.cli.common import (
     Batch,
     DataName,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
-from kvqjax._errors import UserError
-from kvqjax._files import path_of, unwritten
+from kvqjax._errors import UserError, unwritten
+from kvqjax._files import path_of
 from kvqjax._options import named_options
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
