@@ -116,7 +116,7 @@ DIGITS = "9" * 5000  # more than int() reads
         (["plan", "-c", f"kivi;{DIGITS}=exact"], "not a layer number"),
         (["plan", "-c", "k=kivi;v=exact;k=exact"], "the keys or the values twice"),
         (["plan", "--context", DIGITS], "no number of tokens"),
-        (["serve", "--pool", DIGITS], "no number of bytes"),
+        (["serve", "--pool", DIGITS], "wanted 1 to"),
         (["serve", "--host", ""], "names no address"),
         (["generate", "-p", "a", "--processes", "2"], "need --coordinator"),
         (["generate", "-p", "a", "--process", "1"], "need --coordinator"),
