@@ -119,19 +119,18 @@ def test_requests_are_given_up(model):
 
 
 def test_urgent_requests_come_first_and_a_full_queue_refuses(model):
-    with engine_of(model, "exact", rows=1, stride=2, queue=3) as engine:
-        running = engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=())
+    # Answers so long that none ends by itself while this thread is kept from the processor.
+    options = {"max_new_tokens": 4000, "eos_ids": (), "beyond_trained": True}
+    with kvq.Engine(model, "exact", rows=1, capacity=4096, chunk=CHUNK, stride=2, queue=3) as engine:
+        running = engine.submit(PROMPTS[0], **options)
         next(iter(running))  # its row is taken
-        handles = {
-            priority: engine.submit(PROMPTS[2], max_new_tokens=150, eos_ids=(), priority=priority)
-            for priority in (5, 1, 3)
-        }
+        handles = {priority: engine.submit(PROMPTS[2], priority=priority, **options) for priority in (5, 1, 3)}
         with pytest.raises(EngineFull, match="3 requests wait already"):
             engine.submit(PROMPTS[2])
         for priority in (1, 3, 5):
             running.abort()
             running = handles.pop(priority)
-            next(iter(running))  # it has the row now, and 75 strides to go
+            next(iter(running))  # it has the row now, and 2000 strides to go
             assert not any(handle.ended for handle in handles.values())
         running.abort()
 
