@@ -34,6 +34,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.output import announce
 from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
+from kvqjax.serving.protocol import check_api_key
 
 __all__ = ["serve"]
 
@@ -100,6 +101,8 @@ def serve(
     uvicorn, make_app = _packages()
     if not host:  # to the system that is every network
         raise UserError("--host '' names no address; 127.0.0.1 is this machine alone, 0.0.0.0 every network")
+    api_key = os.environ.get(API_KEY) or None
+    check_api_key(api_key)
     if prefix_folder is not None:
         _require_folder(prefix_folder)
     method = methods_of([cache])[0]
@@ -112,7 +115,6 @@ def serve(
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
-    api_key = os.environ.get(API_KEY) or None
     app = make_app(engine, name, api_key=api_key, at_end=functools.partial(_save_prefixes, engine, prefix_folder))
     server = _server(uvicorn, app, engine)
     try:

@@ -23,6 +23,7 @@ from kvqjax.serving.protocol import (
     RequestBody,
     chat_chunk,
     chat_object,
+    check_api_key,
     completion_chunk,
     completion_object,
     error_object,
@@ -83,8 +84,9 @@ def make_app(
         /, a page to chat.
 
     Raises:
-        UserError: packages of the extra `serve` are missing.
+        UserError: packages of the extra `serve` are missing, or no client can send the key.
     """
+    check_api_key(api_key)
     server = _Server(engine, name, api_key, most_bytes)
 
     @contextlib.asynccontextmanager

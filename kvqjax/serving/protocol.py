@@ -21,6 +21,7 @@ __all__ = [
     "RequestBody",
     "chat_chunk",
     "chat_object",
+    "check_api_key",
     "completion_chunk",
     "completion_object",
     "error_object",
@@ -97,6 +98,12 @@ def _body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UserError(f"the body is a JSON {type(body).__name__}; wanted an object")
     return body
+
+
+def check_api_key(key: str | None) -> None:
+    """Raise UserError for a key that no client can send in a header: it would refuse every request. None passes."""
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
+        raise UserError("the API key must be printable ASCII characters, without blanks at its ends")
 
 
 def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any) -> Any:

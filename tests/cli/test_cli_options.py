@@ -168,6 +168,14 @@ def test_hosts_are_not_sought_at_a_port_that_cannot_be(port):
         kvq.join_hosts(f"localhost:{port}", 2, 0)
 
 
+@pytest.mark.parametrize("key", [" key", "key ", "k\tey", "кey"])
+def test_a_key_that_no_client_can_send_is_refused_before_a_model_is_loaded(call, monkeypatch, key):
+    monkeypatch.setenv("KVQJAX_API_KEY", key)
+    code, out, err = call("serve", "-m", "no-such-model")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "API key must be printable ASCII" in err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_full_disk_behind_standard_output_is_one_line():
     with open("/dev/full", "w") as full:
