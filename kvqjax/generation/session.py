@@ -201,7 +201,8 @@ class Session:
         path = path_of(folder)
         if path.exists():
             raise UserError(f"{path} exists already; choose another folder")
-        part = path.with_name(path.name + ".new")
+        # What an interrupted save left under this name is replaced, so it is none that a user's own folder has.
+        part = path.with_name(f".{path.name}.unfinished")
         text = {
             "kind": "session", "method": spelled_out(self.method), "system": self.system, "history": self._history,
             "options": self._options, "parts": [list(part) for part in self._parts], "ids": self._ids,

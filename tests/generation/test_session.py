@@ -105,7 +105,9 @@ def test_a_fork_goes_its_own_way(model):
 def test_a_saved_conversation_goes_on(model, tmp_path):
     session = begun(model, system="ab", temperature=0.7, seed=3)
     talk(session, TURNS[:2])
+    (tmp_path / "talk.new").mkdir()  # the user's own
     session.save(tmp_path / "talk")
+    (tmp_path / "talk.new").rmdir()
     with pytest.raises(kvq.UserError, match="talk exists already"):
         session.save(tmp_path / "talk")
     other = kvq.Session.load(model, tmp_path / "talk")
