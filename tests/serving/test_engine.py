@@ -344,7 +344,7 @@ def test_requests_make_way_when_pages_run_out(model):
     with kvq.Engine(model, method, rows=rows, pool_bytes=room, prefixes=1, **LONG) as engine:
         assert 4 <= engine.stats().pages <= 7
         handles = [
-            engine.submit(prompt, max_new_tokens=300, eos_ids=(), priority=number == 1, scores=0, **draw)
+            engine.submit(prompt, max_new_tokens=300, eos_ids=(), priority=int(number == 1), scores=0, **draw)
             for number, (prompt, draw) in enumerate(zip(prompts, draws, strict=True))
         ]
         given_up = engine.submit([7] * 500, max_new_tokens=400, eos_ids=())
