@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
-from kvqjax._errors import unwritten
-from kvqjax._files import path_of
+from kvqjax._files import made_folder, path_of
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
 from kvqjax._tables import Row, Section, Table
@@ -56,10 +55,7 @@ def _calibrate_once(
 
     if path_of(path).exists():
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritten(path.parent, error) from error
+    made_folder(path.parent)
     state = path.with_name(path.name + ".state.npz")
     advance = lambda steps, total: update(steps / total)  # noqa: E731
     run(model, method, texts, count=sequences, state=state, advance=advance).save(path)

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvqjax._errors import UserError
+from kvqjax._errors import UserError, unwritten
 
 __all__ = [
     "decode_text",
+    "made_folder",
     "open_lines",
     "open_text",
     "parse_json",
@@ -75,6 +76,28 @@ def path_of(name: str | os.PathLike[str]) -> Path:
             raise UserError(f"{shown}: {error.strerror}") from error
     except ValueError:  # a NUL, which no file has in its name
         pass
+    return path
+
+
+def made_folder(folder: str | os.PathLike[str]) -> Path:
+    """Make a folder that a user names, unless it is there.
+
+    Args:
+        folder: the path, whose parents are made too.
+
+    Returns:
+        The path.
+
+    Raises:
+        UserError: it cannot be made or written, or as `path_of`.
+    """
+    path = path_of(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritten(path, error) from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{path}: cannot be written")
     return path
 
 

@@ -196,7 +196,7 @@ def gate_section(rows: list[dict]) -> str:
     about = (
         "Small trained shapes, as they are and with outlier key channels (`python -m benchmarks.gate`; `make gate`\n"
     )
-    about += "measures a sample of the rows again). Run: "
+    about += "measures the rows again). Run: "
     about += ", ".join(f"{shape} ({mode})" for shape, mode in run) + f". {len(missing)} planned rows are not run yet.\n"
     note = (
         "The best method is XQuant's X itself, which in these shapes is half as large as keys and values (a quarter\n"

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvqjax._errors import UserError, unwritten
-from kvqjax._files import path_of
+from kvqjax._errors import UserError
+from kvqjax._files import made_folder
 from kvqjax._options import byte_count
 from kvqjax._tables import size
 from kvqjax.cli.common import (
@@ -104,7 +104,7 @@ def serve(
     api_key = os.environ.get(API_KEY) or None
     check_api_key(api_key)
     if prefix_folder is not None:
-        _require_folder(prefix_folder)
+        made_folder(prefix_folder)  # the server would say at its end that it cannot be written
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact)[0][
         0
@@ -135,17 +135,6 @@ def serve(
             server.run([door])
     finally:
         engine.close()
-
-
-def _require_folder(folder: Path) -> None:
-    """Make the folder of what prompts begin with. Raises UserError where it cannot be written: otherwise the server
-    would say so at its end."""
-    try:
-        path_of(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritten(folder, error) from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: cannot be written")
 
 
 def _load_prefixes(engine: Engine, folder: Path | None) -> int:

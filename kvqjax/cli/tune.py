@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvqjax._errors import UserError, unwritten
-from kvqjax._files import path_of
+from kvqjax._errors import UserError
+from kvqjax._files import made_folder
 from kvqjax.cli.common import (
     Batch,
     DataName,
@@ -96,7 +96,7 @@ def tune(
     named(methods, config_of(model))
     loaded, start = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
     texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed)
-    _require_folder(out)
+    check_picture(made_folder(out) / "front.png")
     with progress_bar() as bar:
         announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
@@ -110,15 +110,6 @@ def tune(
     columns = ("kind", "cache", "bits_stored", "kld", "kld_error")
     show([{name: row[name] for name in columns} for row in result.rows], False, f"{model} at {budget}, held-out text")
     typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - start)}. To use it:", *lines]))
-
-
-def _require_folder(out: Path) -> None:
-    """Make the folder of the report. Raises UserError where it, or its picture, cannot be written."""
-    try:
-        path_of(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritten(out, error) from error
-    check_picture(out / "front.png")
 
 
 def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None) -> Model:

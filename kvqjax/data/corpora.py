@@ -92,8 +92,8 @@ GSM8K = Source(
 def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[str]]:
     """Every record's texts. Raises UserError where a field is missing: a local file may be another of the same name."""
     for number, row in enumerate(records(source, folder), 1):
-        found = [row.get(field) for field in fields] if isinstance(row, dict) else []
-        texts = [text for text in found if isinstance(text, str)]
+        values = [row.get(field) for field in fields] if isinstance(row, dict) else []
+        texts = [text for text in values if isinstance(text, str)]
         if len(texts) < len(fields):
             wanted = " and ".join(fields)
             raise UserError(f"{source.name}: record {number} has no text under {wanted}; get it from {source.where}")

@@ -150,8 +150,8 @@ def _tree(source: Source) -> Mapping[str, Any]:
     if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
         path = path_of(source.strip() if isinstance(source, str) else source)
         shipped = POLICIES / path.name
-        # The folder comes first: a user's own file may have any name. `os.path.exists` says no to names that cannot be.
-        is_shipped = path == Path(path.name) and not os.path.exists(path) and os.path.exists(shipped)
+        # The folder comes first: a user's own file may have any name.
+        is_shipped = path == Path(path.name) and not path.exists() and shipped.exists()
         return read_json(shipped if is_shipped else path)
     return read_text(source)
 

@@ -7,7 +7,7 @@ from kvqjax._errors import UserError
 
 __all__ = ["join_hosts", "speaks"]
 
-MOST_PORT = 65535
+MOST_PORT = 65535  # ports of TCP are numbers of 16 bits
 
 
 def join_hosts(coordinator: str, processes: int, process: int) -> None:

@@ -327,13 +327,13 @@ def test_what_is_no_array_of_floats_is_refused_in_one_line():
     with pytest.raises(kvq.UserError, match="q, k and v have no new tokens"):
         kvq.attend_layer(cache, 0, q[:, :0], k[:, :0], v[:, :0], jnp.zeros(2, int))
     for name in "qkv":
-        given = {"q": q, "k": k, "v": v}
-        given[name] = given[name].astype(int)
+        tensors = {"q": q, "k": k, "v": v}
+        tensors[name] = tensors[name].astype(int)
         with pytest.raises(kvq.UserError, match=f"{name} is of type int32; wanted floating point numbers"):
-            kvq.attend_layer(cache, 0, **given, counts=counts)
-    whole = [{name: jnp.ones((2, 4, 32), int) for name in "kv"}] * 2
+            kvq.attend_layer(cache, 0, **tensors, counts=counts)
+    integers = [{name: jnp.ones((2, 4, 32), int) for name in "kv"}] * 2
     with pytest.raises(kvq.UserError, match="new tokens 'k' of layer 0 are of type int32; wanted floating"):
-        kvq.append(cache, whole, counts)
+        kvq.append(cache, integers, counts)
 
 
 def test_bad_calls_are_refused_in_one_line():
