@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
+from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
@@ -24,9 +25,10 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 
-__all__ = ["MODULES", "at_once", "packed_attention", "path"]
+__all__ = ["MODULES", "at_once", "least_page", "packed_attention", "path", "takes_pages"]
 
 MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
+TILE, LANES = 1024, 128  # tokens of a tile that every TPU kernel takes; numbers side by side in a TPU's register
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
 MODULES: dict[type, str] = {
@@ -64,6 +66,24 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     return kernel
 
 
+def least_page(spec: Spec) -> int:
+    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages: a tile's, which is of one
+    page.
+
+    By estimate a grid step takes a third of a microsecond by itself, in which a v6e's memory brings the codes of 1000
+    keys and values of 1024 channels at 2 bits. Smaller tiles would wait for the grid."""
+    if not isinstance(spec, CommVQSpec):
+        return TILE
+    # Words of key codes lie along the lanes. XLA lays out anew what has fewer than 128 of them, at every call.
+    return max(TILE, LANES * PLANE // split_bits(spec.bits)[-1])
+
+
+def takes_pages(spec: Spec, chip: str | None, page: int) -> bool:
+    """Say whether the kernel of this kind of chip, "tpu" or "gpu", goes from page to page of `page` tokens. A page is
+    whole tiles of every kernel, and whole blocks of 128 words of CommVQ's, only where it is a power of two."""
+    return chip == "tpu" and page >= least_page(spec) and page.bit_count() == 1
+
+
 def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Callable[..., Partial]:
     """Return a function that calls `kernel` repeatedly, on at most `count` query heads of each KV head at a time, and
     puts the results together."""
@@ -98,7 +118,8 @@ def packed_attention(
         without_kernel: Computes the same where no kernel runs.
         trusted: As in `path`.
         also: `recent` tokens beside the body, which a TPU's kernel for exact bodies attends to as well; the `carry` of
-            layers that feed each other.
+            layers that feed each other; the table of `pages` [B, N] in which a row's tokens lie, where the body's rows
+            are pages (`takes_pages`). A page that is not there is -1.
 
     Returns:
         What `without_kernel` returns: attention, or with a carry (attention, carry)."""

@@ -23,6 +23,10 @@ class HiggsStored(NamedTuple):
     value_codes: tuple[UInt[Array, "L B _ V"], ...]
     value_scale: UInt[Array, "L B groups S"]
 
+    @property
+    def slots(self) -> int:
+        return self.value_scale.shape[-1]
+
 
 class HiggsBody(NamedTuple):
     """The stored fields, the grids of points of two numbers, and `positions` as in `PackedBody`."""
@@ -34,7 +38,7 @@ class HiggsBody(NamedTuple):
 
     @property
     def slots(self) -> int:
-        return self.stored.value_scale.shape[-1]
+        return self.stored.slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -163,16 +163,16 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         yield "value_factor", body.value_factor, (*lead, slots // spec.key_group, spec.width)
 
 
-def check(q: jax.Array, body: PackedBody, spec: PackedSpec, rows: int | None = None) -> None:
-    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says. `rows` are
-    those of the body, by default the query's."""
+def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B N"] | None = None) -> None:
+    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says. Where a table
+    of `pages` is given, the body's rows are pages, of which each of the query's rows may have N."""
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
         raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")
-    slots = body.value_scale.shape[-1]
-    if slots % spec.unit:
-        raise ValueError(f"a body of {slots} slots; want a multiple of {spec.unit}")
+    if body.slots % spec.unit:
+        raise ValueError(f"a body of {body.slots} slots; want a multiple of {spec.unit}")
     count = 0 if body.positions is None else len(body.positions)
+    rows, slots = (len(q), body.slots) if pages is None else (body.value_scale.shape[1], body.slots * pages.shape[1])
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
     for name, present in (
@@ -184,6 +184,6 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec, rows: int | None = N
     ):
         if present and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")
-    for name, array, shape in _expected_shapes(body, spec, (len(body.value_scale), len(q) if rows is None else rows)):
+    for name, array, shape in _expected_shapes(body, spec, (len(body.value_scale), rows)):
         if array.shape != shape:
             raise ValueError(f"{name}: got {array.shape}, want {shape}")

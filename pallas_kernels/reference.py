@@ -74,7 +74,7 @@ def packed_attention(
     """
     if not spec.plain:
         raise ValueError(f"{spec}: this reads uniform codes of keys after RoPE only")
-    check(q, body, spec, None if pages is None else body.value_scale.shape[1])
+    check(q, body, spec, pages)
     if pages is None:
         pages = jnp.arange(len(q), dtype=jnp.int32)[:, None]
     return _finish(_over_pages(_grouped(q, spec), body, layer, start, stop, spec, softcap, pages), q.shape)

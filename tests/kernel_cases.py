@@ -1,6 +1,7 @@
 """Bodies, queries and bounds shared by the kernel tests."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,31 @@ def make_body(case: Case, seed: int = 0):
     return body, *pair
 
 
+def in_pages(stored, page: int, on_lanes: tuple[str, ...], last: int):
+    """Deal the fields [L, B, ...] of a body to pages of `page` tokens that lie in no order. Return them and the table.
+
+    Fields `on_lanes` have tokens on the last axis, others on the one before. The first page has all bits set, which is
+    NaN in scales. No row has it. Row 0 lacks the pages behind its token number `last`."""
+    slots = stored.slots
+    count = slots // page
+    order = np.random.default_rng(3).permutation(BATCH * count)
+    table = np.argsort(order).reshape(BATCH, count).astype(np.int32) + 1
+    table[0, -(-last // page) :] = -1
+
+    def dealt(name, x):
+        if x.ndim < 4:  # constants of a layer
+            return x
+        axis = 3 if name in on_lanes else 2
+        pages = np.moveaxis(np.stack(np.split(np.asarray(x), count, axis)), 0, 2).reshape(
+            len(x), -1, *x.shape[2:axis], x.shape[axis] // count, *x.shape[axis + 1 :]
+        )
+        return jnp.asarray(np.concatenate([~np.zeros_like(pages[:, :1]), pages[:, order]], 1))
+
+    fields = stored._asdict().items()
+    dealt_fields = {name: jax.tree.map(functools.partial(dealt, name), x) for name, x in fields}
+    return stored._replace(**dealt_fields), jnp.asarray(table)
+
+
 def make_query(case: Case, seed: int = 1):
     """Queries and ragged intervals: row 0 ends inside a group, row 1 starts late (a sliding window)."""
     rng = np.random.default_rng(seed)
@@ -162,6 +188,13 @@ def oracle(q, key, value, start, stop) -> Partial:
     slot = jnp.arange(key.shape[1])[None, None]
     mask = (slot >= start[..., None]) & (slot < stop[..., None])
     return segment_attention(q, key, value, mask)
+
+
+def check_equal(got: Partial, want: Partial) -> None:
+    """Not a bit differs."""
+    np.testing.assert_array_equal(got.lse, want.lse)
+    np.testing.assert_array_equal(got.out, want.out)
+    assert np.isfinite(want.lse).any()
 
 
 def agree(got: Partial, want: Partial, key, value, q, epsilon: float = 2.0**-23):

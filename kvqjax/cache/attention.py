@@ -91,8 +91,16 @@ def attend_exact(
     return [*parts, part(sources, mask)], carry
 
 
+def _attend_by(reader: str, call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
+    """Attend by this reader, from pages that lie side by side where it wants a row's body as a whole."""
+    if call.view.run.page and not reads_pages(reader, call.ask):
+        view = with_own_body(call.view)
+        call = call._replace(view=view, ask=call.ask._replace(run=view.run))
+    return ATTEND[reader](call, carry)
+
+
 def _attend_without_kernel(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    return ATTEND[reader_without_kernel(call.ask)](call, carry)
+    return _attend_by(reader_without_kernel(call.ask), call, carry)
 
 
 ATTEND: dict[str, Attend] = {
@@ -121,13 +129,10 @@ def attend_body(
             its place in what is returned."""
     ask = ask_of(q, view, tokens, softcap)
     shared = shared_values(ask)
-    if view.run.page and not reads_pages(ask):
-        view = with_own_body(view)
-        ask = ask._replace(run=view.run)
     frame = view.run.wiring.maps.frame
     if frame is not None:  # once for all of the body, here and at the end
         q = frame.queries(view.constants, q)
-    partial, carry = ATTEND[reader_of(ask)](BodyCall(ask, q, view, tokens, shared), carry)
+    partial, carry = _attend_by(reader_of(ask), BodyCall(ask, q, view, tokens, shared), carry)
     if shared is not None:
         partial = partial._replace(out=shared.finish(view.weights, view.constants, partial.out))
     if frame is not None:

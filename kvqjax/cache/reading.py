@@ -8,9 +8,9 @@
 | `tiles`   | all of these, 128 new tokens and more                               | GPUs, TPUs                      |
 | `blocks`  | any body, any number of new tokens                                  | everywhere                      |
 
-`stored` (by words) and `blocks` read bodies in pages where the pages lie; for the others the pages of one layer are
-put side by side first. A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks` alone, and a
-score cap is beyond `kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
+`stored` (by words), `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the others the pages of
+one layer are put side by side first. A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks`
+alone, and a score cap is beyond `kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.methods.layer_cache import SharedValues
-from kvqjax.pallas_kernels.dispatch import path
+from kvqjax.pallas_kernels.dispatch import path, takes_pages
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
@@ -144,9 +144,11 @@ def reader_of(ask: Ask) -> str:
     return next(name for name, takes in READERS.items() if takes(ask))
 
 
-def reads_pages(ask: Ask) -> bool:
-    """Say whether the reader of a body in pages goes from page to page. Others want a row's pages side by side."""
-    reader = reader_of(ask)
+def reads_pages(reader: str, ask: Ask) -> bool:
+    """Say whether this reader of a body in pages goes from page to page. Others want a row's pages side by side."""
+    packed = ask.run.wiring.fast.packed
+    if reader == "kernel":
+        return packed is not None and takes_pages(packed.spec, _kernel_chip(ask), ask.run.page)
     return reader == "blocks" or (reader == "stored" and not reads_by_heads(ask))
 
 
@@ -161,7 +163,9 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     the body, and on a TPU each takes as long as the keys and values of a few hundred tokens take its memory."""
     run = ask.run
     packed = run.wiring.fast.packed
-    if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or run.page or not run.slots:
+    if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or not run.slots:
+        return False
+    if run.page and not reads_pages("kernel", ask):
         return False
     few_queries = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
     return few_queries and _kernel_chip(ask) == "tpu"

@@ -16,6 +16,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.layout import block_tokens
 from kvqjax.ops.packing.words import PLANE
 from kvqjax.pallas_kernels.chips import family
+from kvqjax.pallas_kernels.dispatch import least_page
 from kvqjax.pallas_kernels.forms import SPLASH
 
 __all__ = ["chains", "page_for", "runs_for", "runs_of", "tiles_of"]
@@ -125,10 +126,14 @@ def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
 
 
 def page_for(layout: CacheLayout) -> int:
-    """Choose the tokens of a page for a layout without a pool: as few as its blocks allow. A block is read as a whole,
-    so that no page ends within one."""
-    block = math.lcm(PLANE, *(run.block for run in runs_of(layout)))
-    return -(-LEAST_PAGE // block) * block
+    """Choose the tokens of a page for a layout without a pool: as few as its blocks, and a TPU's kernels, allow.
+
+    A block is read as a whole, so that no page ends within one."""
+    runs, least = runs_of(layout), LEAST_PAGE
+    block = math.lcm(PLANE, *(run.block for run in runs))
+    if family(layout.target) == "tpu":
+        least = max([least, *(least_page(run.wiring.fast.packed.spec) for run in runs if run.wiring.fast.packed)])
+    return -(-least // block) * block
 
 
 def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:

@@ -15,6 +15,7 @@ from kvqjax.kernel_checks.compare import Attention, Speed, examine
 from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kernel
 from kvqjax.kernel_checks.store import Key, Verdict, begin, died, find, keep
 from kvqjax.kernel_checks.trial import LENGTHS, Candidate, Trial, by_kernel, by_plain_path, make, queries, speed
+from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.choice import OFF, Kernels
 
 __all__ = ["TIMED", "Checker", "check", "check_either", "key_of", "obtain", "verdict_folder"]
@@ -53,9 +54,10 @@ def check(
     start, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
     verdict = Verdict(outcome="failed", note="no size was tried")
     for tokens in sizes:
-        trial = make(candidate, tokens, target, forced, seed=tokens)
-        plain = by_plain_path(trial)
         last = tokens == sizes[-1]
+        # A TPU's kernels find tiles by the table of pages too, where there is one.
+        trial = make(candidate, tokens, target, forced, seed=tokens, pages=family(target) == "tpu" and not last)
+        plain = by_plain_path(trial)
         baseline = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
         without = dataclasses.replace(baseline.cache.layout, kernels=OFF)
         baseline = baseline._replace(cache=baseline.cache.replace(layout=without))

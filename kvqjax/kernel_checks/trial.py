@@ -18,10 +18,11 @@ import numpy as np
 from kvqjax._timing import alternating_seconds
 from kvqjax.cache.append import commit
 from kvqjax.cache.attention import attend_body, attend_tokens
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.cache_layout import CacheLayout, Pool
 from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.pages import with_pages
 from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.runs import page_for, runs_of
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.kernel_checks.compare import Attention, Speed
@@ -51,6 +52,7 @@ __all__ = [
     "speed",
 ]
 
+ROWS = 4  # full, ragged, nearly empty and empty
 SINKS = 4  # so that a body token's number is not its position
 QUERY = 0.25  # standard deviation of queries at first
 # By how much a log-sum-exp may exceed that of equal scores: half the variance of normal scores, which is then at most
@@ -192,18 +194,25 @@ def make(
     stored: str = "planes",
     seed: int = 0,
     dtype: str = "bfloat16",
+    pages: bool = False,
 ) -> Trial:
     """Fill a cache of one layer with up to `tokens` tokens a row, in rows that are full, ragged, nearly empty and
-    empty."""
+    empty. With `pages` their bodies lie in pages of a pool, in no order."""
     random = np.random.default_rng(seed)
     layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
+    if pages:
+        page = page_for(layout)
+        layout = dataclasses.replace(layout, pool=Pool(ROWS * -(-tokens // page), page))
     run = runs_of(layout)[0]
     clock = run.wiring.storage.clocks[0]
     length = SINKS + tokens
     counts = jnp.asarray([length, length * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
     constants = _constants(run, layout.dtype, random)
-    pending = (_sources(run, len(counts), length, layout.dtype, random),)
-    cache = jax.jit(commit)(allocate_cache(layout, len(counts)), pending, counts, (constants,))
+    pending = (_sources(run, ROWS, length, layout.dtype, random),)
+    cache = allocate_cache(layout, ROWS)
+    if cache.pages is not None:
+        cache = with_pages(cache, random.permutation(cache.pages.size).reshape(cache.pages.shape))
+    cache = jax.jit(commit)(cache, pending, counts, (constants,))
     return Trial(cache, _weights(candidate.shape, layout.dtype, random), constants)
 
 
@@ -240,7 +249,7 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     draw = lambda width: jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)  # noqa: E731
     new = {name: draw(width).astype(q.dtype) for name, width in run.wiring.storage.sources.items()}
     constants = at_layer(trial.constants, 0)
-    view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS)
+    view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages)
     packed = run.wiring.fast.packed
     if packed is None or not isinstance(packed.spec, ExactSpec) or family(cache.layout.target) != "tpu":
         return _through_layers(q, view, tokens)

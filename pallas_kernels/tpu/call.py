@@ -17,9 +17,10 @@ from jaxtyping import Array, Int
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
 __all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
-__all__ += ["constant", "memory", "of_body", "of_layer", "scalars"]
+__all__ += ["constant", "lies_at", "memory", "of_body", "of_layer", "scalars"]
 
 KEYS_BY_TOKEN = ("key_scale", "key_low")
+BOUNDS = 3  # numbers of a row in `rows.tile_ends` that are no pages
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
 
 
@@ -45,7 +46,16 @@ class InPlace(NamedTuple):
 def fetched(row, number, ends):
     """Return the tile to fetch where tile `number` is due: the nearest one that the row sees, so that no tile is
     fetched in vain. `ends` is from `rows.tile_ends`."""
-    return jnp.clip(number, ends[0, row], ends[2, row])
+    return jnp.clip(number, ends[row, 0], ends[row, 2])
+
+
+def lies_at(row, number, ends, tiles: int):
+    """Return where tile `number` of a row lies in a body's arrays: (row, tile). Where `ends` names a row's pages, of
+    `tiles` tiles each, the arrays' rows are pages."""
+    if ends.shape[1] == BOUNDS:
+        return row, number
+    # A tile's number is not negative: division and remainder need not look at its sign.
+    return ends[row, BOUNDS + jax.lax.div(number, tiles)], jax.lax.rem(number, tiles)
 
 
 def _spec(array, lead: Callable) -> pl.BlockSpec:
@@ -81,17 +91,19 @@ def scalars(array) -> Operand:
 
 
 def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY_TOKEN) -> Operand:
-    """Declare a body's fields [L, B, ...]: a grid step sees those of its layer, row and tile, [1, 1, ...]. Fields
-    `by_token` have tokens on the lanes, others on the rows. Constants of a layer, [1, W], are seen whole."""
+    """Declare a body's fields [L, B, ...]: a grid step sees those of its layer, row and tile, [1, 1, ...], by the
+    tables of pages where `ends` has them. Fields `by_token` have tokens on the lanes, others on the rows. Constants of
+    a layer, [1, W], are seen whole."""
+    slots = body.slots  # of a row, or of a page
 
     def place(at):
         *step, layer, ends = at
-        return layer[0], step[0], tile(*step, ends)
+        return layer[0], *lies_at(step[0], tile(*step, ends), ends, slots // plan.tile)
 
     def rows(array):
         if array.ndim == 2:
             return constant(array).spec
-        block = (1, 1, plan.tile * array.shape[2] // plan.slots, array.shape[3])
+        block = (1, 1, plan.tile * array.shape[2] // slots, array.shape[3])
         return pl.BlockSpec(block, lambda *at: (*place(at), 0))
 
     def tokens(array):
@@ -120,7 +132,7 @@ def invoke(
     plan,
     grid: tuple[int, ...],
     layer: Int[Array, ""] | int,
-    ends: Int[Array, "3 B"],
+    ends: Int[Array, "B _"],
     operands: dict[str, Operand | None],
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],

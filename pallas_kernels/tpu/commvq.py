@@ -25,12 +25,12 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
-from kvqjax.pallas_kernels.tpu.call import Operand, by_row, constant, fetched, invoke, memory
+from kvqjax.pallas_kernels.tpu.call import Operand, by_row, constant, fetched, invoke, lies_at, memory
 from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu.commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, row_slots, tile_ends
 
 __all__ = ["packed_attention"]
 
@@ -43,20 +43,21 @@ def packed_attention(
     stop: Int[Array, "B T"],
     spec: CommVQSpec,
     *,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
     """Return the means of gain * bits [B, T, H, N] under attention to the decoded keys, and the log-sum-exp. Query t of
     row b sees body tokens start[b, t] <= s < stop[b, t]. `q` carries its rotation and not yet the D^-1/2. Queries, keys
     and codebook are rounded to bfloat16 before they are multiplied."""
-    group = q.shape[2] // spec.kv_heads
-    plan = plan_commvq(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group)
+    slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
+    plan = plan_commvq(spec, slots, slots // len(body.positions), q.shape[1] * group)
     rows, width = plan.groups * plan.rows, spec.value_width
     out, lse = invoke(
         kernel,
         plan,
         (q.shape[0], plan.tiles),
         layer,
-        tile_ends(start, stop, plan.tile, plan.slots),
+        tile_ends(start, stop, plan.tile, plan.slots, pages),
         _operands(q, row_bounds(start, stop, plan, group), body, plan),
         ((rows, width), (rows, 1)),
         _scratch(plan),
@@ -93,18 +94,32 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
     """Declare what the kernel reads. P groups of heads, M query rows of a group, W its channels, S tokens of the tile,
     K KV heads of D channels, R rounds of V levels, N bits of values."""
 
+    stored = body.slots // plan.tile  # tiles of a row of the arrays, or of a page
+
+    def place(b, j, ends):
+        return lies_at(b, fetched(b, j, ends), ends, stored)
+
     def columns(array):  # a block of words on the lanes may hold several tiles
         lanes = min(LANES, array.shape[3])
-        block, tiles = (1, 1, array.shape[2], lanes), lanes * plan.tiles // array.shape[3]
-        return pl.BlockSpec(block, lambda b, j, layer, ends: (layer[0], b, 0, jax.lax.div(fetched(b, j, ends), tiles)))
+        tiles = lanes * stored // array.shape[3]
+
+        def index(b, j, layer, ends):
+            row, tile = place(b, j, ends)
+            return layer[0], row, 0, jax.lax.div(tile, tiles)
+
+        return pl.BlockSpec((1, 1, array.shape[2], lanes), index)
+
+    def on_lanes(b, j, layer, ends):
+        row, tile = place(b, j, ends)
+        return layer[0], row, 0, tile
 
     queries = _queries(q, body.positions, plan)
     order = jnp.asarray(plan.order.reshape(1, -1), jnp.int32)
     cos, sin = _cos_sin(order[0], plan)
     query = pl.BlockSpec((1, 1, *queries.shape[2:]), lambda b, j, layer, ends: (b, fetched(b, j, ends), 0, 0, 0))
-    token = pl.BlockSpec((1, 1, 1, plan.tile), lambda b, j, layer, ends: (layer[0], b, 0, fetched(b, j, ends)))
+    token = pl.BlockSpec((1, 1, 1, plan.tile), on_lanes)
     bits = (1, 1, PLANE, plan.spec.value_width)
-    bits = pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], b, fetched(b, j, ends), 0))
+    bits = pl.BlockSpec(bits, lambda b, j, layer, ends: (layer[0], *place(b, j, ends), 0))
     return {
         # [1, 1, P, M, W] bf16, block-diagonal over the heads of a group, rotated back by the tile's first position
         "queries": Operand(queries, query),

@@ -25,7 +25,7 @@ from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop
 from kvqjax.pallas_kernels.tpu.exact_plan import ExactPlan, make_plan
 from kvqjax.pallas_kernels.tpu.plan import LOG2E
-from kvqjax.pallas_kernels.tpu.rows import tile_ends
+from kvqjax.pallas_kernels.tpu.rows import row_slots, tile_ends
 from kvqjax.pallas_kernels.tpu.softmax import empty, normalise, over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
@@ -41,11 +41,12 @@ def packed_attention(
     spec: ExactSpec,
     recent: Recent | None = None,
     *,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does, and to `recent` tokens as well, with queries and softmax weights
     rounded to bfloat16."""
-    plan, (batch, length, heads, dim) = make_plan(q, body, spec), q.shape
+    plan, (batch, length, heads, dim) = make_plan(q, body, spec, row_slots(body, pages)), q.shape
     rows = plan.lane_groups * plan.rows
     operands: dict[str, Operand | None] = {
         "queries": by_row(q.astype(jnp.bfloat16)),  # [1, T, H, D]
@@ -57,7 +58,7 @@ def packed_attention(
     scratch = {name: memory(rows, 1) for name in ("peak", "total", "top")}  # so far; this tile's maximum
     scratch |= {"limits": memory(plan.rows, plan.tile), "scores": memory(rows, plan.tile)}
     scratch |= {"sums": memory(1, rows, plan.lanes), "q": memory(rows, plan.lanes)}
-    ends = tile_ends(start, stop, plan.tile, plan.slots)
+    ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
     name, grid = f"packed_attention_exact_{plan.tile}", (batch, plan.slots // plan.tile)
     results = (length, heads, dim), (rows, 1)
     out, lse = invoke(_kernel, plan, grid, layer, ends, operands, results, scratch, name=name, interpret=interpret)

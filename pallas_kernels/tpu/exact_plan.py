@@ -14,7 +14,7 @@ SCORES, MOST_ROWS = 2**15, 64  # numbers, and query rows of 128 tokens, that the
 
 @dataclasses.dataclass(frozen=True)
 class ExactPlan:
-    """Static choices of one call: slots of the body, tokens of a tile (a divisor of them), new tokens, and query heads
+    """Static choices of one call: slots of a row, tokens of a tile (a divisor of them), new tokens, and query heads
     of a KV head."""
 
     spec: ExactSpec
@@ -73,6 +73,6 @@ def tile_of(spec: ExactSpec, slots: int) -> int:
     return max(n for n in range(UNIT, most + 1, UNIT) if slots % n == 0)
 
 
-def make_plan(q, body: ExactBody, spec: ExactSpec) -> ExactPlan:
-    """Make the plan of a call."""
-    return ExactPlan(spec, body.slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads)
+def make_plan(q, body: ExactBody, spec: ExactSpec, slots: int) -> ExactPlan:
+    """Make the plan of a call on rows of `slots` slots: the body's, or more where these are a page's."""
+    return ExactPlan(spec, slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads)

@@ -25,7 +25,7 @@ from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu.higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, row_slots, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention", "pair_words", "turned_grid"]
@@ -40,13 +40,14 @@ def packed_attention(
     spec: HiggsSpec,
     *,
     tile: int | None = None,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does. Queries, grids and transformed keys are rounded to bfloat16 before
     they are multiplied."""
-    group = q.shape[2] // spec.kv_heads
-    plan = plan_higgs(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
-    ends = tile_ends(start, stop, plan.tile, plan.slots)
+    slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
+    plan = plan_higgs(spec, slots, slots // len(body.positions), q.shape[1] * group, tile)
+    ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
     out, lse = invoke(
         kernel,
         plan,

@@ -54,7 +54,7 @@ def kernel(refs: Refs, ends, plan, *, per_split: int):
         refs.total[...] = jnp.zeros(refs.total.shape)
         refs.out[...] = jnp.zeros(refs.out.shape)
 
-    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
+    @pl.when((tile >= ends[row, 0]) & (tile < ends[row, 1]))
     def _():
         prepare(refs, plan, tile)
         (_attend if plan.ahead is None else _attend_interleaved)(refs, plan)

@@ -22,7 +22,7 @@ from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles
-from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, row_slots, tile_ends
 
 __all__ = ["packed_attention"]
 
@@ -37,12 +37,13 @@ def packed_attention(
     *,
     ways: int | None = None,
     tile: int | None = None,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
     """Return the means of the value latents [B, T, H, R] under attention to the rematerialised keys, and the
     log-sum-exp. Query t of row b sees body tokens start[b, t] <= s < stop[b, t]. `q` carries its rotation and not yet
     the D^-1/2. Queries, latents and keys are rounded to bfloat16 before they are multiplied."""
-    slots, group = body.slots, q.shape[2] // spec.kv_heads
+    slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
     plan = plan_latents(spec, slots, slots // len(body.positions), q.shape[1] * group, ways, tile)
     parts = plan.parts
     out, lse = invoke(
@@ -50,7 +51,7 @@ def packed_attention(
         plan,
         (q.shape[0], parts.tiles),
         layer,
-        tile_ends(start, stop, parts.tile, parts.slots),
+        tile_ends(start, stop, parts.tile, parts.slots, pages),
         _operands(q, row_bounds(start, stop, plan, group), body, plan),
         ((parts.rows, spec.rank), (parts.rows, 1)),
         _scratch(plan),

@@ -41,7 +41,7 @@ from kvqjax.pallas_kernels.tpu.call import (
 from kvqjax.pallas_kernels.tpu.kernel import kernel
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.planning import make_plan
-from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, row_slots, tile_ends
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
 from kvqjax.pallas_kernels.work import Work
 
@@ -59,12 +59,13 @@ def packed_attention(
     ways: int | None = None,
     work: Work | None = None,
     splits: int = 1,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16. `splits` programs share a
     row's tokens where the batch alone does not fill the chip. Tiles of `work` are a multiple of the plan's block and of
     eight key groups."""
-    check(q, body, spec)
+    check(q, body, spec, pages)
     nuq = spec.datatype == "nuq"
     if nuq != (spec.key_group == 0 == spec.key_channels) or (nuq and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
@@ -72,12 +73,12 @@ def packed_attention(
         raise ValueError(f"{spec}: this kernel takes keys per token with one scale a head")
     if spec.scales != "bfloat16":
         raise ValueError(f"scales={spec.scales!r}; the TPU kernel takes bfloat16 scales")
-    plan = make_plan(q, body, spec, ways, work, splits)
+    plan = make_plan(q, body, spec, ways, work, splits, row_slots(body, pages))
     if (spec.key_slots or spec.value_slots) and plan.lanes != LANES:
         raise ValueError(f"{spec}: this kernel has outliers of heads that fill {LANES} lanes")
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
-    ends = tile_ends(start, stop, plan.tile, plan.slots)
+    ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
     per_split, form = -(-plan.tiles // plan.splits), "" if spec.rope is None else f"{spec.datatype}_pre_"
 
     def tile(row, split, step, ends):

@@ -42,18 +42,24 @@ def _rows(spec: PackedSpec, per_head: int) -> int:
 
 
 def make_plan(
-    q, body: PackedBody, spec: PackedSpec, ways: int | None = None, work: Work | None = None, splits: int = 1
+    q,
+    body: PackedBody,
+    spec: PackedSpec,
+    ways: int | None = None,
+    work: Work | None = None,
+    splits: int = 1,
+    slots: int | None = None,
 ) -> Plan:
     """Make the plan of a call. What is None is the table's choice; its tiles are halved until half of a small chip's
-    vector memory holds the words of two."""
-    slots, lanes = body.value_scale.shape[-1], spec.width // lane_groups(spec)
+    vector memory holds the words of two. A row has `slots`, by default the body's; more where these are a page's."""
+    slots, lanes = slots or body.slots, spec.width // lane_groups(spec)
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
     rows = _rows(spec, per_head)
     chosen = work or work_of(spec, per_head)
     tile = chosen.tile
     while not work and 2 * tile * spec.width * (spec.key_bits + spec.value_bits) > 8 * VMEM_BYTES // 2:
         tile //= 2
-    tile = min(tile, slots)
+    tile = min(tile, body.slots)
     splits, ways = min(splits, -(-slots // tile)), ways or cheapest_ways(spec)
     plan = Plan(spec, slots, rows, per_head, tile, ways, lanes, splits, ahead=chosen.ahead)
     return dataclasses.replace(plan, pieces=math.gcd(chosen.pieces, plan.blocks))

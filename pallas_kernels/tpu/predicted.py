@@ -23,7 +23,7 @@ from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.predicted_kernel import kernel
 from kvqjax.pallas_kernels.tpu.predicted_plan import STEP, PredictedPlan, plan_predicted
 from kvqjax.pallas_kernels.tpu.rope import turns
-from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, row_slots, tile_ends
 
 __all__ = ["packed_attention"]
 
@@ -38,19 +38,20 @@ def packed_attention(
     *,
     carry: dict[str, Float[Array, "B S W"]],
     tile: int | None = None,
+    pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> tuple[Partial, dict[str, Float[Array, "B S W"]]]:
     """Attend as `reference.packed_attention` does, and give this layer's `carry` of the tiles that a row sees: keys "k"
     and values "v", from those of the layer below. Queries and turned keys are rounded to bfloat16."""
-    group = q.shape[2] // spec.kv_heads
-    plan = plan_predicted(spec, body.slots, body.slots // len(body.positions), q.shape[1] * group, tile)
+    slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
+    plan = plan_predicted(spec, slots, slots // len(body.positions), q.shape[1] * group, tile)
     bounds, heads = row_bounds(start, stop, plan, group), (q.shape[0], 1, plan.lane_groups, plan.rows)
     out, lse, keys, values = invoke(
         kernel,
         plan,
         (q.shape[0], plan.tiles),
         layer,
-        tile_ends(start, stop, plan.tile, plan.slots),
+        tile_ends(start, stop, plan.tile, plan.slots, pages),
         _operands(q, bounds, body, plan),
         ((plan.lane_groups * plan.rows, plan.lanes), (plan.lane_groups * plan.rows, 1)),
         _scratch(plan),

@@ -35,8 +35,7 @@ def kernel(refs: Refs, ends, plan):
     Args:
         refs: The kernel's references, as declared in `predicted`. `keys` and `values` are pairs of references
             [1, S, W]: those of the layer below, which are read, and this layer's, which are written.
-        ends: First visible tile, one past the last, and the last tile to fetch, of every row, [3, B]
-            (`rows.tile_ends`).
+        ends: First visible tile, one past the last, and the last tile to fetch, of every row (`rows.tile_ends`).
         plan: The call's plan. The grid is (row, tile)."""
 
     row = pl.program_id(0)
@@ -46,7 +45,7 @@ def kernel(refs: Refs, ends, plan):
 
         # Of a row that sees no token one tile is fetched and written back all the same. It must not be what happens to
         # stand in memory.
-        @pl.when(ends[0, row] >= ends[1, row])
+        @pl.when(ends[row, 0] >= ends[row, 1])
         def _():
             for _, target in (refs.keys, refs.values):
                 target[...] = jnp.zeros(target.shape, target.dtype)

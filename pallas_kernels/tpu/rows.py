@@ -7,7 +7,7 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "tile_ends"]
+__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "row_slots", "tile_ends"]
 
 
 def lane_queries(q, plan) -> Float[Array, "B P M W"]:
@@ -31,12 +31,23 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
 
 
-def tile_ends(start, stop, tile: int, slots: int) -> Int[Array, "3 B"]:
+def row_slots(body, pages: Int[Array, "B N"] | None) -> int:
+    """Count the slots of a row: those of the body's arrays, or of all N pages that a row may have."""
+    return body.slots if pages is None else body.slots * pages.shape[1]
+
+
+def tile_ends(start, stop, tile: int, slots: int, pages: Int[Array, "B N"] | None = None) -> Int[Array, "B _"]:
     """Return per row of the batch: first visible tile, one past the last, and the last tile to fetch (never out of
-    bounds, even for rows that see nothing)."""
+    bounds, even for rows that see nothing). The numbers of the row's pages follow, where its body lies in pages.
+
+    The numbers of a row lie side by side: scalar memory pads the last axis to 128 numbers."""
     tiles = -(-slots // tile)
     first, end = jnp.minimum(start.min(1) // tile, tiles - 1), jnp.minimum(-(-stop.max(1) // tile), tiles)
-    return jnp.stack([first, end, jnp.maximum(end - 1, first)]).astype(jnp.int32)
+    ends = jnp.stack([first, end, jnp.maximum(end - 1, first)], axis=1)
+    if pages is not None:
+        # No query sees a token of a page that is not there (-1). Still a tile may be fetched of it.
+        ends = jnp.concatenate([ends, jnp.maximum(pages, 0)], axis=1)
+    return ends.astype(jnp.int32)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:

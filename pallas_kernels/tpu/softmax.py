@@ -25,7 +25,7 @@ def over_tiles(refs, ends, work, begin=None, end=None) -> None:
     row, tile = pl.program_id(0), pl.program_id(1)
     pl.when(tile == 0)(begin or (lambda: empty(refs)))
 
-    @pl.when((tile >= ends[0, row]) & (tile < ends[1, row]))
+    @pl.when((tile >= ends[row, 0]) & (tile < ends[row, 1]))
     def _():
         work(tile)
 

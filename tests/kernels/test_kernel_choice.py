@@ -200,11 +200,11 @@ def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
     np.testing.assert_array_equal(back.lengths, cache.lengths)
 
 
-def interpreted(q, body, layer, start, stop, spec, general, trusted, recent=None):
+def interpreted(q, body, layer, start, stop, spec, general, trusted, recent=None, pages=None):
     """Dispatch with the Pallas interpreter in the place of a TPU."""
     if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) == "reference":
         return dispatch.packed_attention(q, body, layer, start, stop, spec, general, trusted)
-    return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
+    return tpu.packed_attention(q, body, layer, start, stop, spec, pages=pages, interpret=True)
 
 
 @pytest.fixture
@@ -220,7 +220,8 @@ def faster(*_):
 
 
 def test_the_interpreter_passes_as_a_chip(interpreter):
-    found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(600,))
+    """On pages first, then on rows of their own."""
+    found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(1300, 600))
     assert found.outcome == "faster", found.note
     assert 0 < found.error < 0.005
     assert (found.kernel_ms, found.plain_ms) == (1.0, 2.0)
@@ -275,6 +276,17 @@ def test_small_mistakes_are_found(monkeypatch, change):
     monkeypatch.setattr(kernel_reader, "packed_attention", spoilt(change))
     jax.clear_caches()
     found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(300,))
+    jax.clear_caches()
+    assert found.outcome == "wrong", found
+
+
+def test_the_wrong_pages_are_found(monkeypatch):
+    def kernel(*arguments, pages=None, **recent):
+        return interpreted(*arguments, pages=pages if pages is None else pages[:, ::-1], **recent)
+
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
+    jax.clear_caches()
+    found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(1300, 600))
     jax.clear_caches()
     assert found.outcome == "wrong", found
 

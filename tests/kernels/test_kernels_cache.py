@@ -1,17 +1,21 @@
 """Caches whose bodies kernels read: what a model computes with the TPU kernel, interpreted, in the place of the general
 path, and that a program for a TPU is the general path where there is none."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
-from kernel_cache import filled, for_chip, logits
+from kernel_cache import CAPACITY, LENGTH, filled, for_chip, logits
 from kernel_cases import check_outputs
 from kernel_forms import rope
-from tiny import tiny
+from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.pallas_kernels import dispatch
+from kvqjax.pallas_kernels.exact import ExactSpec
+from kvqjax.pallas_kernels.tpu import exact
 from kvqjax.pallas_kernels.tpu import packed as tpu
 
 METHODS = ["kivi_star:protected=0,sinks=3", "kvquant:bits=2,outliers=0.01,sinks=3"]
@@ -46,6 +50,28 @@ def test_elsewhere_the_general_path(method):
     assert dispatch.path(wiring.fast.packed.spec, 2, 512) == "tpu"
     here = logits(model, cache)
     np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())  # all heads at once
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=2,group=128,sinks=3", METHODS[0]])
+def test_kernels_read_pages_where_they_lie(method, monkeypatch):
+    """As a chip's program does it, interpreted; and where such a program runs on a CPU, without the kernel."""
+    model, cache = filled(method)
+    plain, tables = logits(model, cache), []
+    paged = kvq.init_cache(model, kvq.parse(method), 2, CAPACITY, target="v6e", pages=5)
+    assert paged.layout.pool.tokens == 1024
+    paged = kvq.with_pages(paged, np.asarray([[3], [1]]))
+    _, paged = jax.jit(kvq.prefill)(model, tokens(2, LENGTH), jnp.asarray([LENGTH, LENGTH - 200]), paged)
+    np.testing.assert_allclose(logits(model, paged), plain, atol=1e-5 * np.abs(plain).max())
+
+    def kernel(q, body, layer, start, stop, spec, general, trusted, pages, **recent):
+        tables.append(pages)
+        module = exact if isinstance(spec, ExactSpec) else tpu
+        return module.packed_attention(q, body, layer, start, stop, spec, pages=pages, interpret=True, **recent)
+
+    monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
+    found = logits(model, paged)
+    assert [table.shape for table in tables] == [(2, 1)]
+    check_outputs(found, plain)
 
 
 REACHING = ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128", "omniscale:bits=2", "omniscale:bits=4,group=128"]

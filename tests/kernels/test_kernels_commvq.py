@@ -17,8 +17,10 @@ from kernel_cases import (
     LLAMA31_8B,
     QUERY,
     QUICK,
+    check_equal,
     check_outputs,
     check_second_row_sees_nothing,
+    in_pages,
     packed_codes,
     path,
 )
@@ -160,6 +162,17 @@ def test_race_free_on_simulated_memory():
     case = dataclasses.replace(HALVES, kv_heads=2, rounds=2, length=1)
     _, body, q, start, stop, *_ = drawn(case)
     near(case, run(case, params)(q, body, jnp.int32(1), start, stop))
+
+
+@pytest.mark.parametrize(("slots", "page"), [(2048, 1024), (4096, 2048)])
+def test_pages_are_read_where_they_lie(slots, page):
+    """Also pages of fewer words than lanes. Tile by tile the same numbers, so that not a bit differs."""
+    case = dataclasses.replace(HALVES, slots=slots)
+    spec, body, q, start, stop, *_ = drawn(case)
+    paged, pages = in_pages(body, page, ("key_codes", "prescale", "gain"), int(stop[0].max()))
+    call = functools.partial(tpu_commvq.packed_attention, spec=spec, interpret=True)
+    got = jax.jit(call, compiler_options=QUICK)(q, paged, jnp.int32(1), start, stop, pages=pages)
+    check_equal(got, run(case, True)(q, body, jnp.int32(1), start, stop))
 
 
 def test_rows_that_see_nothing_merge_as_nothing():

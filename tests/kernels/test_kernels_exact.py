@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from kernel_cache import for_chip
-from kernel_cases import check_second_row_sees_nothing
+from kernel_cases import check_equal, check_second_row_sees_nothing, in_pages
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -78,6 +78,17 @@ def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, s
     check_second_row_sees_nothing(got)
 
 
+def test_pages_are_read_where_they_lie(monkeypatch):
+    """Tile by tile the same numbers, so that not a bit differs."""
+    monkeypatch.setitem(TPUS, "v6e", TPUS["v6e"]._replace(exact_tile_bytes=4 * 256 * 256))
+    _, q, k, v, start, stop = _case(2, 2, 128, 1024)
+    start, stop = start.at[1].set(300), jnp.stack([stop[0] - 512, stop[0]])
+    body, spec = ExactBody(to_bits(k), to_bits(v)), ExactSpec(kv_heads=2, head_dim=128, dtype="bfloat16", target="v6e")
+    paged, pages = in_pages(body, 512, (), int(stop[0].max()))
+    got = exact.packed_attention(q, paged, 1, start, stop, spec, pages=pages, interpret=True)
+    check_equal(got, exact.packed_attention(q, body, 1, start, stop, spec, interpret=True))
+
+
 def _whole(cache, length: int, within: str, mask=None):
     """One layer's attention to all tokens, in bfloat16, of rows with tokens in the body, with few, and with none."""
     shape, random = cache.layout.shape, np.random.default_rng(2)
@@ -94,22 +105,32 @@ def _whole(cache, length: int, within: str, mask=None):
 
 @pytest.mark.parametrize("method", thinned(["exact", "exact:window=32,sinks=3"], 2))
 @pytest.mark.parametrize(
-    ("length", "within", "sliding", "masked"),
-    [(1, "chunk", None, False), (3, "step", None, False), (3, "chunk", 500, False), (3, "chunk", 500, True)],
+    ("length", "within", "sliding", "masked", "paged"),
+    [
+        (1, "chunk", None, False, False),
+        (3, "step", None, False, False),
+        (3, "chunk", 500, False, False),
+        (3, "chunk", 500, True, False),
+        (3, "chunk", None, False, True),
+    ],
 )
-def test_one_call_takes_all_tokens(method, length, within, sliding, masked, monkeypatch):
-    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts. Where
-    a mask says which new tokens see each other, it takes the body alone."""
+def test_one_call_takes_all_tokens(method, length, within, sliding, masked, paged, monkeypatch):
+    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts, a
+    body in pages. Where a mask says which new tokens see each other, it takes the body alone."""
     shape = tiny(head_dim=128, num_layers=1, sliding_window=sliding).config.kv_shape
-    cache = kvq.init_cache(shape, method, 3, 1024, dtype="bfloat16")
+    pages = {"pages": 5, "page_tokens": 1024} if paged else {}
+    cache = kvq.init_cache(shape, method, 3, 1024, dtype="bfloat16", **pages)
+    if paged:
+        cache = kvq.with_pages(cache, np.asarray([[2], [0], [4]]))
     mask = jnp.broadcast_to(jnp.eye(length, dtype=bool)[::-1], (3, length, length)) if masked else None
     want, calls = _whole(cache, length, within, mask), []
 
-    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
+    def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None, **table):
         if dispatch.path(spec, 2, body.slots, q.shape[1], trusted) == "reference":
             return general()
         calls.append(recent is None)
-        return exact.packed_attention(q, body, layer, start, stop, spec, recent, interpret=True)
+        assert bool(table) == paged
+        return exact.packed_attention(q, body, layer, start, stop, spec, recent, interpret=True, **table)
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = _whole(for_chip(cache, "v6e"), length, within, mask)

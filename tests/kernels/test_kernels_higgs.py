@@ -17,8 +17,10 @@ from kernel_cases import (
     LLAMA31_8B,
     QUERY,
     QUICK,
+    check_equal,
     check_outputs,
     check_second_row_sees_nothing,
+    in_pages,
     packed_codes,
     path,
     vectors,
@@ -132,6 +134,18 @@ def test_race_free_on_simulated_memory():
     case = dataclasses.replace(SHARED, slots=512, stretches=2)
     _, body, q, start, stop, *_ = drawn(case)
     near(case, run(case, 256, params)(q, body, jnp.int32(1), start, stop))
+
+
+@pytest.mark.parametrize("case", [SHARED, LARGE], ids=["shared", "large"])
+def test_pages_are_read_where_they_lie(case):
+    """Tile by tile the same numbers, so that not a bit differs."""
+    case = dataclasses.replace(case, slots=1024, stretches=2)
+    spec, body, q, start, stop, *_ = drawn(case)
+    stored, pages = in_pages(body.stored, 512, ("key_scale", "value_scale"), int(stop[0].max()))
+    call = functools.partial(tpu_higgs.packed_attention, spec=spec, tile=256, interpret=True)
+    paged = body._replace(stored=stored)
+    got = jax.jit(call, compiler_options=QUICK)(q, paged, jnp.int32(1), start, stop, pages=pages)
+    check_equal(got, run(case, 256, True)(q, body, jnp.int32(1), start, stop))
 
 
 def test_rows_that_see_nothing_merge_as_nothing():

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import BATCH, LLAMA31_8B, _stored, check_outputs, check_second_row_sees_nothing, path, vectors
+from kernel_cases import (
+    BATCH,
+    LLAMA31_8B,
+    _stored,
+    check_equal,
+    check_outputs,
+    check_second_row_sees_nothing,
+    in_pages,
+    path,
+    vectors,
+)
 
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods import parse
@@ -22,6 +32,7 @@ from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import blockwise_attention
 from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.tpu import latents as tpu_latents
+from kvqjax.pallas_kernels.tpu.call import BY_TOKEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +139,15 @@ def test_race_free_on_simulated_memory():
     case = dataclasses.replace(HALVES, slots=512, stretches=2, length=1)
     _, body, _, q, start, stop, *_ = drawn(case)
     near(case, run(case, 256, params)(q, body, jnp.int32(1), start, stop))
+
+
+def test_pages_are_read_where_they_lie():
+    """Tile by tile the same numbers, so that not a bit differs."""
+    spec, body, _, q, start, stop, *_ = drawn(NIBBLES)
+    stored, pages = in_pages(body.stored, 512, BY_TOKEN, int(stop[0].max()))
+    call = functools.partial(tpu_latents.packed_attention, spec=spec, tile=512, interpret=True)
+    got = jax.jit(call)(q, body._replace(stored=stored), jnp.int32(1), start, stop, pages=pages)
+    check_equal(got, run(NIBBLES, 512, True)(q, body, jnp.int32(1), start, stop))
 
 
 def test_rows_that_see_nothing_merge_as_nothing():

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cache import for_chip, logits
-from kernel_cases import BATCH, LLAMA31_8B, QUERY, QUICK, check_outputs, check_second_row_sees_nothing, packed_codes
+from kernel_cases import (
+    BATCH,
+    LLAMA31_8B,
+    QUERY,
+    QUICK,
+    check_equal,
+    check_outputs,
+    check_second_row_sees_nothing,
+    in_pages,
+    packed_codes,
+)
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -181,6 +191,21 @@ def test_race_free_on_simulated_memory():
     case = dataclasses.replace(SHARED, slots=512, kv_heads=2)
     start, stop = drawn(case).start, drawn(case).stop
     check(case, 256, attended(case, 256, params, start, stop), start, stop)
+
+
+def test_pages_are_read_where_they_lie():
+    """Tile by tile the same numbers, so that not a bit differs, also of what flows on."""
+    one = drawn(SHARED)
+    stored, pages = in_pages(one.body.codes.stored, 512, ("key_scale", "value_scale"), int(one.stop[0].max()))
+    paged = one.body._replace(codes=one.body.codes._replace(stored=stored))
+    call = functools.partial(
+        tpu_predicted.packed_attention, spec=one.spec, carry=one.carry, tile=512, pages=pages, interpret=True
+    )
+    got, carry = jax.jit(call, compiler_options=QUICK)(one.q, paged, jnp.int32(1), one.start, one.stop)
+    want, want_carry = attended(SHARED, 512, True, one.start, one.stop)
+    check_equal(got, want)
+    for name in "kv":
+        np.testing.assert_array_equal(carry[name], want_carry[name])
 
 
 def test_rows_that_see_nothing_merge_as_nothing():

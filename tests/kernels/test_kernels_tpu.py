@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import QUICK, Case, agree, make_body, make_query, near, oracle
+from kernel_cases import QUICK, Case, agree, check_equal, in_pages, make_body, make_query, near, oracle
 
 from kvqjax.pallas_kernels import dispatch, reference, support
 from kvqjax.pallas_kernels.chips import TARGETS, TPUS
@@ -23,6 +23,8 @@ from kvqjax.pallas_kernels.forms import SPLASH, KernelForm, form_of
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.pallas_kernels.tpu import rows as tpu_rows
 from kvqjax.pallas_kernels.tpu import tile as tpu_tile
+from kvqjax.pallas_kernels.tpu.call import BY_TOKEN as BY_TOKEN_FIELDS
+from kvqjax.pallas_kernels.tpu.call import KEYS_BY_TOKEN
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 from kvqjax.pallas_kernels.work import Work
 
@@ -80,6 +82,16 @@ def compiled(case: Case, **options):
     return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options), compiler_options=QUICK)
 
 
+def compiled_in_pages(case: Case, **options):
+    """The same of a body in pages, whose table comes last."""
+
+    def call(*args):
+        *args, pages = args
+        return tpu.packed_attention(*args, case.spec, pages=pages, interpret=True, **options)
+
+    return jax.jit(call, compiler_options=QUICK)
+
+
 def attend(case: Case, **options):
     body, key, value = make_body(case)
     q, start, stop = make_query(case)
@@ -102,6 +114,25 @@ def test_race_free_on_simulated_memory(case, options):
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     near(*attend(case, interpret=params, **options))
+
+
+PAGED = [
+    (FOUR, SPLIT),
+    (dataclasses.replace(SMALL, target="v7x"), {"work": Work(512)}),
+    (BALANCED, {"work": Work(512, 1, 0)}),
+    (BY_TOKEN, {"work": Work(512, 1, 0)}),
+]
+
+
+@pytest.mark.parametrize(("case", "options"), PAGED, ids=str)
+def test_pages_are_read_where_they_lie(case, options):
+    """Tile by tile the same numbers, so that not a bit differs."""
+    case = dataclasses.replace(case, slots=1024)
+    body, (q, start, stop) = make_body(case)[0], make_query(case)
+    by_token = BY_TOKEN_FIELDS + KEYS_BY_TOKEN * bool(case.key_channels)
+    paged, pages = in_pages(body, 512, by_token, int(stop[0].max()))
+    got = compiled_in_pages(case, **options)(q, paged, jnp.int32(1), start, stop, pages)
+    check_equal(got, compiled(case, interpret=True, **options)(q, body, jnp.int32(1), start, stop))
 
 
 def test_scales_prepared_in_parts(monkeypatch):
@@ -130,7 +161,7 @@ def test_rows_that_see_nothing_merge_as_nothing():
 def test_rows_that_start_to_see_beyond_the_body_fetch_within_it():
     """A sliding window may lie in the exact tokens altogether; copies are not checked on chips."""
     start, stop = jnp.array([[500, 600], [512, 700], [0, 3]]), jnp.array([[512, 512], [512, 512], [0, 0]])
-    np.testing.assert_array_equal(tpu_rows.tile_ends(start, stop, 256, 512), [[1, 1, 0], [2, 2, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(tpu_rows.tile_ends(start, stop, 256, 512), [[1, 2, 1], [1, 2, 1], [0, 0, 0]])
     body, _, _ = make_body(FOUR)
     q, start, stop = make_query(FOUR)
     start = start.at[1].set(700)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import pytest
 from cases import thinned
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import QUICK, make_query, near, oracle
+from kernel_cases import QUICK, check_equal, in_pages, make_query, near, oracle
 from kernel_forms import case_of, changed, first_positions, make_form, rope, within
 
 from kvqjax.pallas_kernels import reference
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.pallas_kernels.tpu import rows as tpu_rows
+from kvqjax.pallas_kernels.tpu.call import BY_TOKEN
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.work import Work
 
@@ -59,6 +60,17 @@ def test_kernel_equals_the_oracle(case, place, options):
 def test_race_free_on_simulated_memory():
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     near(*attend(NUQ2, {}, interpret=params, work=Work(512)))
+
+
+@pytest.mark.parametrize("case", [STAR4, changed(NUQ2, key_slots=3, value_slots=2)], ids=str)
+def test_pages_are_read_where_they_lie(case):
+    """Positions and outliers too. Tile by tile the same numbers, so that not a bit differs."""
+    case = changed(case, slots=1024)
+    body, (q, start, stop) = make_form(case, **FAR)[0], make_query(case)
+    paged, pages = in_pages(body, 512, BY_TOKEN, int(stop[0].max()))
+    call = functools.partial(tpu.packed_attention, spec=case.spec, work=Work(512), interpret=True)
+    got = jax.jit(call, compiler_options=QUICK)(q, paged, jnp.int32(1), start, stop, pages=pages)
+    check_equal(got, jax.jit(call, compiler_options=QUICK)(q, body, jnp.int32(1), start, stop))
 
 
 @pytest.mark.parametrize("wrong", [{"first": 5}, {"apart": 1}])

@@ -22,10 +22,20 @@ __all__ = ["attend_by_kernel", "attend_with_recent", "recent_of"]
 def attend_by_kernel(call: BodyCall, carry: Carry, without_kernel: Attend) -> tuple[Partial, Carry]:
     """Attend to the body by its kernel, or in a program that is lowered for another chip by `without_kernel`."""
     packed, body, start, stop = packed_view(call.view, call.tokens)
-    arguments = call.q, body, call.view.layer, start, stop, packed.spec
+    arguments, pages = (call.q, body, call.view.layer, start, stop, packed.spec), row_pages(call.view)
     if call.view.run.wiring.chain.carry:
-        return packed_attention(*arguments, lambda: without_kernel(call, carry), packed.trusted, carry=carry)
-    return packed_attention(*arguments, lambda: without_kernel(call, carry)[0], packed.trusted), carry
+        also = pages | {"carry": carry}
+        return packed_attention(*arguments, lambda: without_kernel(call, carry), packed.trusted, **also)
+    return packed_attention(*arguments, lambda: without_kernel(call, carry)[0], packed.trusted, **pages), carry
+
+
+def row_pages(view: LayerView) -> dict[str, Array]:
+    """Give the table of pages as kernels take it, where the body lies in pages: as wide as this run's rows are long."""
+    run = view.run
+    if not run.page:
+        return {}
+    assert view.pages is not None
+    return {"pages": view.pages[:, : run.slots // run.page]}
 
 
 def recent_of(state: Run, new: dict[str, Array], visible: Int[Array, "B T N"]) -> Recent:
@@ -52,4 +62,4 @@ def attend_with_recent(q, view: LayerView, tokens: NewTokens, without_kernel: Ca
     recent = recent_of(view.state, view.new, _visible_recent(view, tokens))
     packed, body, start, stop = packed_view(view, tokens)
     arguments = q, body, view.layer, start, stop, packed.spec
-    return packed_attention(*arguments, without_kernel, packed.trusted, recent=recent)
+    return packed_attention(*arguments, without_kernel, packed.trusted, recent=recent, **row_pages(view))
