@@ -12,16 +12,18 @@ import gzip
 import io
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvqjax._errors import UserError, unwritten
 
 __all__ = [
     "decode_text",
     "made_folder",
+    "open_bytes",
     "open_lines",
     "open_text",
     "parse_json",
@@ -149,10 +151,22 @@ def decode_text(raw: bytes, name: str) -> str:
     return text.lstrip(MARK).replace("\r\n", "\n").replace("\r", "\n")
 
 
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. A device may have no end, and a pipe gives its bytes once, where files are looked
+    into before they are read. Raises OSError, and UserError for such a path."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system says so
+        raise UserError(f"{path}: a pipe or a device, not a file; write what it gives into a file")
+    return path.open("rb")
+
+
 def open_text(path: Path) -> str:
     """The text of a file, as `decode_text` gives it. Raises UserError."""
     try:
-        raw = path.read_bytes()
+        with open_bytes(path) as file:
+            raw = file.read()
+    except UserError:
+        raise
     except (OSError, ValueError) as error:  # a ValueError is a path with a NUL in it
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return decode_text(raw, str(path))
@@ -166,7 +180,7 @@ def open_lines(path: Path) -> Iterator[str]:
     number = 0
     try:
         with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(path.open("rb"))
+            stream = stack.enter_context(open_bytes(path))
             if stream.peek(2).startswith(_GZIP):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
             head = stream.peek(8)[:8]

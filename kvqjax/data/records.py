@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_lines, open_text, parse_json
+from kvqjax._files import open_bytes, open_lines, open_text, parse_json
 
 __all__ = [
     "SUFFIXES",
@@ -54,7 +54,7 @@ def kind_of(path: Path) -> str:
     if kind != "text":
         return kind
     try:
-        with path.open("rb") as file:
+        with open_bytes(path) as file:
             if file.read(4) == _PARQUET:
                 return "parquet"
         first = next((line for line in open_lines(path) if line.strip()), "")

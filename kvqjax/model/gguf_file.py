@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvqjax._errors import UserError
+from kvqjax._files import open_bytes
 from kvqjax.model.tensor_rows import Order
 
 __all__ = ["BLOCKS", "Entry", "Header", "decode_blocks", "is_gguf", "read_header", "require_decoder"]
@@ -150,7 +151,7 @@ def is_gguf(path: Path) -> bool:
     if path.suffix.lower() == ".gguf" and not os.path.isdir(path):
         return True
     try:
-        with path.open("rb") as stream:
+        with open_bytes(path) as stream:
             return stream.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError):  # a ValueError is a path with a NUL in it
         return False
@@ -181,7 +182,7 @@ def read_header(file: Path) -> Header:
 
 @functools.lru_cache(maxsize=4)  # a load asks for config, tensors, fingerprint and tokenizer of one file
 def _read_once(file: Path, changed: int, size: int) -> Header:
-    with file.open("rb") as stream:
+    with open_bytes(file) as stream:
         start = stream.read(8)
         if not start.startswith(MAGIC):
             is_ggml = start[:4] in _OLDER

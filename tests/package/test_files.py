@@ -3,11 +3,13 @@
 import codecs
 import gzip
 import json
+import os
 
 import pytest
 
 import kvqjax as kvq
 from kvqjax._files import decode_text, open_lines, open_text, read_json
+from kvqjax.data import read as read_data
 
 TEXT = "One line, café.\n\nAnother 漢字 🙂.\n"
 LEFT = {
@@ -62,6 +64,16 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path, path):
     for read in (open_text, read_json, lambda path: list(open_lines(path))):
         with pytest.raises(kvq.UserError):
             read(tmp_path / path)
+
+
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])  # waits for a writer; has no end
+def test_what_is_no_file_is_one_line(tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    for read in (open_text, read_data, lambda path: list(open_lines(path))):
+        with pytest.raises(kvq.UserError, match=f"{path}: a pipe or a device, not a file"):
+            read(tmp_path / path)
+    with pytest.raises(kvq.UserError, match="wanted the folder of a model, or a .gguf file"):
+        kvq.load(tmp_path / path)
 
 
 def test_marks_of_joined_files_are_taken_from_every_line(tmp_path):
