@@ -35,6 +35,7 @@ __all__ = [
     "Style",
     "Sums",
     "cache_layouts",
+    "check_drift",
     "check_mode",
     "drift",
     "encoded_from",
@@ -249,6 +250,15 @@ def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
     return kld[-1] / first if first > ROUNDING else None
 
 
+def check_drift(chunk: int, window: int) -> str:
+    """The name under which reports carry a drift. Raises UserError for a chunk that holds more than the whole decode:
+    its tokens would see each other exactly, however long it is."""
+    name = check_mode("loop", chunk, window)
+    if chunk > window:
+        raise UserError(f"chunk={chunk} is more than all {window} steps; say a smaller chunk or a longer window")
+    return f"long-decode, {name}"
+
+
 def drift(
     model: Model,
     texts: TextLike,
@@ -285,7 +295,7 @@ def drift(
     check_model(model)
     check_counts(chunk=chunk, window=window, bins=bins)
     check_integer("tokens", tokens, 0)
-    method, name = parse(method), check_mode("loop", chunk, window)
+    method, name = parse(method), check_drift(chunk, window)
     pieces = windows(token_ids(model, texts), window, tokens)
     plain = model.replace(constants=())
     layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
@@ -300,7 +310,7 @@ def drift(
     kld = [float(span[0].sum() / span[2].sum()) for span in spans]
     return {
         "cache": str(method),
-        "mode": f"long-decode, {name}",
+        "mode": name,
         "tokens": int(total[2].sum()),
         "steps": window,
         **bytes_of(model, method, window),

@@ -128,9 +128,10 @@ def drift(
     bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
     """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
+    from kvqjax.eval.windows import check_drift, windows
     from kvqjax.eval.windows import drift as run
-    from kvqjax.eval.windows import windows
 
+    check_drift(chunk, window)
     ids, about = _encoded(loaded, data, tokens, field=field, split=split, folder=folder, seed=seed)
     windows(ids, window, tokens)  # says now if the text is too short
     fixed = {"chunk": chunk, "window": window, "tokens": tokens, "bins": bins}

@@ -310,6 +310,12 @@ def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command
     assert "fewer than one window" in err
 
 
+def test_a_drift_in_chunks_above_its_window_is_refused_before_anything_is_said(call):
+    code, out, err = call("eval", "drift", "-m", "recall", "-c", "exact", "--chunk", "16777216")
+    assert (code, out) == (2, "")
+    assert err == "error: chunk=16777216 is more than all 512 steps; say a smaller chunk or a longer window\n"
+
+
 def test_an_evaluation_says_what_it_will_do(call):
     words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
     code, _, err = call("eval", "retrieval", *words)

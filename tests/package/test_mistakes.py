@@ -105,6 +105,7 @@ MISTAKES = {
     "eval.perplexity(model, 'a text', 'exact')": "it has no tokenizer; pass token ids",
     "eval.perplexity(model, None, 'exact')": "texts is a NoneType; wanted a text, a list of texts, a path",
     "eval.perplexity(model, tokens * 1.0, 'exact')": "texts is of type float32; wanted",
+    "eval.drift(model, [1] * 64, 'exact', chunk=65, window=64)": "chunk=65 is more than all 64 steps; say a smaller",
     "eval.drift(model, {'input_ids': [1, 2]}, 'exact')": "texts is a dict; pass texts['input_ids']",
     "eval.drift(model, [[1, 2], ['a']], 'exact')": "texts is a list",
     "eval.retrieval(model, 'exact', task='passkey', hay=5)": "hay is int without text; wanted a text, a path",
