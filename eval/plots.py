@@ -86,6 +86,19 @@ def _log_axis(axes, label: str) -> None:
     axes.grid(alpha=0.3)
 
 
+def _can_be_drawn(kld: float | int) -> bool:
+    """Say whether a log axis can show a divergence: it is more than rounding, and neither infinite nor NaN."""
+    return ROUNDING < kld < math.inf
+
+
+def _note_left_out(axes, rows: Rows) -> None:
+    """Name below the axis the caches with divergences that are infinite or NaN, which no axis can show."""
+    wrong = lambda kld: not all(map(math.isfinite, kld if isinstance(kld, Sequence) else [kld]))  # noqa: E731
+    if names := dict.fromkeys(row["cache"] for row in rows if wrong(row["kld"])):
+        note = textwrap.fill("not drawn where the divergence is infinite or NaN: " + ", ".join(names), 80)
+        axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
+
+
 def _bits_label(tokens: int) -> str:
     return f"bits stored per key or value number (everything, rows of {count(tokens)} tokens)"
 
@@ -93,7 +106,7 @@ def _bits_label(tokens: int) -> str:
 def _quality(figure, rows: Rows) -> None:
     """KL divergence against bits, a line a method; the exact cache, which a log axis cannot show, as its floor."""
     axes = figure.subplots()
-    lossy = [row for row in rows if row["kld"] > ROUNDING]
+    lossy = [row for row in rows if _can_be_drawn(row["kld"])]
     setups = _grouped(rows, "mode", "windows")
     curves = []
     for number, (name, group) in enumerate(_lines(lossy, len(setups) > 1).items()):
@@ -102,6 +115,7 @@ def _quality(figure, rows: Rows) -> None:
     exact = next((f", {row['bits_stored']:.3g} bits" for row in rows if row["cache"] == "exact"), "")
     zero_line(axes, f"exact cache{exact}: 0")
     axes.set_xlabel(_bits_label(rows[0]["context"]) + (f"\n{next(iter(setups))}" if len(setups) == 1 else ""))
+    _note_left_out(axes, rows)
     axes.xaxis.get_major_locator().set_params(nbins=6)
     axes.margins(x=0.05)
     low, high = axes.get_xlim()
@@ -112,7 +126,7 @@ def _quality(figure, rows: Rows) -> None:
 def _tune(figure, rows: Rows) -> None:
     """KL divergence against bits: the chosen policy, single choices by method, the front of first guesses."""
     axes, curves = figure.subplots(), []
-    lossy = [row for row in rows if row["kld"] > ROUNDING]
+    lossy = [row for row in rows if _can_be_drawn(row["kld"])]
     singles = [row | {"series": series(row["cache"])} for row in lossy if row["kind"] == "single"]
     for number, (name, group) in enumerate(_grouped(singles, "series").items()):
         points = sorted((row["bits_stored"], row["kld"]) for row in group)
@@ -125,6 +139,7 @@ def _tune(figure, rows: Rows) -> None:
             curves.append(Curve(name, bits, kld, "#000000"))
     _log_axis(axes, KLD)
     axes.set_xlabel("bits per key or value number: all that is stored")
+    _note_left_out(axes, rows)
     if curves:
         label_curves(figure, [(axes, curves)])
 
@@ -132,15 +147,16 @@ def _tune(figure, rows: Rows) -> None:
 def _drift(figure, rows: Rows) -> None:
     """KL divergence in spans of a long decode, a line a cache."""
     axes, curves = figure.subplots(), []
-    lossy = [row for row in rows if max(row["kld"]) > ROUNDING]
+    lossy = [row for row in rows if any(map(_can_be_drawn, row["kld"]))]
     for number, row in enumerate(lossy):
         width = row["steps"] / len(row["kld"])
-        spans = [((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if kld > ROUNDING]
+        spans = [((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if _can_be_drawn(kld)]
         curves.append(_curve(axes, number, row["cache"], spans))
     _log_axis(axes, KLD)
-    if lossless := [row["cache"] for row in rows if row not in lossy]:
+    if lossless := [row["cache"] for row in rows if all(kld <= ROUNDING for kld in row["kld"])]:
         zero_line(axes, ", ".join(lossless) + ": 0")
     axes.set_xlabel("decode step (tokens), means over equal spans")
+    _note_left_out(axes, rows)
     axes.set_xlim(0, max(row["steps"] for row in rows))
     label_curves(figure, [(axes, curves)])
 

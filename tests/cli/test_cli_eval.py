@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -166,6 +167,22 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
             assert not box.contains(*axes.transData.transform(line.get_xydata()[-1]))
     styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines[: len(CACHES)]}
     assert len(styles) == len(CACHES)
+
+
+@pytest.mark.parametrize("kind", ["compare", "tune", "drift"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_divergence_that_no_axis_can_show_is_named_below_it(kind, wrong, tmp_path):
+    row = ROWS[kind][-1]
+    spoilt = row | {"cache": "klt:bits=1", "kld": [0.1, wrong] if kind == "drift" else wrong}
+    figure = drawn(kind, [*ROWS[kind], spoilt])
+    (axes,) = figure.axes
+    note = " ".join(axes.get_xlabel().split())
+    assert note.endswith("not drawn where the divergence is infinite or NaN: klt:bits=1")
+    heights = [height for line in axes.lines for height in line.get_ydata()]
+    assert all(map(math.isfinite, heights))
+    assert not any("klt" in line.get_label() and line.get_label().endswith(": 0") for line in axes.lines)
+    assert "not drawn" not in drawn(kind, ROWS[kind]).axes[0].get_xlabel()
+    draw(kind, [spoilt], "title", tmp_path / "one.png")
 
 
 def test_cells_have_numbers_and_one_colour_bar():
