@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from kvqjax._arguments import check_fields
+from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
@@ -53,6 +53,7 @@ class CommVQValues:
         check_fields(self)
         if self.bits not in (1, 2, 3, 4):
             raise UserError(f"bits={self.bits}; value codes have 1 to 4 bits per channel")
+        check_integer("hidden", self.hidden, 0)
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; the gain is stored as bfloat16 or float32")
 

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvqjax._arguments import check_fields
+from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 from kvqjax.codecs import higgs_gpu, higgs_tpu
 from kvqjax.codecs.base import Codec
 from kvqjax.codecs.hadamard import has_hadamard, splits, transform, transform_matrix
-from kvqjax.codecs.higgs_grid import group_size, nearest, points_of, shipped_grid
+from kvqjax.codecs.higgs_grid import LARGEST_GROUP, group_size, nearest, points_of, shipped_grid
 from kvqjax.codecs.uniform import at_least_one
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
@@ -77,6 +77,8 @@ class Higgs:
     def __post_init__(self):
         check_fields(self)
         shipped_grid(self.bits, self.dim)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0)
         if self.norm not in NORMS:
             raise UserError(f"norm={self.norm!r}; known: {', '.join(NORMS)}")
         if self.rotated and self.seed is not None:
@@ -107,10 +109,14 @@ class Higgs:
             The number of channels.
 
         Raises:
-            UserError: The group is "head" or "width" still."""
+            UserError: The group is "head" or "width" still, or far larger than a vector."""
         if isinstance(self.group, str):
             raise UserError(f"group={self.group!r} is open until the model's heads are known (`for_heads`)")
-        return self.group or group_size(width)
+        group = self.group or group_size(width)
+        # The transform's matrix has as many rows, and is not always a product of small ones.
+        if group >= 2 * max(width, LARGEST_GROUP):
+            raise UserError(f"group={group}; a vector has {width} channels")
+        return group
 
     def build(self, width: int) -> Codec:
         return higgs_codec(self, width, shipped_grid(self.bits, self.dim))

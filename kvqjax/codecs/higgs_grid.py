@@ -12,7 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax.codecs.hadamard import has_hadamard
 from kvqjax.codecs.nuq_table import look_up
 
-__all__ = ["by_blocks", "by_table", "group_size", "nearest", "points_of", "shipped_grid"]
+__all__ = ["LARGEST_GROUP", "by_blocks", "by_table", "group_size", "nearest", "points_of", "shipped_grid"]
 
 LARGEST_GROUP = 1024
 SMALLEST_GROUP = 64  # below this a divisor costs more in scales than zero padding costs in codes
@@ -30,8 +30,12 @@ def shipped_grid(bits: int, dim: int) -> np.ndarray:
     size = 2 ** (bits * dim) if 0 < bits * dim <= 64 else "..."  # a slip of billions of bits must not be written out
     name = f"p{dim}_n{size}"
     if name not in _grids():
-        known = ", ".join(sorted(_grids()))
-        raise UserError(f"no grid of {bits} bits in {dim} dimensions ({name}); known: {known}")
+        widths: dict[int, list[int]] = {}
+        for grid in _grids().values():
+            points, size = grid.shape
+            widths.setdefault(size, []).append((points.bit_length() - 1) // size)
+        known = "; ".join(f"dim={d} with bits={' or '.join(map(str, sorted(widths[d])))}" for d in sorted(widths))
+        raise UserError(f"no grid of {bits} bits in {dim} dimensions; known: {known}")
     return _grids()[name]
 
 

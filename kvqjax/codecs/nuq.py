@@ -89,9 +89,11 @@ class Nuq:
         return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
 
     def build(self, width: int) -> Codec:
-        least = self.slot_count(width) + 2
-        if not least <= width <= MAX_WIDTH:
-            raise UserError(f"width={width}; wanted {least} to {MAX_WIDTH} for outliers={self.outliers}")
+        if width > MAX_WIDTH:
+            raise UserError(f"width={width}; KVQuant's codes have at most {MAX_WIDTH} channels")
+        if (slots := self.slot_count(width)) > width - 2:
+            cause = f"slots={self.slots}" if self.slots else f"outliers={self.outliers}"
+            raise UserError(f"{cause}: {slots} outliers of {width} channels; at least 2 must be none")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
 

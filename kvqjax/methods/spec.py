@@ -153,10 +153,10 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
     return dataclasses.replace(method, layer=bare(method.layer), sinks=0, overrides=overrides, keep=None)
 
 
-def first_layers(count: int) -> range:
-    """Number the first `count` layers, which an option protects. Raises UserError for no count of layers."""
+def first_layers(name: str, count: int) -> range:
+    """Number the first `count` layers, which the option `name` protects. Raises UserError for no count of layers."""
     if not 0 <= count <= MOST_LAYERS:
-        raise UserError(f"{count} first layers; wanted a count from 0 to {MOST_LAYERS}")
+        raise UserError(f"{name}={count} first layers; wanted a count from 0 to {MOST_LAYERS}")
     return range(count)
 
 

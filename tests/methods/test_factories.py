@@ -70,6 +70,14 @@ def test_a_line_says_what_is_wanted():
         f"kivi: sinks={10**12}; wanted a whole number of at most 2147483647": lambda: kvq.kivi(sinks=10**12),
         "kivi: sinks=-1; it must be a whole number of at least 0": lambda: kvq.kivi(sinks=-1),
         "kivi: bits=7; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits": lambda: kvq.kivi(bits=7),
+        "higgs: seed=-1; it must be a whole number of at least 0": lambda: kvq.higgs(seed=-1),
+        "turboquant: seed=-1; it must be a whole number of at least 0": lambda: kvq.turboquant(seed=-1),
+        "higgs: no grid of 7 bits in 1 dimensions; known: dim=1 with bits=2 or 3 or 4; dim=2 with bits=2 or 3 or 4; "
+        "dim=4 with bits=2 or 3; dim=6 with bits=2": lambda: kvq.higgs(bits=7, dim=1),
+        "commvq: levels=0; a power of two from 2 to 256": lambda: kvq.commvq(levels=0),
+        "commvq: bits=5; value codes have 1 to 4 bits per channel": lambda: kvq.commvq(bits=5),
+        "commvq: hidden=-1; it must be a whole number of at least 0": lambda: kvq.commvq(hidden=-1),
+        "kivi_star: protected=-1 first layers; wanted a count from 0 to 4096": lambda: kvq.kivi_star(protected=-1),
         "kivi: rope=None; wanted a word": lambda: kvq.kivi(rope=None),
         "kvquant: outliers=nan; wanted a number that is finite": lambda: kvq.kvquant(outliers=NAN),
         f"kivi: keep is 5; {KEEP}": lambda: kvq.kivi(keep=5),
@@ -77,6 +85,16 @@ def test_a_line_says_what_is_wanted():
         "num_layers=0; it must be a whole number of at least 1": lambda: dataclasses.replace(SHAPE, num_layers=0),
     }
     assert {wanted: refused(make) for wanted, make in lines.items()} == {wanted: wanted for wanted in lines}
+
+
+def test_a_number_beyond_what_a_model_s_vectors_have_is_one_line():
+    """The transform of 100000 channels is a matrix of 10 GB."""
+    for text, message in (
+        ("higgs:group=100000", "group=100000; a vector has 64 channels"),
+        ("kvquant:slots=100", "slots=100: 100 outliers of 64 channels; at least 2 must be none"),
+    ):
+        method = kvq.parse(text)
+        assert message in refused(lambda m=method: jax.eval_shape(lambda: kvq.init_cache(SHAPE, m, 1, 300)))
 
 
 def test_zero_is_no_default():

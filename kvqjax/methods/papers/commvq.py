@@ -85,6 +85,9 @@ class CommVQLayer:
     def __post_init__(self):
         if self.unit % PLANE or self.unit < PLANE:
             raise UserError(f"unit={self.unit}; tokens leave the window in multiples of {PLANE}")
+        # The codecs refuse what no model can have; the head dimension, which groups divide, is the model's.
+        CommVQKeys(head_dim=2, rounds=value_or(self.rounds, 1), levels=self.levels)
+        self.value()
 
     def key(self, config: KVShape) -> CommVQKeys:
         """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""

@@ -116,7 +116,7 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
     """
     options = (128, None, window, "pre", "together", "bfloat16", centre)
     layer, first = (_kivi_layer(b, b, *options) for b in (bits, max(bits, 4)))
-    overrides = tuple((i, first) for i in first_layers(protected))
+    overrides = tuple((i, first) for i in first_layers("protected", protected))
     return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
 
 

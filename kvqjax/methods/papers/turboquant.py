@@ -1,6 +1,7 @@
 """TurboQuant (arXiv 2504.19874): a random rotation and one scalar grid. In this library it is HIGGS with grids of one
 dimension, one scale a head, and its transform in the frame: queries are rotated instead of cached keys."""
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.codecs.centring import centred
 from kvqjax.codecs.exact import Exact
@@ -43,6 +44,7 @@ def turboquant(
     """
     if form not in FORMS:
         raise UserError(f"form={form!r}; known: {', '.join(FORMS)}")
+    check_integer("seed", seed, 0)
     ends = FORMS[form] if boundary is None else boundary
     grid = {"dim": 1, "group": "head", "dtype": scales, "rotated": True, "norm": norm}
     key = Higgs(bits=value_or(key_bits, bits), **grid)
@@ -62,5 +64,5 @@ def turboquant(
         value_rotation=rotations[1],
     )
     exact = KeysAndValues(key=Exact(), value=Exact(), window=window, unit=PLANE)
-    overrides = tuple((number, exact) for first in first_layers(ends) for number in (first, -1 - first))
+    overrides = tuple((number, exact) for first in first_layers("boundary", ends) for number in (first, -1 - first))
     return Method(name="turboquant", layer=layer, sinks=sinks, overrides=overrides, boundary=ends)

@@ -101,7 +101,7 @@ def xquant(
         bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales
     )
     first = dataclasses.replace(layer, bits=high_bits, value_bits=None)
-    overrides = tuple((i, first) for i in first_layers(protected))
+    overrides = tuple((i, first) for i in first_layers("protected", protected))
     return Method(name="xquant", layer=layer, sinks=sinks, overrides=overrides)
 
 

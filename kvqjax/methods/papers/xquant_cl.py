@@ -86,9 +86,9 @@ def xquant_cl(
     shared = {"group": group, "window": window, "latent": latent, "scales": scales}
     width = lambda i: high_bits if i < protected else bits  # noqa: E731
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
-    below = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers(base)]
+    below = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers("base", base)]
     start = [(base, CrossLayer(start=True, bits=width(base), **loop))]
-    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in first_layers(protected)[base + 1 :]]
+    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in first_layers("protected", protected)[base + 1 :]]
     layer = CrossLayer(start=False, bits=bits, **loop)
     return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above))
 
