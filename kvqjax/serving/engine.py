@@ -147,7 +147,9 @@ class Engine:
         kernels: str = "auto",
     ):
         check_integer("prefixes", prefixes, 0)
-        check_counts(rows=rows, capacity=capacity, pool_bytes=pool_bytes, chunk=chunk, stride=stride, queue=queue)
+        check_counts(rows=rows, pool_bytes=pool_bytes, chunk=chunk, stride=stride, queue=queue)
+        if capacity is not None:
+            check_integer("capacity", capacity, 2)  # a token of a prompt, and one of its answer
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
         self._queue = queue

@@ -240,6 +240,14 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
     with pytest.raises(kvq.UserError, match="wanted 4 at least"):
         kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
+    with pytest.raises(kvq.UserError, match="capacity=1; it must be a whole number of at least 2"):
+        kvq.Engine(model, "exact", capacity=1)
+
+
+def test_the_smallest_row_is_warmed_and_gives_a_token(model):
+    with kvq.Engine(model, "exact", rows=1, capacity=2) as engine:
+        engine.warm()
+        assert len(engine.submit(PROMPTS[0][:1], max_new_tokens=1, eos_ids=()).result().tokens) == 1
 
 
 @pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
