@@ -243,6 +243,9 @@ class _Server:
     def _submit(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
         options = dict(body.options)
         chat = options.pop("chat", False)
+        count = len(body.prompts) * body.choices
+        if count > self._engine.queue:  # 429 would say that it helps to ask again
+            raise UserError(f"{count} answers are asked for at once; at most {self._engine.queue} may wait here")
         with self._encoding:
             encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in body.prompts]
         handles: list[Handle] = []

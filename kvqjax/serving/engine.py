@@ -152,7 +152,7 @@ class Engine:
             check_integer("capacity", capacity, 2)  # a token of a prompt, and one of its answer
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
-        self._queue = queue
+        self.queue = queue
         memory = memory_for(model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels)
         options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
         self._batch = RunningBatch(model, self.method, memory.rows, self.capacity, **options)
@@ -252,7 +252,7 @@ class Engine:
         with self._changed:
             if self._closing or self._fault is not None:
                 raise EngineClosed("this engine is closed") from self._fault
-            if len(self._waiting) >= self._queue:
+            if len(self._waiting) >= self.queue:
                 raise EngineFull(f"{len(self._waiting)} requests wait already")
             handle.rank = (priority, next(self._numbers))
             heapq.heappush(self._waiting, (*handle.rank, handle))

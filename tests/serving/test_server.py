@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -140,6 +141,7 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         ("/v1/completions", {"prompt": TEXT, "stream": True, "echo": True}, 400, "echo"),
         ("/v1/completions", {"prompt": TEXT, "stream": True, "max_tokens": 0}, 400, "max_tokens=0 is not served"),
         ("/v1/completions", {"prompt": TEXT, "n": 0}, 400, "wanted 1 to 128"),
+        ("/v1/completions", {"prompt": [TEXT] * 3, "n": 2}, 400, "6 answers are asked for at once; at most 4 may wait"),
         ("/v1/completions", {"prompt": TEXT, "logprobs": 30}, 400, "logprobs=30; wanted 0 to 20"),
         ("/v1/completions", {"prompt": [1] * 3000, "max_tokens": 1}, 400, "do not fit a row of 256"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, 400, "wanted 1"),
@@ -237,13 +239,18 @@ def test_a_stream_ends_where_the_engine_fails():
     engine.close()
 
 
-def test_health_metrics_and_the_page(port, engine):
-    assert answer(port, "/health", key=None) == (200, {"status": "ok"})
+def warmed(port):
+    """Wait until every program is compiled."""
     for _ in range(600):
         if answer(port, "/ready", key=None)[0] == 200:
             break
         time.sleep(0.05)
     assert answer(port, "/ready", key=None) == (200, {"status": "ready"})
+
+
+def test_health_metrics_and_the_page(port, engine):
+    assert answer(port, "/health", key=None) == (200, {"status": "ok"})
+    warmed(port)
     figures = dict(
         line.split(" ") for line in answer(port, "/metrics", key=None)[1].splitlines() if not line.startswith("#")
     )
