@@ -364,8 +364,18 @@ def _without_tokens(answer: Answered) -> Answered:
     return Answered(**(vars(answer) | {"text": "", "tokens": [], "scores": [], "finish_reason": "length"}))
 
 
+async def _pieces(handle: Handle) -> AsyncIterator[ServedPiece]:
+    """Give the pieces of an answer. Raises EngineClosed where the server ends before the first: nothing is lost then if
+    the client asks again, and an empty answer would look like one."""
+    async for piece in handle:
+        yield piece
+    answer = handle.result()
+    if answer.finish_reason == "aborted" and not answer.tokens:
+        raise EngineClosed("the server ended before this answer began")
+
+
 async def _ended(handle: Handle) -> None:
-    async for _ in handle:
+    async for _ in _pieces(handle):
         pass
 
 
@@ -376,7 +386,7 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
 
     async def follow(index: int, handle: Handle) -> None:
         try:
-            async for piece in handle:
+            async for piece in _pieces(handle):
                 await pieces.put((index, piece, None))
             await pieces.put((index, ServedPiece("", [], []), handle.result().finish_reason))
         except Exception as error:  # a fault of the engine too: whoever reads the pieces would wait for ever

@@ -273,6 +273,27 @@ def test_without_a_template_chat_is_one_line_and_a_shutdown_ends_requests():
         engine.submit("x")
 
 
+def test_a_shutdown_says_which_answers_it_cut():
+    """In words of the protocol: "length" of what is incomplete, an error of what has not begun."""
+    engine = kvq.Engine(kvq.load("demo"), "exact", rows=1, capacity=2048, chunk=64, prefixes=0)
+    body = {"prompt": TEXT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+    with Running(engine) as port, ThreadPoolExecutor() as threads:
+        ask = lambda stream: threads.submit(answer, port, "/v1/completions", body | {"stream": stream}, None)  # noqa: E731
+        warmed(port)
+        whole = ask(False)
+        settled(engine, running=1)
+        late, late_stream = ask(False), ask(True)
+        settled(engine, running=1, waiting=2)
+        engine.close()
+        status, made = whole.result()
+        assert (status, made["choices"][0]["finish_reason"]) == (200, "length")
+        assert 0 < made["usage"]["completion_tokens"] < 1900
+        status, refused = late.result()
+        assert (status, refused["error"]["type"]) == (503, "server_error")
+        *_, last = late_stream.result()[1].strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == refused["error"]["message"]
+
+
 def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one line."""
     words = [
