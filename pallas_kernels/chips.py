@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from kvqjax._errors import UserError
 from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT_IN_TURN, Work
 
 __all__ = ["KINDS", "TARGETS", "TPUS", "Tpu", "family", "target_of"]
@@ -64,7 +65,9 @@ TPUS = {
 
 
 def family(target: str) -> str:
-    """Say what kind of chip a target is: "cpu", "gpu" or "tpu"."""
+    """Say what kind of chip a target is: "cpu", "gpu" or "tpu". Raises UserError for none of TARGETS."""
+    if target not in TARGETS:
+        raise UserError(f"target={target!r}; known: {', '.join(TARGETS)}")
     return "cpu" if target == "cpu" else "gpu" if target.startswith("sm") else "tpu"
 
 

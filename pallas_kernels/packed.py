@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from kvqjax.ops.packing import lines
 from kvqjax.ops.packing.words import slot_rows, split_bits
-from kvqjax.pallas_kernels.chips import TARGETS
+from kvqjax.pallas_kernels.chips import family
 
 __all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check"]
 
@@ -98,8 +98,7 @@ class PackedSpec:
     striped: bool = False
 
     def __post_init__(self):
-        if self.target not in TARGETS:
-            raise ValueError(f"target={self.target!r}; known: {', '.join(TARGETS)}")
+        family(self.target)  # refuses what is no target
         if self.datatype not in ("uniform", "nuq"):
             raise ValueError(f"datatype={self.datatype!r}; known: uniform, nuq")
         if self.width % self.value_group:

@@ -68,8 +68,9 @@ class CacheLayout:
             raise UserError(f"layers={self.layers!r}; known: scan, unroll")
         if self.form not in FORMS:
             raise UserError(f"form={self.form!r}; known: {', '.join(FORMS)}")
+        family(self.target)  # refuses what is no target
 
 
 def stored_form(target: str) -> str:
-    """Choose the form that a chip reads best; of chips that are not known, what a CPU does."""
+    """Choose the form that a chip reads best. Raises UserError for a target that is not known."""
     return {"gpu": "heads", "cpu": "stripes", "tpu": "planes"}[family(target)]

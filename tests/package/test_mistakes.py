@@ -77,6 +77,7 @@ MISTAKES = {
     "parse('aqua:backbone=token,group=0')": "aqua: group=0; a group has at least 1 channel",
     "parse('aqua:backbone=channel,group=0')": "aqua: group=0; groups along tokens have 32, 64 or 128 tokens",
     "parse('xquant_cl:accumulator=')": "accumulator=''; known: float32, bfloat16",
+    "init_cache(model, 'exact', 2, 8, target='x')": "target='x'; known: cpu, v5e, v5p, v6e, v7x, sm75, sm80",
     "init_cache(model, 'commvq:rounds=0', 2, 8)": "rounds=0; at least 1",
     "init_cache(model, 'xquant:group=0', 2, 8)": "group=0; a group has at least 1 channel",
     "init_cache(model, 'xquant_cl:base=0,protected=0,group=0', 2, 8)": "group=0; a group has at least 1 channel",
