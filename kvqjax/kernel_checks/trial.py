@@ -119,7 +119,7 @@ def candidates(layout: CacheLayout) -> list[Candidate | None]:
         packed, group = run.wiring.fast.packed, run.shape.num_heads // run.shape.num_kv_heads
         readable = packed is not None and not run.wraps and layout.method.keep is None
         if readable and at_once(packed.spec, group):
-            shape = dataclasses.replace(run.shape, sliding_window=None)
+            shape = dataclasses.replace(run.shape, sliding_window=None, chunked=False)
             out.append(Candidate(form_of(packed.spec), specs[run.first], shape))
         else:
             out.append(None)

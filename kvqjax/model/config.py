@@ -207,10 +207,15 @@ class KVShape:
             object.__setattr__(self, name, _without_repeats(values))
         check_softcap(self.softcap)
         self._check_pairs()
-        windows = self.sliding_window if isinstance(self.sliding_window, tuple) else (self.sliding_window,)
-        for window in windows:
+        windows, chunked = (
+            values if isinstance(values, tuple) else (values,) * self.num_layers
+            for values in (self.sliding_window, self.chunked)
+        )
+        for window, is_chunk in zip(windows, chunked, strict=True):
             if window is not None:
                 check_integer("sliding_window", window)
+            elif is_chunk:
+                raise UserError("a chunked layer has no sliding_window, which says how long its chunks are")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
