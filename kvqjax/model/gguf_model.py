@@ -229,7 +229,10 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
         return fields
 
     def width(key: str, tensor: str) -> int:
-        entry = header.tensors.get(f"blk.0.{tensor}.weight")  # older files say the width in no other place
+        stored = f"blk.0.{tensor}.weight"
+        entry = header.tensors.get(stored)  # older files say the width in no other place
+        if entry is not None and len(entry.shape) < 2:
+            raise UserError(f"{header.file}: damaged: tensor {stored!r} has shape {list(entry.shape)}; wanted matrices")
         return header.integer(f"{family}.{key}", None if entry is None else entry.shape[-2])
 
     fields[names.width] = width("expert_feed_forward_length", "ffn_gate_exps")

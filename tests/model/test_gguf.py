@@ -551,6 +551,15 @@ def test_wrong_files(name, plain, tmp_path):
     assert re.search(message, line), line
 
 
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"])
+def test_experts_that_are_no_matrices(name, tmp_path):
+    def flatten(tensors):
+        tensors[name] = tensors[name].reshape(-1)
+
+    _, file = made(FAMILIES["qwen2-moe"], tmp_path, change=flatten)
+    assert f"{file}: damaged: tensor {name!r} has shape [" in refusal(lambda: kvq.load(file))
+
+
 def test_every_cut_and_every_damaged_byte_of_a_header(plain, tmp_path):
     """A file that ends too soon is refused; one with another byte is read or refused. Nothing hangs."""
     data, file = plain.read_bytes(), tmp_path / "model.gguf"
