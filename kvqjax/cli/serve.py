@@ -61,7 +61,8 @@ def serve(
     port: Annotated[int, number("--port", least=0, most=65535, help="0: any that is free")] = 8000,
     rows: Annotated[int | None, number("--rows", most=2**16, help="requests answered at a time; default: 8")] = None,
     capacity: Annotated[
-        int | None, token_number(least=2, help="tokens of a request, prompt and answer; default: 4096, or what the model has")
+        int | None,
+        token_number(least=2, help="tokens of a request, prompt and answer; default: 4096, or what the model has"),
     ] = None,
     pool: Annotated[
         int | None,

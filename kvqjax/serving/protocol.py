@@ -259,8 +259,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
 
 # --- Answers ---
 
-# Of an answer that a shutdown cut, "stop" would say that it is complete. The protocol has no word for it, and typed clients
-# take no further words; "length" is the one that says an answer is incomplete.
+# Of an answer that a shutdown cut, "stop" would say that it is complete. The protocol has no word for it, and typed
+# clients take no further words; "length" is the one that says an answer is incomplete.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "aborted": "length"}
 
 

@@ -171,5 +171,5 @@ def test_a_sliding_window_that_shows_nothing_is_one_line(window):
 
 @pytest.mark.parametrize(("window", "chunked"), [(None, True), ((16, None), True), ((16, None), (False, True))])
 def test_a_chunk_without_a_length_is_refused(window, chunked):
-    with pytest.raises(kvq.UserError, match="a chunked layer has no sliding_window, which says how long its chunks are"):
+    with pytest.raises(kvq.UserError, match="a chunked layer has no sliding_window, which says"):
         kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, sliding_window=window, chunked=chunked)

@@ -72,7 +72,7 @@ def test_what_is_no_file_is_one_line(tmp_path, path):
     for read in (open_text, read_data, lambda path: list(open_lines(path))):
         with pytest.raises(kvq.UserError, match=f"{path}: a pipe or a device, not a file"):
             read(tmp_path / path)
-    with pytest.raises(kvq.UserError, match="wanted the folder of a model, or a .gguf file"):
+    with pytest.raises(kvq.UserError, match="wanted the folder of a model"):
         kvq.load(tmp_path / path)
 
 

@@ -88,7 +88,8 @@ def xquant_cl(
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
     below = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers("base", base)]
     start = [(base, CrossLayer(start=True, bits=width(base), **loop))]
-    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in first_layers("protected", protected)[base + 1 :]]
+    higher = first_layers("protected", protected)[base + 1 :]
+    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in higher]
     layer = CrossLayer(start=False, bits=bits, **loop)
     return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above))
 
