@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Int
 
 from kvqjax._arguments import clipped
@@ -36,6 +37,7 @@ __all__ = [
     "blank_body",
     "body_tokens",
     "check_alive",
+    "check_mesh",
     "due",
     "finite_tokens",
     "ring_tokens",
@@ -193,6 +195,17 @@ def check_alive(*values: Any) -> None:
         )
 
 
+def check_mesh(cache: Cache) -> None:
+    """Raise UserError for a cache from outside, where `jax.set_mesh` names a mesh of Explicit axes: JAX does not write
+    what is computed there into its arrays."""
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    if is_explicit and jax.typeof(cache.lengths).sharding.mesh.empty:
+        raise UserError(
+            "this cache was made outside jax.set_mesh, whose mesh has Explicit axes; "
+            "make it inside, or by init_cache(..., mesh=)"
+        )
+
+
 def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
     """Count the tokens of each row that are encoded in every source, and so attended to in the body."""
     units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
@@ -224,7 +237,8 @@ def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
 def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Count the new tokens that each row stores: `counts[b]`, but none where it is negative, at most the `length`
     tokens given, and at most those that still fit. Also give the overflow flags: raised where that is another number
-    than `counts[b]`."""
+    than `counts[b]`. Raises UserError as `check_mesh`."""
+    check_mesh(cache)
     fits, overflow = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
     return fits, cache.overflow | overflow
 

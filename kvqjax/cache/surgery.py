@@ -30,7 +30,7 @@ from kvqjax.cache.pages import require_own_bodies, with_bodies_of, without_bodie
 from kvqjax.cache.resizing import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache, row_axes
-from kvqjax.cache.state import Cache, Leaf
+from kvqjax.cache.state import Cache, Leaf, check_mesh
 from kvqjax.model.rope import check_length
 
 __all__ = [
@@ -188,6 +188,7 @@ def insert(
             capacity; the numbers of rows differ; a row does not exist.
     """
     check_cache(cache, other)
+    check_mesh(cache)
     require_own_bodies(cache, "insert")
     require_own_bodies(other, "insert")
     _check_same(cache, other)

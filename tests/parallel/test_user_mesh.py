@@ -172,3 +172,24 @@ def test_axes_that_cannot_be_are_refused():
     for words, call in refused.items():
         with pytest.raises(kvq.UserError, match=words):
             call()
+
+
+def test_a_cache_from_outside_is_refused_where_jax_could_not_write_it():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    tokens = [{name: jnp.ones((2, 3, 32)) for name in "kv"}] * 2
+    outside, model = kvq.init_cache(SHAPE, KIVI, 2, 64), tiny()
+    of_model = kvq.init_cache(model, KIVI, 2, 64)
+    with jax.set_mesh(mesh):
+        ids, counts = jnp.ones((2, 3), int), jnp.full((2,), 3)
+        for write in (
+            lambda: kvq.append(outside, tokens, counts),
+            lambda: kvq.insert(outside, 0, kvq.init_cache(SHAPE, KIVI, 1, 64)),
+            lambda: kvq.forward(model, ids, counts, of_model),
+            lambda: kvq.prefill(model, ids, counts, of_model),
+        ):
+            with pytest.raises(kvq.UserError, match="this cache was made outside"):
+                write()
+        inside = kvq.append(kvq.init_cache(SHAPE, KIVI, 2, 64), tokens, counts)
+        inside = kvq.insert(inside, 0, kvq.fork(outside), 0)
+        assert inside.lengths.tolist() == [0, 3]
+        assert kvq.forward(model, ids, counts, kvq.init_cache(model, KIVI, 2, 64))[1].lengths.tolist() == [3, 3]
