@@ -25,7 +25,7 @@ from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate.resume import identity
 from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
 from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent
-from kvqjax.eval.tune.candidates import Learnt, fast_enough, layer_bytes, learnt, named, sorted_out
+from kvqjax.eval.tune.candidates import Candidates, Learnt, fast_enough, layer_bytes, learnt, named, sorted_out
 from kvqjax.eval.tune.measure import Meter, Subject, even_rows
 from kvqjax.eval.tune.report import FRONT, report_rows
 from kvqjax.eval.tune.search import PATIENCE, ROUND, Budget, Table, chosen, limit_of, read_budget
@@ -162,18 +162,17 @@ def tune_windows(
     kept_back: Int[np.ndarray, "M T"],
     *,
     settings: Settings = Settings(),
-    constants: Learnt | None = None,
+    learn: Callable[[Candidates], Learnt] = lambda _: Learnt({}, ()),
     out: Path | None = None,
     bar: Bar = silent,
 ) -> Tuned:
-    """`tune` on windows of token ids: one set to search by, the other for the report. `constants` are what the
-    candidates have learnt, where any needs it."""
-    candidates = sorted_out(list(methods), model.config)
-    trial = Trial(model, candidates, constants or Learnt({}, ()))
-    _check_length(trial, searched.shape[1], settings.chunk)
+    """`tune` on windows of token ids: one set to search by, the other for the report. `learn` calibrates the
+    candidates, where any needs it."""
+    target, candidates = read_budget(budget), sorted_out(list(methods), model.config)
     table = Table(layer_bytes(model, candidates, settings.context), np.zeros((1, 2, 1)), candidates.joint)
-    target = read_budget(budget)
-    limit = limit_of(target, table, model.config, settings.context)  # before anything is measured
+    limit = limit_of(target, table, model.config, settings.context)  # before anything is calibrated or measured
+    trial = Trial(model, candidates, learn(candidates))
+    _check_length(trial, searched.shape[1], settings.chunk)
     search, report = _meters(trial, (searched, kept_back), settings, out)
     table = table._replace(loss=trial.losses(search, bar))
     options = [best_policy(trial, target, table, limit, search, bar)]
@@ -262,8 +261,8 @@ def tune(
     choices = 2 * model.config.num_layers * len(candidates.parts)
     searched, kept_back = _cut(model, [first, second], choices, settings)
     with held(None if out is None else out / "tune"):
-        constants = learnt(model, candidates, first, out, bar)
-        options = {"settings": settings, "constants": constants, "out": out, "bar": bar}
+        options = {"settings": settings, "out": out, "bar": bar}
+        options["learn"] = lambda offered: learnt(model, offered, first, out, bar)
         tuned = tune_windows(model, offered, budget, searched, kept_back, **options)
     return tuned._replace(about=tuned.about | {"methods": methods, "device": device, "slowdown": ratios})
 

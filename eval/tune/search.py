@@ -28,6 +28,8 @@ NOISE = 1.0  # standard errors of the paired difference by which an exchange mus
 PAIRED = 64  # best changes, and as many that save bytes, of which pairs are made
 HALVINGS = 12  # of the bytes, in the search for the fewest that keep a divergence
 
+MOST_BITS = 32  # of a number
+
 Policy = np.ndarray  # Int [L, 2]
 Measure = Callable[[list[Policy]], Float[np.ndarray, "P N"]]
 
@@ -50,7 +52,7 @@ def read_budget(text: str | float | int) -> Budget:
         text: `2.5` or `2.5 bits`, `8GiB`, `kld=0.01` or `kld<0.01`.
 
     Raises:
-        UserError: a text that is none of these, and an amount that is not above 0.
+        UserError: a text that is none of these, an amount that is not above 0, and more bits than exact numbers have.
     """
     match = re.fullmatch(r"\s*(?:(kld)\s*[<=]=?)?\s*([\d.]+(?:e-?\d+)?)\s*([a-z]*)\s*", str(text).lower())
     try:
@@ -62,7 +64,11 @@ def read_budget(text: str | float | int) -> Budget:
         raise UserError(f"budget {text!r}; wanted bits (2.5), bytes (8GiB) or a divergence (kld=0.01)")
     if match[1]:
         return Budget("kld", amount)
-    return Budget("bytes", amount * BYTES[unit]) if unit in BYTES else Budget("bits", amount)
+    if unit in BYTES:
+        return Budget("bytes", amount * BYTES[unit])
+    if amount > MOST_BITS:
+        raise UserError(f"budget {text!r}; wanted at most {MOST_BITS} bits, which a number has that is stored exactly")
+    return Budget("bits", amount)
 
 
 # --- What policies cost

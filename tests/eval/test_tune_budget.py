@@ -76,6 +76,26 @@ def test_budgets_that_are_none(text):
         read_budget(text)
 
 
+@pytest.mark.parametrize("text", ["1e9", "33 bits", "1e300"])
+def test_bits_that_no_number_has_are_refused(text):
+    with pytest.raises(kvq.UserError, match=f"budget '{text}'; wanted at most 32 bits"):
+        read_budget(text)
+    assert read_budget("32") == Budget("bits", 32.0)
+    assert read_budget("1e9 b") == Budget("bytes", 1e9)
+
+
+def test_a_budget_that_nothing_reaches_is_refused_before_anything_is_calibrated(tmp_path):
+    model, text = kvq.load("recall"), np.arange(4000) % 48
+    settings = Settings(window=64, context=1024)
+    for budget, message in (
+        ("0.2", "is below what any of these methods reaches"),
+        ("1GiB", "is not below the exact"),
+    ):
+        with pytest.raises(kvq.UserError, match=message):
+            kvq.tune(model, text, budget=budget, methods="klt", out=tmp_path, settings=settings)
+    assert not list(tmp_path.rglob("calibrated"))
+
+
 def test_more_choices_want_more_text():
     assert needed_windows(2) == 4 < needed_windows(100) < needed_windows(1000) < 20
 
