@@ -2,9 +2,12 @@
 
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -18,7 +21,7 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     """What to print of an error and the exit code; None for a defect of ours, which keeps its traceback."""
     from kvqjax._errors import UserError
 
-    if isinstance(error, typer.Abort | KeyboardInterrupt):
+    if isinstance(error, typer.Abort) or _follows_interrupt(error):
         return "stopped", 130
     if isinstance(error, UserError):
         return f"error: {error}", 2
@@ -30,6 +33,24 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
         return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", 2
     usage = usage_line(error)
     return None if usage is None else (f"error: {usage}", 2)
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Say whether an error is Ctrl-C, or what a library made of it: one that is being imported raises an ImportError
+    instead."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Be a `sys.unraisablehook`: where Ctrl-C met a callback that may raise nothing, such as JAX's of the garbage
+    collector, Python would say so and go on. The command is interrupted a moment later instead."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # To the main thread, which may wait for something that only a signal ends.
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _warn_once() -> Callable[..., None]:
@@ -51,6 +72,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     look_for_present_devices()
     warnings.showwarning = _warn_once()
+    sys.unraisablehook = _interrupt_again
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
     if len(sys.argv) == 1:

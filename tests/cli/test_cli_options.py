@@ -242,6 +242,41 @@ main()
     assert "Traceback" not in done.stderr
 
 
+SWALLOWED = {  # where Ctrl-C may meet the code of others, and what becomes of it there
+    "a callback that may raise nothing": """
+class Deaf:
+    def __del__(self):
+        raise KeyboardInterrupt
+def command(**_):
+    Deaf()
+    threading.Event().wait(60)
+""",
+    "an import": """
+def command(**_):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise ImportError("Encountered an error while initializing the extension.") from error
+""",
+}
+
+
+@pytest.mark.parametrize("place", SWALLOWED)
+def test_ctrl_c_stops_where_a_library_swallows_it(place):
+    script = f"""
+import signal, sys, threading
+import kvqjax.cli.app
+from kvqjax.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{SWALLOWED[place]}
+kvqjax.cli.app.app = command
+sys.argv = ["kvqjax", "methods"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
