@@ -171,8 +171,8 @@ def tune_windows(
     target, candidates = read_budget(budget), sorted_out(list(methods), model.config)
     table = Table(layer_bytes(model, candidates, settings.context), np.zeros((1, 2, 1)), candidates.joint)
     limit = limit_of(target, table, model.config, settings.context)  # before anything is calibrated or measured
+    _check_length(model, candidates, searched.shape[1], settings.chunk)
     trial = Trial(model, candidates, learn(candidates))
-    _check_length(trial, searched.shape[1], settings.chunk)
     search, report = _meters(trial, (searched, kept_back), settings, out)
     table = table._replace(loss=trial.losses(search, bar))
     options = [best_policy(trial, target, table, limit, search, bar)]
@@ -186,13 +186,13 @@ def tune_windows(
     return Tuned(method, artifact, rows, about)
 
 
-def _check_length(trial: Trial, length: int, chunk: int) -> None:
+def _check_length(model: Model, candidates: Candidates, length: int, chunk: int) -> None:
     """Raise UserError where windows are no whole chunks, or end before every candidate has encoded something that a
     later chunk reads: one that has not would seem to lose nothing."""
     if length % chunk:
         raise UserError(f"windows of {length} tokens do not divide into chunks of {chunk}")
-    for method in (*trial.candidates.parts[1:], *trial.candidates.others):
-        first = -(-encoded_from(trial.model, method, length) // chunk) * chunk
+    for method in (*candidates.parts[1:], *candidates.others):
+        first = -(-encoded_from(model, method, length) // chunk) * chunk
         if length <= first:
             raise UserError(
                 f"windows of {length} tokens end before {method} reads what it has encoded; wanted {first + chunk}"

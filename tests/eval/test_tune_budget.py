@@ -84,15 +84,16 @@ def test_bits_that_no_number_has_are_refused(text):
     assert read_budget("1e9 b") == Budget("bytes", 1e9)
 
 
-def test_a_budget_that_nothing_reaches_is_refused_before_anything_is_calibrated(tmp_path):
+def test_what_cannot_be_searched_is_refused_before_anything_is_calibrated(tmp_path):
     model, text = kvq.load("recall"), np.arange(4000) % 48
     settings = Settings(window=64, context=1024)
     for budget, message in (
         ("0.2", "is below what any of these methods reaches"),
         ("1GiB", "is not below the exact"),
+        ("8", "windows of 64 tokens end before klt:bits=2.0 reads what it has encoded; wanted 192"),
     ):
         with pytest.raises(kvq.UserError, match=message):
-            kvq.tune(model, text, budget=budget, methods="klt", out=tmp_path, settings=settings)
+            kvq.tune(model, text, budget=budget, methods="klt:bits=2", out=tmp_path, settings=settings)
     assert not list(tmp_path.rglob("calibrated"))
 
 
