@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from kvqjax.cli.environment import look_for_present_devices
+from kvqjax.cli.environment import end_stopped, ending_at_once, look_for_present_devices
 from kvqjax.cli.habits import usage_line
 
 __all__ = ["main"]
@@ -21,8 +21,6 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     """What to print of an error and the exit code; None for a defect of ours, which keeps its traceback."""
     from kvqjax._errors import UserError
 
-    if isinstance(error, typer.Abort) or _follows_interrupt(error):
-        return "stopped", 130
     if isinstance(error, UserError):
         return f"error: {error}", 2
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
@@ -33,14 +31,6 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
         return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", 2
     usage = usage_line(error)
     return None if usage is None else (f"error: {usage}", 2)
-
-
-def _follows_interrupt(error: BaseException | None) -> bool:
-    """Say whether an error is Ctrl-C, or what a library made of it: one that is being imported raises an ImportError
-    instead."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _interrupt_again(unraisable: Any) -> None:
@@ -78,12 +68,14 @@ def main() -> None:
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:
-        from kvqjax.cli.app import app
-
+        with ending_at_once():
+            from kvqjax.cli.app import app
         code = app(standalone_mode=False) or 0
         if code == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
-    except (Exception, KeyboardInterrupt) as error:
+    except (typer.Abort, KeyboardInterrupt):
+        end_stopped()
+    except Exception as error:
         report = _message_of(error)
         if report is None:
             raise

@@ -1,16 +1,19 @@
 """What the command line sets for JAX: before it is imported, which kinds of devices it shall look for; where compiled
-programs are kept from one run to the next."""
+programs are kept from one run to the next; how Ctrl-C ends a process with JAX's threads in it."""
 
 import hashlib
 import os
 import platform
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
@@ -18,6 +21,8 @@ from kvqjax._folders import user_folder
 __all__ = [
     "MOST_BYTES",
     "compiling_seconds",
+    "end_stopped",
+    "ending_at_once",
     "keep_programs",
     "keep_programs_by_default",
     "look_for_present_devices",
@@ -144,3 +149,30 @@ def compiling_seconds() -> Iterator[list[float]]:
         yield seconds
     finally:
         monitoring.unregister_event_duration_listener(listen)
+
+
+# --- Ctrl-C
+
+
+def end_stopped() -> NoReturn:
+    """Say "stopped" and end the process with exit code 130, at once: threads of JAX that still compute crash where
+    Python takes its own end."""
+    with suppress(OSError):  # a pipe that nobody reads any more
+        sys.stdout.flush()
+    print("stopped", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process while modules are imported. Nothing is lost then, and libraries that are interrupted
+    in their import make other errors of it."""
+    handler, in_main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
+    if handler is not signal.default_int_handler or not in_main:  # ignored, another program's, or not ours to set
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: end_stopped())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

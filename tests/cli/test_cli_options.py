@@ -252,11 +252,20 @@ def command(**_):
     threading.Event().wait(60)
 """,
     "an import": """
-def command(**_):
+def module(*_):
     try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt as error:
-        raise ImportError("Encountered an error while initializing the extension.") from error
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("Encountered an error while initializing the extension.") from None
+kvqjax.cli.app.importlib = types.SimpleNamespace(import_module=module)
+command = kvqjax.cli.app.app
+""",
+    "a thread that computes": """
+def command(**_):
+    import jax
+    x = jax.numpy.ones((1500, 1500))
+    jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: x @ x, x))(x)
+    signal.raise_signal(signal.SIGINT)
 """,
 }
 
@@ -264,7 +273,7 @@ def command(**_):
 @pytest.mark.parametrize("place", SWALLOWED)
 def test_ctrl_c_stops_where_a_library_swallows_it(place):
     script = f"""
-import signal, sys, threading
+import signal, sys, threading, types
 import kvqjax.cli.app
 from kvqjax.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
