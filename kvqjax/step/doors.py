@@ -23,6 +23,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
 from kvqjax.cache.state import Cache
 from kvqjax.methods import Method
+from kvqjax.methods.rotation import CONSTANTS as FITTED
 from kvqjax.methods.spec import calibrated_part
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
@@ -132,12 +133,16 @@ def check_entries(constants: Any) -> None:
     raise UserError(f"constants is {named(constants)}; wanted those of an artifact, a tuple of dicts{hint}")
 
 
-def _calibration(method: Method, model: str) -> str:
-    """How to make the artifact of a method. model: what --model takes for it; "" where that is not known."""
+def _calibration(method: Method, model: str, group: str, shape: list[int]) -> str:
+    """How to make the artifact of a method, which lacks an array of this shape. model: what --model takes for it; ""
+    where that is not known."""
     folder = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     source = shlex.quote(model) if model else "MODEL"
     command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {folder}"
-    of_shape = "" if model else "; for a KVShape kvqjax.calibrate.from_tensors makes it, and constants= takes it"
+    made = "kvqjax.calibrate.from_tensors makes it, and constants= takes it"
+    if group == FITTED:  # on a model's weights, which a shape has not
+        made = f"constants= takes orthogonal matrices of your own, {shape} for these layers"
+    of_shape = "" if model else f"; for a KVShape {made}"
     text = f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
     return text + of_shape
 
@@ -175,7 +180,7 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
                 array = constants.get(group, {}).get(name)
                 if array is None:
                     missing = f"layer {run.first} needs the calibrated constant {group}.{name}"
-                    raise UserError(f"{missing}: {_calibration(layout.method, model)}")
+                    raise UserError(f"{missing}: {_calibration(layout.method, model, group, [run.count, *shape])}")
                 if array.shape != (run.count, *shape):
                     raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
     return entries

@@ -379,3 +379,17 @@ def test_policies_of_other_engines_parse():
     """What the pages name."""
     for text in ("uniform:bits=4,group=32,rotate=hadamard", "uniform:bits=8,group=32,rotate=hadamard"):
         assert isinstance(kvq.parse(text), Method)
+
+
+def test_a_shape_s_fitted_rotations_are_matrices_of_its_owner():
+    """`from_tensors` cannot fit them, so that the line names another way; with that the cache attends."""
+    shape = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope())
+    cache, counts = kvq.init_cache(shape, "oscar:bits=4,window=0", 1, 256), jnp.asarray([128])
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 128, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+    with pytest.raises(kvq.UserError, match=r"constants= takes orthogonal matrices of your own, \[2, 2, 16, 16\]"):
+        kvq.layers(cache, counts)[0].attend(q, k, v)
+    turn = jnp.broadcast_to(jnp.linalg.qr(jax.random.normal(jax.random.key(3), (16, 16)))[0], (2, 2, 16, 16))
+    views = kvq.layers(cache, counts, constants=({"rotation": {"keys": turn, "values": turn}},))
+    for layer in range(2):
+        _, views[layer] = views[layer].attend(q, k, v)
+    assert kvq.commit_layers(views).lengths.tolist() == [128]
