@@ -260,13 +260,6 @@ def module(*_):
 kvqjax.cli.app.importlib = types.SimpleNamespace(import_module=module)
 command = kvqjax.cli.app.app
 """,
-    "a thread that computes": """
-def command(**_):
-    import jax
-    x = jax.numpy.ones((1500, 1500))
-    jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, x: x @ x, x))(x)
-    signal.raise_signal(signal.SIGINT)
-""",
 }
 
 
