@@ -93,7 +93,7 @@ class Nuq:
             raise UserError(f"width={width}; KVQuant's codes have at most {MAX_WIDTH} channels")
         if (slots := self.slot_count(width)) > width - 2:
             cause = f"slots={self.slots}" if self.slots else f"outliers={self.outliers}"
-            raise UserError(f"{cause}: {slots} outliers of {width} channels; at least 2 must be none")
+            raise UserError(f"{cause}: {slots} outliers in a width of {width} channels; at least 2 must be none")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
 

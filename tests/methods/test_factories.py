@@ -91,7 +91,7 @@ def test_a_number_beyond_what_a_model_s_vectors_have_is_one_line():
     """The transform of 100000 channels is a matrix of 10 GB."""
     for text, message in (
         ("higgs:group=100000", "group=100000; a vector has 64 channels"),
-        ("kvquant:slots=100", "slots=100: 100 outliers of 64 channels; at least 2 must be none"),
+        ("kvquant:slots=100", "slots=100: 100 outliers in a width of 64 channels; at least 2 must be none"),
     ):
         method = kvq.parse(text)
         assert message in refused(lambda m=method: jax.eval_shape(lambda: kvq.init_cache(SHAPE, m, 1, 300)))
