@@ -151,19 +151,28 @@ def decode_text(raw: bytes, name: str) -> str:
     return text.lstrip(MARK).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """Open a file to read its bytes. A device may have no end, and a pipe gives its bytes once, where files are looked
-    into before they are read. Raises OSError, and UserError for such a path."""
+def open_bytes(path: Path, pipes: bool = False) -> BinaryIO:
+    """Open a file to read its bytes.
+
+    Args:
+        path: of the file. A device is refused, because it may have no end.
+        pipes: whether a pipe will do. It gives its bytes once, and most files are looked into before they are read.
+
+    Raises:
+        OSError: what the system says.
+        UserError: a device, or a pipe.
+    """
     mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system says so
+    # Of a folder the system says that it is one.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
         raise UserError(f"{path}: a pipe or a device, not a file; write what it gives into a file")
     return path.open("rb")
 
 
-def open_text(path: Path) -> str:
-    """The text of a file, as `decode_text` gives it. Raises UserError."""
+def open_text(path: Path, pipes: bool = False) -> str:
+    """The text of a file, as `decode_text` gives it; with `pipes` of a pipe too. Raises UserError."""
     try:
-        with open_bytes(path) as file:
+        with open_bytes(path, pipes) as file:
             raw = file.read()
     except UserError:
         raise

@@ -40,7 +40,7 @@ def _file_prompt(path: Path) -> str:
     if path != STANDARD_INPUT:
         if not os.path.exists(path) and (" " in str(path) or "\n" in str(path)):
             raise UserError(f"-f {str(path)[:40]!r}: no such file; -p takes the text itself")
-        text, name = open_text(path), str(path)
+        text, name = open_text(path, pipes=True), str(path)
     else:
         if sys.stdin is not None and sys.stdin.isatty():
             print("type the prompt; Ctrl-D at the beginning of a line ends it", file=sys.stderr)
@@ -68,7 +68,7 @@ def _batch(path: Path) -> list[Any]:
     if any(name in JSON_NAMES for name in path.suffixes):
         prompts = [_prompt_of(record) for record in json_lines(path)]
     else:
-        text = _piped() if path == STANDARD_INPUT else open_text(path)
+        text = _piped() if path == STANDARD_INPUT else open_text(path, pipes=True)
         prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"{path}: empty; there is no prompt in it")

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path, path):
     for read in (open_text, read_json, lambda path: list(open_lines(path))):
         with pytest.raises(kvq.UserError):
             read(tmp_path / path)
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """As `-f <(command)` wants it."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((tmp_path / "pipe").write_text, "Bonjour")
+        assert open_text(tmp_path / "pipe", pipes=True) == "Bonjour"
 
 
 @pytest.mark.parametrize("path", ["pipe", "/dev/zero"])  # waits for a writer; has no end
