@@ -16,7 +16,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvqjax._errors import UserError, unwritten
 
@@ -151,7 +151,7 @@ def decode_text(raw: bytes, name: str) -> str:
     return text.lstrip(MARK).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def open_bytes(path: Path, pipes: bool = False) -> BinaryIO:
+def open_bytes(path: Path, pipes: bool = False) -> io.BufferedReader:
     """Open a file to read its bytes.
 
     Args:

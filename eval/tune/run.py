@@ -260,10 +260,14 @@ def tune(
     first, second = in_halves(data_or_ids(model, texts))
     choices = 2 * model.config.num_layers * len(candidates.parts)
     searched, kept_back = _cut(model, [first, second], choices, settings)
+
+    def learn(candidates: Candidates) -> Learnt:
+        return learnt(model, candidates, first, out, bar)
+
     with held(None if out is None else out / "tune"):
-        options = {"settings": settings, "out": out, "bar": bar}
-        options["learn"] = lambda offered: learnt(model, offered, first, out, bar)
-        tuned = tune_windows(model, offered, budget, searched, kept_back, **options)
+        tuned = tune_windows(
+            model, offered, budget, searched, kept_back, settings=settings, learn=learn, out=out, bar=bar
+        )
     return tuned._replace(about=tuned.about | {"methods": methods, "device": device, "slowdown": ratios})
 
 
