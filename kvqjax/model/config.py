@@ -207,15 +207,7 @@ class KVShape:
             object.__setattr__(self, name, _without_repeats(values))
         check_softcap(self.softcap)
         self._check_pairs()
-        windows, chunked = (
-            values if isinstance(values, tuple) else (values,) * self.num_layers
-            for values in (self.sliding_window, self.chunked)
-        )
-        for window, is_chunk in zip(windows, chunked, strict=True):
-            if window is not None:
-                check_integer("sliding_window", window)
-            elif is_chunk:
-                raise UserError("a chunked layer has no sliding_window, which says how long its chunks are")
+        self._check_windows()
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -223,6 +215,17 @@ class KVShape:
         if self.recurrent is not None and self.recurrent.layers[-1] >= self.depth:
             raise UserError(f"layer {self.recurrent.layers[-1]} is recurrent, in a model of {self.depth} layers")
         self._check_latent()
+
+    def _check_windows(self) -> None:
+        """Raise UserError for a window of no tokens, and for a chunked layer without a window."""
+        per_layer = [x for x in (self.sliding_window, self.chunked) if isinstance(x, tuple)]
+        count = self.num_layers if per_layer else 1  # what all layers have in common is looked at once
+        windows, chunked = (x if isinstance(x, tuple) else (x,) * count for x in (self.sliding_window, self.chunked))
+        for window, is_chunked in zip(windows, chunked, strict=True):
+            if window is not None:
+                check_integer("sliding_window", window)
+            elif is_chunked:
+                raise UserError("a chunked layer has no sliding_window, which says how long its chunks are")
 
     def _check_pairs(self) -> None:
         """Raise UserError where layers order their channels differently: those of a stack are put in order as one. Also
