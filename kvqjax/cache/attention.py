@@ -1,5 +1,12 @@
-"""One layer's attention: to the tokens that are held exactly (sinks, window, new ones), to the body by a reader
-(kvqjax/cache/readers/), and their merge."""
+"""One layer's attention to its part of a cache and to the new tokens.
+
+attend_tokens       all tokens of a layer, in one of two ways:
+  attend_with_recent  one kernel attends to all of them (exact bodies on TPUs)
+  _attend_parts       the parts are attended to apart and merged by log-sum-exp (docs/design.md, idea 1):
+    attend_exact        sinks, window and new tokens
+    attend_body         the encoded tokens, by one of the readers in kvqjax/cache/readers/
+
+received_by_tokens  the attention that each token received, for eviction by H2O"""
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +41,19 @@ def attend_tokens(
     """Attend to all tokens of a layer.
 
     Args:
-        q: Queries with their rotation, and without the D^-1/2.
+        q: The queries, rotated by RoPE, and not yet multiplied by D^-1/2.
+        view: The layer, and the sources of its new tokens.
+        tokens: What all layers know of the new tokens.
+        options: The cap of the scores, and the logits of score sinks.
         recode: As in `attend_exact`.
-        tile, body: What flows in from the layer below: of the tokens that fall due in this call, and of the body's.
+        tile: The layer below's carry of the tokens that fall due in this call, [B, units, u, W] by name.
+        body: The layer below's carry of the body's tokens, [B, slots_here, W] by name.
 
     Returns:
-        (attention, `tile` and `body` for the layer above)."""
-    # The kernel of exact bodies takes new tokens in their order alone.
+        (attention, this layer's `tile`, this layer's `body`)."""
+    # The kernel of exact bodies knows no masks of new tokens.
     if tokens.mask is None and takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
+        # Exact bodies pass nothing on to the layer above, so that both carries are empty.
         without_kernel = lambda: _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]  # noqa: E731
         partial = attend_with_recent(q, view, tokens, without_kernel)
     else:
@@ -52,10 +64,12 @@ def attend_tokens(
 def _attend_parts(
     q, view: LayerView, tokens: NewTokens, softcap: float | None, recode: bool, tile: Carry, body: Carry
 ) -> tuple[Partial, Carry, Carry]:
-    """Attend to the exact tokens and to the body, and merge both."""
+    """Attend to the exact tokens and to the body, and merge both. Arguments and result are those of `attend_tokens`."""
+    # Without a body nothing is ever encoded, and so nothing is shown as encoded.
     parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile, softcap)
     if view.run.slots:
         part, body = attend_body(q, view, tokens, body, softcap)
+        # Each device has attended to its own blocks of the body.
         parts.append(merge_over(part, view.run.deal.axes))
     return merged(*parts), tile, body
 
@@ -63,9 +77,19 @@ def _attend_parts(
 def attend_exact(
     q, view: LayerView, tokens: NewTokens, recode: bool, carry: Carry, softcap: float | None = None
 ) -> tuple[list[Partial], Carry]:
-    """Attend to the tokens that are held exactly. With `recode`, a token that decoding one by one would have encoded
-    before query t is shown to query t as encoded (docs/design.md, idea 2); `carry` then flows from layer to layer for
-    those."""
+    """Attend to the tokens that the layer holds exactly: sinks, window and new tokens.
+
+    Args:
+        q: The queries, as in `attend_tokens`.
+        view: The layer, and the sources of its new tokens.
+        tokens: What all layers know of the new tokens.
+        recode: Whether query t sees a token as encoded if decoding one token at a time would have encoded it before
+            query t (docs/design.md, idea 2).
+        carry: With `recode`, the layer below's carry of the tokens that fall due in this call.
+        softcap: The cap of the scores, if there is one.
+
+    Returns:
+        (attention to disjoint sets of these tokens, which are to be merged; this layer's carry)."""
     run = view.run
     sources, positions, mask = side_by_side(view, tokens)
 
@@ -73,16 +97,21 @@ def attend_exact(
         k, v = expanded(view, sources, positions)
         return segment_attention(q, k, v, mask, softcap)
 
-    # By splash attention a query sees consecutive keys, which a mask of new tokens need not be.
+    # Splash attention shows a query consecutive keys. Those that a mask of new tokens shows need not be consecutive.
     if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES and tokens.mask is None:
         k, v = expanded(view, sources, positions)
-        old = k.shape[1] - q.shape[1]
-        new = attend_segment(q, k[:, old:], v[:, old:], mask[:, :, old:], run.tiles, softcap)
-        return [segment_attention(q, k[:, :old], v[:, :old], mask[:, :, :old], softcap), new], carry
+        held = k.shape[1] - q.shape[1]  # sinks and window slots, which come first
+        new = attend_segment(q, k[:, held:], v[:, held:], mask[:, :, held:], run.tiles, softcap)
+        return [segment_attention(q, k[:, :held], v[:, :held], mask[:, :, :held], softcap), new], carry
     if not recode:
         return [part(sources, mask)], carry
-    parts, index = [], (positions - view.sinks)[:, None, :]
+    # Clocks encode one after the other, keys first. In turn n, `mask` has the tokens that the clocks before n have
+    # encoded for a query, and `sources` shows these as encoded by those clocks. A query sees a token in the turn of the
+    # first clock that has not encoded it for this query.
+    parts = []
+    index = (positions - view.sinks)[:, None, :]  # numbers of body tokens, [B, 1, N]
     for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
+        # How many body tokens the clock has encoded when the row holds the tokens before each query, [B, T].
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
         leaving = (index >= 0) & (index < encoded[:, :, None])
         parts.append(part(sources, mask & ~leaving))
@@ -92,7 +121,7 @@ def attend_exact(
 
 
 def _attend_by(reader: str, call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend by this reader, from pages that lie side by side where it wants a row's body as a whole."""
+    """Attend to the body by a reader. Pages are put side by side for readers that take a row's body as a whole."""
     if call.view.run.page and not reads_pages(reader, call.ask):
         view = with_own_body(call.view)
         call = call._replace(view=view, ask=call.ask._replace(run=view.run))
@@ -100,6 +129,7 @@ def _attend_by(reader: str, call: BodyCall, carry: Carry) -> tuple[Partial, Carr
 
 
 def _attend_without_kernel(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
+    """Attend to the body by the reader that stands in for `kernel` (`reader_without_kernel`)."""
     return _attend_by(reader_without_kernel(call.ask), call, carry)
 
 
@@ -113,7 +143,7 @@ ATTEND: dict[str, Attend] = {
 
 
 def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) -> Ask:
-    """Say what is known of a layer's attention to its body."""
+    """Collect what decides which reader attends to a layer's body."""
     dtype = next(iter(view.new.values())).dtype.name
     return Ask(view.run, q.shape[1], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype)
 
@@ -121,16 +151,22 @@ def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) 
 def attend_body(
     q, view: LayerView, tokens: NewTokens, carry: Carry, softcap: float | None = None
 ) -> tuple[Partial, Carry]:
-    """Attend to the encoded tokens of one layer that lie here.
+    """Attend to the encoded tokens of one layer that lie on this device.
 
     Args:
-        q: [B, T, H, D] queries with their rotation, and without the D^-1/2.
-        carry: What the layer below reconstructed of every body token, [B, slots_here, W] per name; this layer's takes
-            its place in what is returned."""
+        q: The queries [B, T, H, D], rotated by RoPE, and not yet multiplied by D^-1/2.
+        view: The layer.
+        tokens: What all layers know of the new tokens.
+        carry: The layer below's carry of every body token, [B, slots_here, W] by name.
+        softcap: The cap of the scores, if there is one.
+
+    Returns:
+        (attention to the body, this layer's carry)."""
     ask = ask_of(q, view, tokens, softcap)
     shared = shared_values(ask)
     frame = view.run.wiring.maps.frame
-    if frame is not None:  # once for all of the body, here and at the end
+    # A rotated body is never rotated back. Queries go into its frame here, outputs come out of it below.
+    if frame is not None:
         q = frame.queries(view.constants, q)
     partial, carry = _attend_by(reader_of(ask), BodyCall(ask, q, view, tokens, shared), carry)
     if shared is not None:
@@ -143,8 +179,18 @@ def attend_body(
 def received_by_tokens(
     q, view: LayerView, tokens: NewTokens, lse, carry: Carry, softcap: float | None = None
 ) -> Received:
-    """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores with the known
-    log-sum-exp `lse`. `carry` is what `attend_tokens` was given of the body."""
+    """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores.
+
+    Args:
+        q: The queries, as in `attend_tokens`.
+        view: The layer, of a method that evicts tokens by their attention mass.
+        tokens: What all layers know of the new tokens.
+        lse: The log-sum-exp of each query over all tokens of the layer, [B, T, H].
+        carry: The layer below's carry of every body token, as `attend_tokens` was given it.
+        softcap: The cap of the scores, if there is one.
+
+    Returns:
+        The sums, of the exact tokens and of the body's."""
     valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
     sources, positions, mask = side_by_side(view, tokens)
     k, _ = expanded(view, sources, positions)
@@ -157,8 +203,10 @@ def received_by_tokens(
         body, carry = loop
         k, _, mask, carry = read_block(j, carry)
         part = received(turned, k, mask & valid, lse, softcap)
+        # Blocks are `reading` tokens, which divide the body, so that no block begins within the one before it.
         return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.reading, 1), carry
 
     body = jnp.zeros((q.shape[0], view.run.slots))
     body, _ = jax.lax.fori_loop(first, last, step, (body, carry))
+    # The budget need not be whole blocks, the body is.
     return Received(exact, body[:, : tokens.stored.shape[1]])

@@ -1,7 +1,19 @@
-"""What one layer's attention knows and sees: the layer's part of a cache, the new tokens, and the encoded body.
+"""What one layer's attention reads: the layer's part of a cache, the new tokens, and the encoded body.
 
-A body is linear (slot i holds the i-th body token), a ring of blocks (sliding windows) or what eviction left of it. The
-tokens of the first two may be dealt over devices. Slots are then those of this device."""
+    LayerView, NewTokens    what attention is given: one layer of a run, and the new tokens of the call
+    side_by_side            sinks, window slots and new tokens on one axis, with the mask of each query
+    body_view               positions and bounds of the body, block by block
+    payload_of              the stored fields of some body tokens
+    packed_view             the body as kernels take it
+
+A body lies in one of three orders:
+
+    linear     slot i holds body token i
+    ring       of blocks, for sliding windows: block j of the sequence lies in ring block j mod n
+    evicted    a slot holds whichever token eviction left there; `NewTokens.stored` has its position
+
+The blocks of linear bodies and of rings may be dealt over devices (`Deal`). Slots are then numbered on each device by
+itself, and `Deal.tokens` gives the body token in a slot."""
 
 import functools
 from collections.abc import Callable
@@ -41,13 +53,16 @@ __all__ = [
 
 
 class NewTokens(NamedTuple):
-    """What every layer knows of the T new tokens.
+    """What every layer knows of the T new tokens of a call.
 
-    - `positions` are absolute. `counts` says how many tokens of each row are valid.
-    - `held` is how many body tokens (tokens after the sinks) each row held before; negative while the sinks fill.
-    - `stored`, where tokens are evicted, are the positions of the body's slots (-1: none). `oldest` is the first
-      position that each query may see, if not all of them.
-    - With a `mask`, query t sees new token s where `mask[b, t, s]` says so, instead of those up to itself."""
+    Attributes:
+        positions: The positions of the new tokens in their rows, sinks included.
+        counts: How many of the new tokens of each row are valid.
+        held: How many body tokens (tokens after the sinks) each row held before the call. It is negative while the
+            sinks fill.
+        stored: The position of the token in each body slot, -1 for an empty slot. None: no token is evicted.
+        oldest: The first position after the sinks that each query may see. None: no such limit.
+        mask: Query t sees new token s where `mask[b, t, s]` is True. None: it sees the new tokens up to itself."""
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
@@ -58,9 +73,18 @@ class NewTokens(NamedTuple):
 
 
 class LayerView(NamedTuple):
-    """One layer of a run: its arrays by number, its weights and constants, and the new tokens' sources [B, T, W].
+    """One layer of a cache, and the sources of its new tokens.
 
-    Rows hold no more than `bound` promises. A body in pages lies as `pages` say (`Cache.pages`)."""
+    Attributes:
+        run: The plan of the layer's run.
+        state: The arrays of the whole run, with an axis of layers in front.
+        layer: The layer's number in the run.
+        weights: The layer's decoder weights; empty where a model of another package attends.
+        constants: The layer's calibrated constants.
+        new: The sources of the new tokens, [B, T, W] by name.
+        sinks: How many first tokens of a row are sinks.
+        bound: A promise of how many tokens rows hold; None: up to the capacity.
+        pages: The pages of every row (`Cache.pages`), where the body lies in pages."""
 
     run: RunLayout
     state: Run
@@ -73,24 +97,36 @@ class LayerView(NamedTuple):
     pages: Pages = None
 
 
-Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
+Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]  # the positions of n tokens, and which of them are valid
 
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
-    """Mark which of the tokens at `positions` each query sees."""
+    """Mark which tokens each query sees by their positions. Masks of new tokens (`NewTokens.mask`) are not looked at.
+
+    Args:
+        view: The layer.
+        tokens: The new tokens, whose queries attend.
+        positions: The positions of S tokens, [B, S].
+        valid: Which of these tokens exist, [B, S].
+
+    Returns:
+        The mask."""
     mask = visible(tokens.positions, positions, valid, view.run.sliding, view.run.chunked)
     if tokens.oldest is None:
         return mask
+    # Sinks are never evicted.
     return mask & ((positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None])
 
 
 def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
-    """Give the places of sinks, window slots and new tokens, one after the other."""
+    """Give the places of the sinks, of the window's slots and of the new tokens, in this order."""
     batch, length = tokens.positions.shape
+    # The window's oldest token is the first that is not encoded in every source.
     ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
     sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
     fresh = jnp.arange(length)[None] < tokens.counts[:, None]
     body_lengths = tokens.held[:, None]
+    # `ring` numbers tokens from the first one after the sinks, positions count the sinks too.
     return [
         (sink, sink < body_lengths + view.sinks),
         (ring + view.sinks, ring < body_lengths),
@@ -99,56 +135,87 @@ def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
 
 
 def side_by_side(view: LayerView, tokens: NewTokens):
-    """Put sinks, window slots and new tokens on one axis. Return (sources {name: [B, N, W]}, positions [B, N], which of
-    them each query sees [B, T, N])."""
+    """Put sinks, window slots and new tokens on one axis of N tokens, in this order.
+
+    Returns:
+        (sources, [B, N, W] by name; their positions [B, N]; which of them each query sees, [B, T, N])."""
     places = beside(view, tokens)
     positions, valid = (jnp.concatenate(arrays, axis=1) for arrays in zip(*places, strict=True))
     mask = seen(view, tokens, positions, valid)
     if tokens.mask is not None:
-        old = positions.shape[1] - tokens.mask.shape[1]
-        mask = jnp.concatenate([mask[:, :, :old], _masked(view, tokens.mask, places[-1])], axis=2)
+        held = positions.shape[1] - tokens.mask.shape[1]  # sinks and window slots
+        mask = jnp.concatenate([mask[:, :, :held], _masked(view, tokens.mask, places[-1])], axis=2)
     exact = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
     parts = *exact, view.new
-    sources = {name: jnp.concatenate([part[name].astype(x.dtype) for part in parts], 1) for name, x in view.new.items()}
+    sources = {}
+    for name, new in view.new.items():
+        sources[name] = jnp.concatenate([part[name].astype(new.dtype) for part in parts], 1)
     return sources, positions, mask
 
 
 def _masked(view: LayerView, mask: Bool[Array, "B T T"], fresh: Places) -> Bool[Array, "B T T"]:
-    """Mark which new tokens each query sees by their mask. A sliding window hides tokens on both sides."""
+    """Mark which new tokens each query sees by their mask [B, queries, tokens]. `fresh` has their places."""
     positions, valid = fresh
     mask = mask & valid[:, None]
     if view.run.sliding is None:
         return mask
+    # A mask may show a query later tokens too, so that a sliding window must hide tokens on both sides.
     return mask & (jnp.abs(positions[:, :, None] - positions[:, None]) < view.run.sliding)
 
 
 def expanded(view: LayerView, sources: dict, positions, body: bool = False):
-    """Make keys and values [B, N, K, D] of exact sources, or of those of the `body`, in its frame; what overflows on
-    the way saturates."""
+    """Make keys and values of sources.
+
+    Args:
+        view: The layer.
+        sources: The sources of N tokens, [B, N, W] by name.
+        positions: The positions of these tokens, [B, N], or what the layer takes in their place (`Fast.waves`).
+        body: Whether the sources are decoded from the body. They are then in the body's frame, and so are the keys and
+            values.
+
+    Returns:
+        (keys, values), [B, N, K, D]. Numbers beyond the range of their dtype become its largest number."""
     maps = view.run.wiring.maps
-    expand = maps.expand if maps.expand_body is None or not body else maps.expand_body
+    expand = maps.expand_body if body and maps.expand_body is not None else maps.expand
     k, v = expand(view.weights, view.constants, sources, positions)
     return saturated(k, k.dtype), saturated(v, v.dtype)
 
 
 def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = None) -> dict:
-    """Read and unpack `size` tokens of every row of one layer, whole blocks; of a body in pages, a part of a page or
-    whole pages."""
+    """Read and unpack some body tokens of every row of one layer.
+
+    Args:
+        run: The plan of the layer's run.
+        state: The arrays of the run.
+        layer: The layer's number in the run.
+        at: The first slot that is read.
+        size: How many slots are read of every row: whole blocks. Of a body in pages, a part of a page or whole pages
+            (`RunLayout.within_pages`).
+        pages: The pages of every row, where the body lies in pages.
+
+    Returns:
+        What the codecs decode, {source: {field: [B, size, ..]}}."""
     if run.page:
         assert pages is not None
+        # The body becomes one of this layer and of these slots alone, which is read from its beginning.
         state = state.replace(body=joined_pages(run, state.body, layer, pages, at, size))
         layer = at = 0
-    return {
-        source: {name: f.packing.read(state.body[source][name], layer, at, size) for name, f in codec.fields.items()}
-        for source, codec in run.wiring.storage.codecs.items()
-    }
+    payload = {}
+    for source, codec in run.wiring.storage.codecs.items():
+        stored = state.body[source]
+        payload[source] = {
+            name: field.packing.read(stored[name], layer, at, size) for name, field in codec.fields.items()
+        }
+    return payload
 
 
 def with_own_body(view: LayerView) -> LayerView:
-    """View a layer whose body lies in pages as one whose rows have bodies of their own, as long as rows may be. For
-    readers that want all of a body: codes are copied, of one layer at a time."""
+    """View a layer whose body lies in pages as one whose rows have bodies of their own.
+
+    This is for readers that take a row's body as a whole. It copies the codes of this one layer, of as many slots as
+    any row may have filled."""
     run = view.run
-    # What flows between layers is as long as the body of every layer, whatever a bound promises.
+    # The carry has as many slots as the layer's body, whatever a bound promises.
     tokens = run.slots if run.wiring.chain.carry else reached(view)
     slots = min(run.slots, -(-tokens // run.page) * run.page)
     assert view.pages is not None
@@ -158,14 +225,19 @@ def with_own_body(view: LayerView) -> LayerView:
 
 
 def reached(view: LayerView) -> int:
-    """Bound the body tokens that any row may have here, by what is static."""
+    """Give a static bound of how many body tokens any row has on this device."""
     run = view.run
     return run.slots_here if view.bound is None else run.deal.most(min(view.bound.row, run.slots))
 
 
 class PackedView(NamedTuple):
-    """A body as kernels on packed words take it. Query t of row b sees its tokens `start[b, t]` to `stop[b, t]` - 1,
-    numbered as they lie here."""
+    """A body as kernels on packed words take it.
+
+    Attributes:
+        packed: What is static about the body, and how its arrays are named.
+        body: The body's arrays, of the class that the kernel's spec asks for.
+        start: The first body token that query t of row b sees, numbered among those on this device.
+        stop: One past the last body token that it sees, numbered likewise."""
 
     packed: Packed
     body: Any
@@ -174,9 +246,10 @@ class PackedView(NamedTuple):
 
 
 def packed_view(view: LayerView, tokens: NewTokens) -> PackedView:
-    """View a body as it is packed. There must be a kernel form of it."""
+    """View a linear body as it is packed. The layer must have a form that kernels read (`Fast.packed`)."""
     run, packed = view.run, view.run.wiring.fast.packed
     assert packed is not None
+    # Kernels rotate keys that are stored before RoPE by the positions at which blocks begin.
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
     body = packed.body(view.weights, view.constants, view.state.body, first)
     stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
@@ -192,13 +265,15 @@ Number = Int[Array, ""] | int
 
 
 class BodyView(NamedTuple):
-    """How a layer's queries read a body, in blocks.
+    """How a layer's queries read a body, in blocks of `size` tokens.
 
-    - `at(j, size)` is the first slot of block j of `size` tokens.
-    - `places(j, size)` are the positions of the block's tokens, and which of them are valid.
-    - `blocks(size)` are the first block to read and the one after the last.
-    - `linear`: the body can be read as a whole.
-    - `together`: the tokens that a query sees lie next to each other."""
+    Attributes:
+        at: `at(j, size)` is the first slot of block j.
+        places: `places(j, size)` gives the positions of the tokens of block j, and which of them are valid. A token
+            that two blocks share is valid in the first of them only.
+        blocks: `blocks(size)` gives the first block to read, and one past the last.
+        linear: The body can be read as a whole.
+        together: The tokens of a block have consecutive positions."""
 
     at: Callable[[Number, int], Number]
     places: Callable[[Number, int], Places]
@@ -211,45 +286,62 @@ def body_view(view: LayerView, tokens: NewTokens) -> BodyView:
     """Make the view of one layer's body that the new tokens' queries read."""
     if tokens.stored is not None:
         return _evicted(view, tokens.stored)
-    return (_ring if view.run.wraps else _linear)(view, tokens)
+    if view.run.wraps:
+        return _ring(view, tokens)
+    return _linear(view, tokens)
 
 
 def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places:
-    """Give the places of the body tokens in `slots`, of which those before `least` belong to another block."""
+    """Give the places of body tokens that lie in their order.
+
+    Args:
+        view: The layer.
+        slots: The slots of a block. In a ring, the numbers that its slots would have if the ring did not wrap.
+        least: The block's first slot that no block before it has. Tokens in lower slots are not valid here.
+
+    Returns:
+        Their places. Slots that a row has not filled are not valid."""
     ends = body_tokens(view.run, view.state)
     index = jnp.broadcast_to(view.run.deal.tokens(slots)[None], (ends.shape[0], len(slots)))
     return index + view.sinks, (index < ends[:, None]) & (slots >= least)[None]
 
 
 def _pinned(slots: int) -> Callable[[Number, int], Number]:
-    """Say where block j begins in a body of `slots` tokens: the last one may begin within the one before it."""
+    """Make the `BodyView.at` of a body of so many slots.
+
+    All blocks have the same size. Where that does not divide the slots, the last block ends with the body and begins
+    within the block before it."""
     return lambda j, size: jnp.minimum(j * size, slots - size)
 
 
 def sees_all(view: LayerView, tokens: NewTokens) -> bool:
-    """Say whether all new tokens of a row see the same of the body, which is all of it."""
+    """Say whether every new token of a row sees all tokens of the row's body."""
     return view.run.sliding is None and tokens.oldest is None
 
 
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
-    """Say whether data may not bound how many blocks are read."""
+    """Say whether the number of blocks that are read must be known when the program is traced.
+
+    That is so for the reader `tiles` with many queries, and for few queries on a GPU (`RunLayout.static_loops`)."""
     length = tokens.positions.shape[1]
     tiled = view.run.tiles == "tiles" and length >= MANY_QUERIES and sees_all(view, tokens)
     return tiled or (view.run.static_loops and length <= FEW_QUERIES)
 
 
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:
-    """Find the blocks that hold tokens which some query still sees: the first, and one past the last."""
+    """Find the blocks of a body in order that hold any token which any query sees: the first, and one past the last."""
     run = view.run
     last = floor_divide(run.deal.share(body_tokens(run, view.state).max()) + size - 1, size)
     if run.sliding is None:
         return jnp.int32(0), last
+    # Of a row's new tokens the first one sees furthest back.
     oldest = oldest_seen(tokens.positions[:, 0], run.sliding, run.chunked)
     oldest = jnp.maximum((oldest - view.sinks).min(), 0)
     return jnp.minimum(floor_divide(run.deal.share(oldest), size), last), last
 
 
 def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
+    """View a body whose slot i holds body token i."""
     run, at = view.run, _pinned(view.run.slots_here)
 
     def places(j, size):
@@ -264,16 +356,21 @@ def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
 
 
 def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
-    """View a ring: block j of the sequence lies in ring block j mod n. Where bounds must be static, all n blocks are
-    read in the order in which they lie."""
+    """View a ring: block j of the sequence lies in ring block j mod n.
+
+    Where data may bound a loop, j counts blocks of the sequence, from the first that any query sees. Otherwise j counts
+    the ring's n blocks in the order in which they lie, and all are read."""
     run, around = view.run, view.run.slots_here
 
     def places(j, size):
+        """Give the places of block j of the sequence."""
         return _numbered(view, j * size + jnp.arange(size), j * size)
 
     def newest(j, size):
-        """Give each slot's newest token; in a row that has not filled the ring, some slots have none."""
+        """Give the places of ring block j: each slot holds the newest token that was written to it."""
         ends, slots = run.deal.share(body_tokens(run, view.state))[:, None], j * size + jnp.arange(size)[None]
+        # The largest number below `ends` that is `slots` modulo the ring. It is negative for a slot that a row has not
+        # filled yet.
         index = slots + floor_divide(ends - 1 - slots, around) * around
         return run.deal.tokens(index) + view.sinks, index >= 0
 
@@ -285,7 +382,9 @@ def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
 
 
 def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
+    """View a body whose slots hold the tokens at the positions `stored`, or none (-1)."""
     slots, at = view.run.slots, _pinned(view.run.slots_here)
+    # The budget need not be whole blocks, the body is.
     stored = jnp.pad(stored, ((0, 0), (0, slots - stored.shape[1])), constant_values=-1)
 
     def places(j, size):

@@ -16,8 +16,15 @@ Carry = dict[str, Array]  # what flows from layer to layer, [B, slots, W] per na
 
 
 class BodyCall(NamedTuple):
-    """One layer's queries on its body: `q` with their rotation, without the D^-1/2, and in the body's frame. `shared`
-    are the values as heads share them, where this call sums those (`kvqjax.cache.reading.shared_values`)."""
+    """One layer's queries on its body.
+
+    Attributes:
+        ask: What decided which reader is called.
+        q: The queries, rotated by RoPE and into the body's frame, and not yet multiplied by D^-1/2.
+        view: The layer.
+        tokens: What all layers know of the new tokens.
+        shared: Where given, the reader sums values that all heads share, and the caller maps the sums to heads
+            (`kvqjax.cache.reading.shared_values`). None: the reader sums the heads' own values."""
 
     ask: Ask
     q: Float[Array, "B T H D"]
@@ -30,5 +37,5 @@ class BodyCall(NamedTuple):
         return self.view.run.shape.num_kv_heads
 
 
-# Attends to a body: (attention, what flows on to the layer above).
+# A reader: from its call and the layer below's carry to (attention to the body, this layer's carry).
 Attend = Callable[[BodyCall, Carry], tuple[Partial, Carry]]

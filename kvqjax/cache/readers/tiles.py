@@ -1,8 +1,14 @@
-"""Reader `tiles`: many queries meet large tiles of decoded tokens. On GPUs a tile is a plain product; on TPUs it is a
-call of JAX's splash attention, or all of the body is, where memory allows.
+"""Reader `tiles`: many queries meet large tiles of decoded tokens. A tile is the tokens that are decoded together, the
+same slots of every row.
 
-What kind a program uses is planned with the run (`RunLayout.tiles`): "off", "tiles" on GPUs, "splash" on TPUs whose
-layout lets it run, "interpret" for splash in Pallas' interpreter."""
+`RunLayout.tiles`, here `kind`, says how the queries of a run attend to a tile:
+
+    "tiles"      by plain products, on GPUs
+    "splash"     by JAX's splash attention, on TPUs whose layout lets it run
+    "interpret"  by splash attention in Pallas' interpreter, for tests
+    "off"        this reader does not take the run
+
+On a TPU the whole body is one tile where its decoded keys and values fit `WHOLE`."""
 
 import functools
 import math
@@ -22,27 +28,39 @@ from kvqjax.pallas_kernels import splash
 __all__ = ["SPLASH_KINDS", "attend_in_tiles", "attend_segment", "by_splash", "large_block"]
 
 SPLASH_KINDS = ("splash", "interpret")
-SCORES = 2**31  # bytes; of one tile's softmax weights on a GPU
-DECODED = 2**13  # tokens of all rows; of one tile on a TPU
-SLACK = 1.25  # how much more a tile may have, rather than one tile more
-WHOLE = 2**28  # bytes; of a layer's keys and values that a TPU may hold decoded, all at once
+SCORES = 2**31  # bytes of one tile's softmax weights on a GPU, at most
+DECODED = 2**13  # tokens of one tile on a TPU, those of all rows counted together
+SLACK = 1.25  # tiles of even size may exceed these limits by this factor: that is better than one more tile
+WHOLE = 2**28  # bytes of a layer's keys and values that a TPU may hold decoded at once
 
 
 def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend to the body tile by tile, or all at once where a TPU has the memory."""
-    run, kind, q, softcap = call.view.run, call.view.run.tiles, call.q, call.ask.softcap
-    by_row = sees_all(call.view, call.tokens)
+    """Attend to the body tile by tile, or all at once where a TPU has the memory.
+
+    Args:
+        call: The layer's queries on its body.
+        carry: The layer below's carry of every body token.
+
+    Returns:
+        (attention to the body, this layer's carry)."""
+    run, q, softcap = call.view.run, call.q, call.ask.softcap
+    kind = run.tiles
+    batch, length, _, dim = q.shape
+    same_mask = sees_all(call.view, call.tokens)  # for all queries of a row
+    # `_attend_whole_body` puts tile j at slot j * size. A carry that tiles without overlap go through needs no select
+    # (`put_into_carry`).
     disjoint = bool(run.wiring.chain.carry) or kind in SPLASH_KINDS
     size = large_block(q, run.reading, run.slots_here, kind, disjoint)
     read, first, last = body_blocks(call.view, call.tokens, size, call.shared)
     width = None if call.shared is None else call.shared.width
-    # A large product cannot take what lies between a score and its exponential: neither a cap nor a query's own mask.
-    if width is not None or (kind == "tiles" and (softcap is not None or not by_row)):
+    # `tile_attention` has no place for what changes a score before its exponential: a cap, or a mask that differs
+    # between queries. Neither it nor splash attention takes values that heads share.
+    if width is not None or (kind == "tiles" and (softcap is not None or not same_mask)):
         return blockwise_attention(q, call.kv_heads, read, first, last, carry, width, softcap=softcap)
     if kind == "tiles":
         return tile_attention(q, call.kv_heads, read, first, last, carry)
-    decoded = 2 * q.dtype.itemsize * q.shape[0] * call.kv_heads * run.slots_here * q.shape[3]
-    if by_row and decoded <= WHOLE and splash.fits(q.shape[1], run.slots_here, q.shape[3]):
+    decoded_bytes = 2 * q.dtype.itemsize * batch * call.kv_heads * run.slots_here * dim  # keys and values
+    if same_mask and decoded_bytes <= WHOLE and splash.fits(length, run.slots_here, dim):
         return _attend_whole_body(call, read, first, last, carry)
 
     def step(j, loop):
@@ -56,22 +74,43 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
 
 
 def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kind: str, disjoint: bool) -> int:
-    """Choose how many of a body's `slots` tokens are read at a time: at least `reading`, and as many as memory allows,
-    so that each is decoded once and few programs run. The last tile may begin within the one before it, unless tiles
-    must be `disjoint`."""
+    """Choose how many tokens of every row a tile has: as many as memory allows, so that few programs run.
+
+    Args:
+        q: The queries.
+        reading: What a tile is a multiple of, in tokens; it divides `slots`.
+        slots: How many slots the body has.
+        kind: How queries attend to a tile (see the module).
+        disjoint: Whether tiles must divide the body. Otherwise the last tile may begin within the one before it.
+
+    Returns:
+        The tokens of a tile, at least `reading`."""
     batch, length, heads, _ = q.shape
-    most = SCORES / (q.dtype.itemsize * batch * heads * length) if kind == "tiles" else DECODED / batch
+    if kind == "tiles":
+        most = SCORES / (q.dtype.itemsize * batch * heads * length)
+    else:
+        most = DECODED / batch
     blocks = slots // reading
     if disjoint:
         limit = max(1, min(round(most / reading), blocks))
         return reading * max(n for n in range(1, limit + 1) if blocks % n == 0)
-    count = math.ceil(blocks * reading / (SLACK * most))  # of even tiles
-    return reading * -(-blocks // min(blocks, count))
+    tile_count = math.ceil(blocks * reading / (SLACK * most))
+    return reading * -(-blocks // min(blocks, tile_count))  # tiles as even as whole blocks allow
 
 
 def by_splash(kind: str, kernel: Callable, plain: Callable, *arrays):
-    """Call `kernel(*arrays, interpret)` in a program for a TPU, or where the interpreter is asked for, else
-    `plain(*arrays)`: a program that was traced for a TPU may be lowered for something else."""
+    """Call splash attention in programs for a TPU, and plain attention in others.
+
+    A program that was traced for a TPU may be lowered for another platform.
+
+    Args:
+        kind: "splash", or "interpret" to call the kernel on every platform, in Pallas' interpreter.
+        kernel: `kernel(*arrays, interpret)` attends by splash attention.
+        plain: `plain(*arrays)` does the same without it.
+        arrays: What both are given.
+
+    Returns:
+        What the one that was called returned."""
     if kind == "interpret":
         return kernel(*arrays, True)
     return jax.lax.platform_dependent(*arrays, tpu=lambda *x: kernel(*x, False), default=plain)
@@ -80,8 +119,19 @@ def by_splash(kind: str, kernel: Callable, plain: Callable, *arrays):
 def _row_by_row(
     q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"] | None, interpret: bool, softcap: float | None
 ) -> Partial:
-    """Attend row by row, to keys and values [B, K, S, D]: splash attention has one mask for all heads, so a row's heads
-    are one call."""
+    """Attend by splash attention, a call for each row: the heads of one call share a mask, and rows have their own.
+
+    Args:
+        q: The queries, [B, T, H, D].
+        k: The keys, [B, K, S, D].
+        v: The values, [B, K, S, D].
+        newest: The last key that each query sees; -1: none.
+        oldest: The first key that each query sees. None: all keys up to the newest.
+        interpret: Whether the kernel runs in Pallas' interpreter.
+        softcap: The cap of the scores, if there is one.
+
+    Returns:
+        Attention to these keys."""
     rows = []
     for row in range(q.shape[0]):
         limits = {"newest": newest[row], "oldest": None if oldest is None else oldest[row]}
@@ -92,11 +142,23 @@ def _row_by_row(
 
 
 def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kind: str, softcap: float | None = None) -> Partial:
-    """Attend as `segment_attention` does where every query sees consecutive keys, by splash where there is a kernel."""
+    """Attend as `segment_attention` does, by splash attention where there is a kernel for these sizes.
+
+    Args:
+        q: The queries, [B, T, H, D].
+        k: The keys, [B, S, K, D].
+        v: The values, [B, S, K, D].
+        mask: Which keys each query sees. They must be consecutive for each query.
+        kind: How queries attend to a tile (see the module).
+        softcap: The cap of the scores, if there is one.
+
+    Returns:
+        Attention to these keys."""
     keys = k.shape[1]
     if kind not in SPLASH_KINDS or not splash.fits(q.shape[1], keys, q.shape[3]):
         return segment_attention(q, k, v, mask, softcap)
     place = jnp.arange(keys)[None, None]
+    # A query that sees no key gets newest = -1 and oldest = S.
     newest, oldest = jnp.where(mask, place, -1).max(2), jnp.where(mask, place, keys).min(2)
 
     def kernel(q, k, v, newest, oldest, interpret):
@@ -111,15 +173,27 @@ def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kind: str, softcap: floa
 
 
 def _attend_whole_body(call: BodyCall, read: Callable, first, last, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend to a body by one call of the kernel. Blocks are decoded one after the other into keys and values of all
-    slots, [B, K, S, D]. All queries of a row see the same of it, its first tokens."""
+    """Attend to the whole body by one call of splash attention for each row.
+
+    Tiles are decoded one after the other into the keys and values of all slots, [B, K, S, D]. All queries of a row see
+    the same tokens: all that the body holds of the row, which are the first.
+
+    Args:
+        call: The layer's queries on its body.
+        read: Decodes a tile (`body_blocks`).
+        first: The first tile that is read.
+        last: One past the last tile.
+        carry: The layer below's carry of every body token.
+
+    Returns:
+        (attention to the body, this layer's carry)."""
     q, slots, softcap = call.q, call.view.run.slots_here, call.ask.softcap
     rows, length, _, dim = q.shape
 
     def step(j, loop):
         (body_k, body_v, filled), carry = loop
         k, v, mask, carry = read(j, carry)
-        row_mask = mask[:, 0]
+        row_mask = mask[:, 0]  # [B, size]; all queries of a row have the same
         # Tokens that are not valid may hold infinities, and 0 x inf is NaN.
         by_head = (jnp.swapaxes(jnp.where(row_mask[:, :, None, None], x, 0), 1, 2) for x in (k, v))
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * k.shape[1], axis=2)
