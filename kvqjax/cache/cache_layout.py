@@ -1,4 +1,4 @@
-"""One frozen value of all that is static about a cache."""
+"""All that is static about a cache, as one frozen value: `CacheLayout`."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,16 +15,22 @@ FORMS = ("planes", "heads", "stripes")
 
 
 class LengthBound(NamedTuple):
-    """A promise: no row holds more than `row` tokens, all rows together no more than `total` (None: as many as `row`
-    allows). Rows that break it get NaN."""
+    """A promise of how many tokens rows hold. A row that breaks it gets NaN.
+
+    Attributes:
+        row: The most tokens of any row.
+        total: The most tokens of all rows together. None: as many as `row` allows."""
 
     row: int
     total: int | None = None
 
 
 class Pool(NamedTuple):
-    """Bodies of all rows in one pool of `pages` pages. Each page holds all fields of `tokens` body tokens of one row in
-    all layers (kvqjax/cache/pages.py)."""
+    """The pages in which the bodies of all rows lie (kvqjax/cache/pages.py).
+
+    Attributes:
+        pages: How many pages there are.
+        tokens: How many body tokens of a row a page holds, with all fields of all layers."""
 
     pages: int
     tokens: int
@@ -34,19 +40,24 @@ class Pool(NamedTuple):
 class CacheLayout:
     """Everything static about a cache.
 
-    - `shape` of the model, `method`, `capacity` in tokens a row, and the `dtype` of sinks and window.
-    - `layers`: those that cache alike are one stack ("scan"), or each is stored by itself ("unroll").
-    - `form`: bodies are planes of words ("planes"), head by head where they can be ("heads",
-      kvqjax/ops/packing/heads.py), or planes but for uniform codes of long bodies, in lines and stripes for CPUs
-      ("stripes", kvqjax/ops/packing/stripes.py).
-    - `target`: the chip that programs on the cache are for (`kvqjax.pallas_kernels.chips.TARGETS`). `kernels` says
-      which of its kernels may read the body.
-    - `dealt`: over how many devices the body's blocks are dealt. Inside `shard_map`, `dealt_over` names their mesh
-      axes, and `heads_over` those that share out heads.
-    - `bound`: a promise of how many tokens rows hold, for as long as programs are to read no further
-      (kvqjax/cache/length_bound.py).
-    - `pool`: encoded tokens lie in pages that rows may share. None: every row reserves its capacity.
-    - `rules` say how a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py)."""
+    Attributes:
+        shape: What the cache must know of the model.
+        method: What every layer stores, in which codec, with which window.
+        capacity: The most tokens that a row can hold.
+        dtype: The dtype of sinks and window.
+        layers: "scan": neighbouring layers that cache alike are stored as one stack. "unroll": each layer is stored by
+            itself.
+        form: How bodies are stored. "planes": as planes of words. "heads": head by head where a codec can be stored so
+            (kvqjax/ops/packing/heads.py), which GPUs read best. "stripes": as planes, but uniform codes of long bodies
+            in lines and stripes (kvqjax/ops/packing/stripes.py), which CPUs read best.
+        target: The chip that programs on the cache are for (`kvqjax.pallas_kernels.chips.TARGETS`).
+        kernels: Which of the chip's kernels may read the body.
+        dealt: Over how many devices the body's blocks are dealt.
+        dealt_over: Inside `shard_map`, the mesh axes of these devices.
+        heads_over: Inside `shard_map`, the mesh axes over which heads are split.
+        rules: How a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py).
+        bound: A promise of how many tokens rows hold: programs read no further (kvqjax/cache/length_bound.py).
+        pool: The pages in which encoded tokens lie, which rows may share. None: every row reserves its capacity."""
 
     shape: KVShape
     method: Method
