@@ -1,9 +1,14 @@
 """The cache: an immutable pytree of packed arrays (their static plan: kvqjax/cache/runs.py).
 
-Row b holds tokens 0 .. lengths[b]-1. Its first `sinks` tokens stay exact; the tokens after them are numbered from 0
-here ("body tokens"). Of those, clock c has encoded the first `flushed[c][b] * unit` into the body; the rest are in the
-window, a ring in which body token r sits in slot r mod C. Layers of equal spec and sliding window form a run and are
-stacked. What recurrent layers remember of the same tokens (kvqjax/model/recurrent.py) is their state, of fixed size."""
+    row b      sinks | body ......... | window |
+    position   0     sinks                      lengths[b]
+
+The first `sinks` tokens of a row stay exact. The tokens after them are numbered from 0 ("body tokens"). Clock c has
+encoded the first `flushed[c][b] * unit` body tokens into the body. The others are in the window, a ring of C slots in
+which body token t is in slot t mod C. With several clocks, a token stays in the window until each has encoded it.
+
+Neighbouring layers of equal spec and sliding window form a run, and are stacked. What recurrent layers remember of the
+same tokens (kvqjax/model/recurrent.py) is their state, of fixed size."""
 
 import functools
 from typing import Any
@@ -52,9 +57,16 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 
 
 class Run(struct.PyTreeNode):
-    """Arrays of one run, [L_run, B, ...]: body[source][field], sinks[source] [.., sinks, W], window[source] [.., C, W];
-    flushed[clock] counts the units encoded in each row. What a cache has not is an empty dict: no array is of size 0,
-    because Orbax refuses to save such. A body in pages is [L_run, pages, ...], for all rows together."""
+    """The arrays of one run.
+
+    A part that a cache does not have is an empty dict. No array is of size 0, because Orbax refuses to save those.
+
+    Attributes:
+        body: The stored arrays of every field of every source, {source: {field: arrays}}. An array is [L_run, B, ...],
+            or [L_run, pages, ...] where all rows' bodies lie in pages.
+        sinks: The sinks' sources, by name.
+        window: The window's sources, by name.
+        flushed: How many units each clock has encoded in each row, clock by clock."""
 
     body: dict[str, dict[str, Stored]]
     sinks: dict[str, Leaf]  # Float[L, B, sinks, W]
@@ -65,17 +77,22 @@ class Run(struct.PyTreeNode):
 class Cache(struct.PyTreeNode):
     """A compressed KV cache.
 
-    - `overflow[b]` turns True when a jitted call gets numbers for row b that cannot be: more tokens than
-      `layout.capacity` holds, a count outside the new tokens given, a token id outside the vocabulary, a row or length
-      that is not there. They are clipped: what does not fit is not stored. The flag stays until the row is evicted.
-    - `finite[b]` counts the tokens of row b before its first one with a NaN or infinite source. It equals `lengths[b]`
-      unless there is one.
-    - `kept` says which tokens the body holds where some are evicted (kvqjax.cache.eviction). It is empty otherwise.
-    - `states` are those of recurrent layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one
-      stack, or of each by itself, as runs are stored. Models without such layers have none.
-    - `pages[b]` are the pages that row b's encoded tokens lie in, in the order of the tokens, and -1 where it has none
-      (kvqjax/cache/pages.py). They are None where every row reserves its capacity. A row that lacks a page holds as
-      many tokens as it can without."""
+    Attributes:
+        runs: The arrays of each run, in layer order.
+        lengths: How many tokens each row holds.
+        overflow: `overflow[b]` turns True when a jitted call gets numbers for row b that cannot be: more tokens than
+            `layout.capacity` holds, a count outside the new tokens given, a token id outside the vocabulary, a row or
+            length that does not exist. They are clipped: what does not fit is not stored. The flag stays until the row
+            is evicted.
+        finite: `finite[b]` counts the tokens of row b before its first one with a NaN or infinite source. Without any,
+            it equals `lengths[b]`.
+        layout: All that is static about the cache.
+        kept: Which tokens the body holds where some are evicted (kvqjax.cache.eviction). It is empty otherwise.
+        states: The states of recurrent layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one
+            stack, or of each by itself, as runs are stored. Models without recurrent layers have none.
+        pages: The pages that each row's encoded tokens lie in, in the order of the tokens, and -1 for no page
+            (kvqjax/cache/pages.py). A row that lacks a page holds as many tokens as it can without it. None: every row
+            reserves its capacity."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -92,8 +109,9 @@ class Cache(struct.PyTreeNode):
 
     @property
     def nonfinite(self) -> Bool[Array, " B"]:
-        """Mark rows that hold a token with a NaN or infinite source. Its numbers are stored as 0, and the row's logits
-        are NaN until a crop cuts that token or the row is evicted."""
+        """Mark rows that hold a token with a NaN or infinite source.
+
+        Such numbers are stored as 0. The row's logits are NaN until a crop cuts the token, or the row is evicted."""
         return self.finite < self.lengths
 
     def __repr__(self) -> str:
@@ -126,10 +144,11 @@ def blank_body(run: RunLayout, rows: int, slots: int) -> dict:
 
 
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
+    """Allocate the arrays of a run for `batch` empty rows."""
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
     rows, slots = batch, run.slots
-    if run.page:  # stored as if rows were pages
+    if run.page:  # a body in pages is stored as if its rows were pages, and its slots a page's tokens
         assert layout.pool is not None
         rows, slots = layout.pool.pages, run.page
     return Run(
@@ -142,12 +161,22 @@ def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
 
 @jax.enable_x64(False)
 def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
-    """Allocate an empty cache of `batch` rows."""
+    """Allocate an empty cache.
+
+    Args:
+        layout: All that is static about the cache.
+        batch: How many rows it has.
+
+    Returns:
+        The cache.
+
+    Raises:
+        UserError: A capacity or batch below 1, or a layout that cannot be planned (`runs_of`, `chains`)."""
     if layout.capacity < 1 or batch < 1:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
-    first = runs_of(layout)[0]
+    first = runs_of(layout)[0]  # with eviction, all runs have one budget, clock and window
     kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     states = _allocate_states(layout, batch)
@@ -157,7 +186,7 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
 
 
 def room(cache: Cache) -> Int[Array, " B"] | int:
-    """Count the tokens that each row can hold: the capacity, or as many as its pages allow."""
+    """Count the tokens that each row can hold in all: the capacity, or as many as its pages allow."""
     layout = cache.layout
     if cache.pages is None:
         return layout.capacity
@@ -172,17 +201,15 @@ def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], 
     shape = layout.shape.recurrent
     if shape is None:
         return ()
-    unrolled = layout.layers == "unroll"
-    return tuple(
-        empty_states(shape, 1 if unrolled else len(shape.layers), batch)
-        for _ in shape.layers[: None if unrolled else 1]
-    )
+    if layout.layers == "unroll":
+        return tuple(empty_states(shape, 1, batch) for _ in shape.layers)
+    return (empty_states(shape, len(shape.layers), batch),)
 
 
 @functools.lru_cache(maxsize=64)
 def _can_be_deleted(kind: type) -> bool:
-    """Say whether values of a type are arrays with memory of their own. By type: `isinstance` of every array would cost
-    a call of a deep model's cache as much time as its dispatch."""
+    """Say whether values of a type are arrays with memory of their own."""
+    # Cached by type: `isinstance` of every array would take as long as the dispatch of a call on a deep model's cache.
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
@@ -213,39 +240,66 @@ def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
 
 
 def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
-    """Count the units that are encoded once a row holds `body_length` tokens after the sinks, never fewer than
-    `flushed`."""
+    """Count the units of a clock that are encoded once a row holds some body tokens.
+
+    Args:
+        clock: The clock.
+        body_length: How many body tokens the row then holds.
+        flushed: How many units are encoded already.
+
+    Returns:
+        The number of units, at least `flushed`: what is encoded stays so after a crop of the window."""
     return jnp.maximum(flushed, floor_divide(body_length - clock.window, clock.unit))
 
 
 def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
-    """Count the `due` units of every clock of a run whose rows hold `body_length` tokens after the sinks."""
+    """Count the `due` units of every clock of a run whose rows hold `body_length` body tokens."""
     return tuple(due(clock, body_length, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True))
 
 
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """Say which body token each window slot stands for, when `first` is the oldest one held."""
+    """Say which body token each of the `ring` window slots stands for, if `first` is the oldest token of each row's
+    window."""
     first = first[:, None]
+    # Slot s stands for the least token t >= first with t = s mod C.
     return first + modulo(jnp.arange(ring)[None] - first, ring)
 
 
 def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """Say which body token each window slot stands for once a row has held `end` of them."""
+    """Say which body token each of the `ring` window slots stands for, once rows hold `end` body tokens."""
     return ring_tokens(ring, jnp.maximum(end - ring, 0))
 
 
 def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Count the new tokens that each row stores: `counts[b]`, but none where it is negative, at most the `length`
-    tokens given, and at most those that still fit. Also give the overflow flags: raised where that is another number
-    than `counts[b]`. Raises UserError as `check_mesh`."""
+    """Count the new tokens that each row stores.
+
+    Args:
+        cache: The cache before the call.
+        counts: How many tokens each row should store.
+        length: How many new tokens are given for each row.
+
+    Returns:
+        (`counts`, clipped to 0 to `length` and to what still fits the row; the cache's overflow flags, raised for rows
+        whose counts were clipped).
+
+    Raises:
+        UserError: As `check_mesh`."""
     check_mesh(cache)
     fits, overflow = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
     return fits, cache.overflow | overflow
 
 
 def finite_tokens(cache: Cache, finite: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Give the cache's `finite` after `counts` new tokens of each row, of which `finite` come before the first that is
-    not finite. Devices that hold other heads may count more of them: the least number is the row's."""
+    """Compute `Cache.finite` after new tokens.
+
+    Args:
+        cache: The cache before the call.
+        finite: How many of the T tokens given come before the first that is not finite, for the heads on this device.
+        counts: How many of them each row stores.
+
+    Returns:
+        The counts of finite tokens."""
     axes = cache.layout.heads_over
+    # The devices hold different heads of a token. It is finite where all its heads are.
     finite = jax.lax.pmin(finite, axes) if axes else finite
     return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(finite, counts))

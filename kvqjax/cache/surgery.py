@@ -1,5 +1,10 @@
-"""Operations on whole rows of packed caches: crop, fork, gather, repeat, insert, evict, resize. Pure, jit-compatible,
-for every method.
+"""Operations on whole rows of packed caches, of every method. They are pure, and run inside and outside jit.
+
+    crop, evict               shorten rows, or empty them
+    fork, gather, repeat      copy rows
+    insert, adopt             put rows of one cache into another
+    resize                    change the capacity
+    snapshot                  keeps states of recurrent layers, to which `crop` can go back
 
 None of them decodes or encodes anything. They move arrays and change counts, and know nothing of what a field means.
 
@@ -8,8 +13,9 @@ Rows are an axis of every array, but not the same one: `row_axes` says which, fo
 What `crop` and `evict` return shares its arrays with the cache that they were given. Donating one of the two ends the
 other: `fork` first where both must live on.
 
-Contract: what lies below a row's `lengths` equals a fresh encode of the same tokens with as many groups encoded. What
-lies beyond is undefined and never read, because words are cleared before they are written."""
+Contract: the tokens below a row's `lengths` are stored as a fresh encode of the same tokens stores them, if it encodes
+as many units. What is stored beyond `lengths` is undefined. It is never read, because words are cleared before tokens
+are written to them."""
 
 import dataclasses
 import functools
@@ -28,9 +34,10 @@ from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.pages import require_own_bodies, with_bodies_of, without_bodies
 from kvqjax.cache.resizing import check_means, excess, with_layout
+from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache, row_axes
-from kvqjax.cache.state import Cache, Leaf, check_mesh
+from kvqjax.cache.state import Cache, Leaf, Run, check_mesh
 from kvqjax.model.rope import check_length
 
 __all__ = [
@@ -82,9 +89,20 @@ def fork(cache: Cache) -> Cache:
 
 
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
-    """Make a cache whose row i is row `rows[i]` of `cache`. Rows may repeat or be left out (beams); N may differ from
-    B. Raises UserError for a row that does not exist; one that a trace hides is clipped, and the flag `overflow[i]` of
-    the row that it becomes is raised."""
+    """Make a cache whose row i is row `rows[i]` of `cache`, such as for beams.
+
+    A row number that a trace hides is clipped, and the flag `overflow[i]` of the new row i is raised.
+
+    Args:
+        cache: A cache of B rows.
+        rows: The rows to take. A row may be taken several times, or left out.
+
+    Returns:
+        A cache of N rows.
+
+    Raises:
+        UserError: A row does not exist, or the cache's rows take pages of a pool.
+    """
     check_cache(cache)
     require_own_bodies(cache, "gather")
     check_integers("rows", rows, ("N",), "the rows to take")
@@ -104,8 +122,20 @@ def _take_rows(cache: Cache, rows: Int[Array, " N"]) -> Cache:
 
 
 def _moved(function: Callable[..., Cache], rows: int, cache: Cache, *arguments: Any) -> Cache:
-    """Give `function(cache, *arguments)`, a cache of `rows` rows. On a mesh with Explicit axes it lies as its rules
-    say, because JAX asks where the result lies of everything that moves rows."""
+    """Call a function that moves rows of a cache, on any mesh.
+
+    Args:
+        function: `function(cache, *arguments)` gives the new cache.
+        rows: How many rows the new cache has.
+        cache: The cache.
+        arguments: What else the function is given.
+
+    Returns:
+        The new cache. On a mesh it lies as the rules of the cache say.
+
+    Raises:
+        UserError: The mesh has Explicit axes, over which so many rows cannot be split."""
+    # With Explicit axes, JAX wants to be told where the result of such a function lies.
     rules = cache.layout.rules
     if rules is None or not rules.explicit:
         return function(cache, *arguments)
@@ -141,6 +171,8 @@ def repeat(cache: Cache, n: int) -> Cache:
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
+    """Raise UserError unless rows of `other` can be put into `cache`: their layouts are equal, but for the capacity,
+    which may be less, and for the mesh axis that splits rows."""
     for field in dataclasses.fields(cache.layout):
         expected, actual = getattr(cache.layout, field.name), getattr(other.layout, field.name)
         if field.name == "capacity":
@@ -149,12 +181,26 @@ def _check_same(cache: Cache, other: Cache) -> None:
                     f"the other cache has a larger capacity, {actual}; its rows fit a cache of {expected} tokens a row "
                     f"after kvqjax.resize(other, {expected})"
                 )
-        elif expected != actual and not (field.name == "rules" and expected is not None and expected.splits_as(actual)):
+            continue
+        split_alike = field.name == "rules" and expected is not None and expected.splits_as(actual)
+        if expected != actual and not split_alike:
             raise UserError(f"the other cache has another {field.name}: {actual}, wanted {expected}")
 
 
 def _numbers(name: str, rows: Any, batch: int, whose: str) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-    """Give one row number or several as an array, clipped where a trace hides them, and which were clipped."""
+    """Check row numbers, and give them as an array.
+
+    Args:
+        name: What the argument is called, for messages.
+        rows: One row number, or several.
+        batch: How many rows there are.
+        whose: Whose rows they are, for messages.
+
+    Returns:
+        (the numbers, clipped where a trace hides them; which of them were clipped).
+
+    Raises:
+        UserError: No row numbers, or a row that does not exist."""
     rows = rows if isinstance(rows, jax.Array | np.ndarray) else np.asarray(rows)
     if rows.ndim > 1 or not jnp.issubdtype(rows.dtype, jnp.integer) or not rows.size:
         kind = f"{rows.dtype}{list(rows.shape)}"
@@ -195,11 +241,13 @@ def insert(
     into, moved = _numbers("rows", rows, cache.batch, "the cache's")
     row_numbers = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
     source, missed = _numbers("other_rows", row_numbers, other.batch, "the other cache's")
-    if source.size not in ((into.size,) if other_rows is None else (1, into.size)):
+    # All rows of `other` are meant without `other_rows`: a single one is not spread over several rows then.
+    sizes = (into.size,) if other_rows is None else (1, into.size)
+    if source.size not in sizes:
         raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
     if dataclasses.replace(other.layout, rules=cache.layout.rules) == cache.layout:
         other = other.replace(layout=cache.layout)  # its rows may be split over fewer devices
-    if other.layout != cache.layout:
+    if other.layout != cache.layout:  # it has less capacity
         check_means(other.layout, cache.layout)
         other, source = _take_rows(other, source), jnp.arange(source.size)
         other = with_layout(other, cache.layout)
@@ -211,8 +259,19 @@ def insert(
 def _inserted(
     cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: Int[Array, " N"], clipped: Bool[Array, " N"]
 ) -> Cache:
-    """Do `insert` between caches of one layout, row by row: slices are written in place where the cache is donated. The
-    flags of rows whose numbers were clipped are raised."""
+    """Do `insert` between caches of one layout.
+
+    Rows are put one by one, as slices, which XLA writes in place where the cache is donated.
+
+    Args:
+        cache: The cache whose rows are replaced.
+        rows: Which rows are replaced.
+        other: The cache that their successors come from.
+        other_rows: Which row of `other` takes the place of each.
+        clipped: Which row numbers a trace hid and were clipped.
+
+    Returns:
+        The cache. The overflow flags of rows with clipped numbers are raised."""
     axes = row_axes(cache)
 
     def put(number, cache):
@@ -232,11 +291,12 @@ def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
     Args:
         cache: of many rows.
         row: the row that is replaced.
-        other: of one row. What lies in pages may be left out, for it stays where it is.
+        other: of one row. The body in pages may be left out of it (`without_bodies`), since pages stay where they are.
 
     Returns:
         The cache, whose pages are as they were, with the row's table.
     """
+    # Bodies in pages have no axis of rows, so that row by row everything else is put.
     first = jnp.zeros((1,), jnp.int32)
     rows = _inserted(without_bodies(cache), row[None], without_bodies(other), first, first > 0)
     return with_bodies_of(rows, cache)
@@ -248,9 +308,22 @@ def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: length 0, nothing encoded, states of recurrent layers 0; overflow and what was not finite
-    are forgotten. Their old words stay until overwritten, in arrays that the result shares with `cache`: `fork` first
-    where both must live on. Raises UserError unless `rows` marks each of the B rows by True or False."""
+    """Empty the marked rows: their length is 0, nothing is encoded, and states of recurrent layers are 0. Their flags
+    `overflow[b]` are lowered, and it is forgotten that numbers were not finite.
+
+    The old words stay until they are overwritten. The result shares its arrays with `cache`: `fork` first where both
+    must live on.
+
+    Args:
+        cache: Any cache.
+        rows: True for each row to empty.
+
+    Returns:
+        The cache with empty rows.
+
+    Raises:
+        UserError: `rows` is no array of B booleans.
+    """
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
         raise UserError(f"rows is {named(rows)}; wanted bool[{cache.batch}]: True for each row to empty")
@@ -258,7 +331,7 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
 
 
 def emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Do `evict`, also of rows without their pages."""
+    """Do `evict` after its checks, also of rows whose bodies in pages were left out (`without_bodies`)."""
     empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
@@ -287,61 +360,87 @@ def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], fallback: tuple[d
 def _floor(
     lengths: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
 ) -> Int[Array, " B"]:
-    """Find the most body tokens, at most `lengths`, at which every clock can stand. A clock (unit, whether its body is
-    a ring) can stand at or above what it has `encoded`, and below that on a boundary of its units."""
+    """Find the most body tokens to which rows can be cropped without decoding anything.
+
+    A crop to at least as many tokens as a clock has encoded leaves its body as it is. A crop below that must end on a
+    boundary of its units, since a unit cannot be cut. Lowering the length for one clock may put it inside a unit of
+    another, so that all clocks are asked again until none lowers it.
+
+    Args:
+        lengths: The body tokens to crop to, if possible. Negative where sinks are cut.
+        encoded: The body tokens that each clock has encoded.
+        clocks: The unit of each clock, and whether its body is a ring.
+
+    Returns:
+        The body tokens, at most `lengths`."""
 
     def lower(length):
         for (unit, wraps), tokens in zip(clocks, encoded, strict=True):
-            # A ring body has overwritten what a row cut back that far would need, so only the sinks are left.
+            # A ring has overwritten older tokens that queries of so short a row would see. Only the sinks are left.
             floor = jnp.zeros_like(length) if wraps else length // unit * unit
             length = jnp.where((tokens > length) & (length > 0), floor, length)
         return length
 
+    # The loop's state: the lengths before the last question to all clocks, and after it.
+    def changed(pair):
+        return (pair[0] != pair[1]).any()
+
     def step(pair):
         return pair[1], lower(pair[1])
 
-    return jax.lax.while_loop(lambda pair: (pair[0] != pair[1]).any(), step, (lengths, lower(lengths)))[1]
+    return jax.lax.while_loop(changed, step, (lengths, lower(lengths)))[1]
 
 
 def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None = None) -> Cache:
-    """Cut every row back to `lengths[b]` tokens (longer wishes change nothing); the result's `lengths` say what was
-    kept.
+    """Cut every row back to `lengths[b]` tokens, or to fewer where an encoded unit would be cut.
 
-    While no encoded token is cut the crop is exact, to the token: so it is for the newest `window` tokens at least. A
-    deeper one goes down to where every source of every layer ends on a whole unit (32 to 128 tokens), its window being
-    empty then: the newest tokens stay encoded, and nothing is encoded twice. In a layer with two clocks (KIVI as
-    published) a token whose key was encoded while its value was exact keeps the reconstructed key. Layers whose body
-    is a ring (sliding windows) have overwritten older tokens: a crop into their encoded part leaves the sinks only.
-    Where tokens are evicted by policy (`keep`), those below the cut that the body still holds stay, and those that it
-    gave up before do not come back: the row then holds less than a fresh encode of the same tokens.
-    A row whose first token that was not finite is cut is an ordinary row again.
-    What recurrent layers remember cannot be undone. A row of a cache that has their states is cut to 0 tokens, or to
-    what it held when a `snapshot` of the cache was taken, and to nothing else: that is refused. Inside jit such a row
-    is emptied, and its flag `overflow[b]` raised.
-    Raises UserError for a negative length; one that a trace hides counts as 0, and the row's flag `overflow[b]` is
-    raised.
+    - Where no encoded token is cut, the crop is exact to the token. That holds for the newest `window` tokens at least.
+    - A deeper crop goes down to where every source of every layer ends on a whole unit (32 to 128 tokens). The window
+      is empty then: the newest tokens stay encoded, and nothing is encoded twice.
+    - In a layer with two clocks (KIVI as published) a token whose key was encoded while its value was exact keeps the
+      reconstructed key.
+    - Layers whose body is a ring (sliding windows) have overwritten older tokens. A crop into their encoded part leaves
+      the sinks only.
+    - Where tokens are evicted by policy (`keep`), those that the body evicted before do not come back. The row then
+      holds less than a fresh encode of the same tokens.
+    - A row whose first token that was not finite is cut is an ordinary row again.
+    - What recurrent layers remember cannot be undone. A row of a cache with their states can only be cut to 0 tokens,
+      or to what it held when a `snapshot` of the cache was taken. Inside jit any other cut empties the row, and raises
+      its flag `overflow[b]`.
+
     The result shares its arrays with `cache`: `fork` first where both must live on.
+
+    Args:
+        cache: Any cache.
+        lengths: How many tokens each row keeps. More than a row holds change nothing. A negative length that a trace
+            hides counts as 0, and the row's flag `overflow[b]` is raised.
+        snapshot: The states of recurrent layers to go back to.
+
+    Returns:
+        The cache, whose `lengths` say what was kept.
+
+    Raises:
+        UserError: A negative length, a cut to which recurrent layers cannot go back, or a snapshot of another cache.
     """
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
     check_cache(cache)
     check_integers("lengths", lengths, (cache.batch,), "the tokens that each row keeps")
     check_within("lengths", lengths, 0, MOST, "at 0 or above")
     lengths, negative = clipped(lengths, 0, MOST)
+    # All clocks of all runs, and the units that each has encoded, in one order.
     clocks = tuple((clock.unit, run.wraps) for run in runs for clock in run.wiring.storage.clocks)
     counts = [count for state in cache.runs for count in state.flushed]
     encoded = tuple(count * unit for count, (unit, _) in zip(counts, clocks, strict=True))
     limits = jnp.minimum(lengths, cache.lengths) - sinks
     body_lengths = _floor(limits, encoded, clocks)
     most_encoded = jnp.maximum(body_lengths, 0)
-    states = tuple(
-        state.replace(
-            flushed=tuple(
-                jnp.minimum(count, most_encoded // clock.unit)
-                for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
-            )
-        )
-        for run, state in zip(runs, cache.runs, strict=True)
-    )
+
+    def cropped(run: RunLayout, state: Run) -> Run:
+        """Lower a run's counts of encoded units. Nothing else says how much of its body there is."""
+        units = zip(run.wiring.storage.clocks, state.flushed, strict=True)
+        return state.replace(flushed=tuple(jnp.minimum(count, most_encoded // clock.unit) for clock, count in units))
+
+    states = tuple(cropped(run, state) for run, state in zip(runs, cache.runs, strict=True))
     lengths = body_lengths + sinks
     finite = jnp.minimum(cache.finite, lengths)
     overflow = cache.overflow | negative
@@ -352,8 +451,21 @@ def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None =
 
 
 def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cache:
-    """Give a cropped cache the states after what its rows hold: those of `cache` where nothing was cut, those of the
-    snapshot where a row is as long as it was then. Refuse other rows, or empty them inside jit."""
+    """Give a cropped cache the states of recurrent layers that belong to its rows.
+
+    They are those of `cache` for a row from which nothing was cut, those of the snapshot for a row that is as long as
+    it was then, and zeros for an empty row. There are none for any other row.
+
+    Args:
+        cache: The cache before the crop.
+        result: The cropped cache, still with the states of `cache`.
+        snapshot: The states to go back to, if there are any.
+
+    Returns:
+        The cropped cache with its states. Rows for which there are none are empty, with their overflow flags raised.
+
+    Raises:
+        UserError: The snapshot is of another cache, or outside jit there are no states for a row."""
     uncut = result.lengths == cache.lengths
     states, restorable = cache.states, jnp.zeros_like(uncut)
     if snapshot is not None:
@@ -376,7 +488,7 @@ def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cach
 
 
 def _check_snapshot(cache: Cache, snapshot: Any) -> None:
-    """Raise UserError for what is no snapshot of such a cache."""
+    """Raise UserError unless `snapshot` is one of a cache with as many rows and the same recurrent layers."""
     if not isinstance(snapshot, Snapshot):
         raise UserError(f"snapshot is {named(snapshot)}; wanted what kvqjax.snapshot(cache) gives")
     shapes = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), states) for states in (snapshot.states, cache.states)]
@@ -418,8 +530,17 @@ def resize(cache: Cache, capacity: int) -> Cache:
 
 
 def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
-    """Give rows that fit a smaller layout: refuse others where numbers are known, else crop them and raise their
-    flags."""
+    """Give a cache whose rows all fit a layout of less capacity.
+
+    Args:
+        cache: The cache.
+        layout: The smaller layout.
+
+    Returns:
+        The cache. Where a trace hides its numbers, rows that do not fit are cropped, and their overflow flags raised.
+
+    Raises:
+        UserError: A row does not fit, and its numbers are known."""
     if not is_known(*jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))):
         most, misfits = excess(cache, layout)
         return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | misfits)
