@@ -1,4 +1,9 @@
-"""One layer of a cache as plain arrays of keys and values, for frameworks that attend by themselves."""
+"""One layer of a cache as plain arrays of keys and values, for frameworks that attend by themselves.
+
+dense         checks its arguments
+_dense        finds the calibrated constants, and on a mesh runs the rest on every device's part
+_dense_here   decodes a layer on one device; where layers feed each other, those below it first
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -35,16 +40,18 @@ class Dense(NamedTuple):
     valid: Bool[Array, "B S"]
 
     def having(self, k, v, positions: Int[Array, "B n"], valid: Bool[Array, "B n"]) -> "Dense":
-        """Put tokens at their positions, without those that are not valid."""
+        """Put the keys and values of n tokens at their positions. Tokens that are not valid are left out."""
         row = jnp.arange(len(valid))[:, None]
-        place = jnp.where(valid, positions, self.valid.shape[1])  # beyond the end: dropped
+        # A token that is not valid gets a place beyond the end, where mode="drop" writes nothing.
+        place = jnp.where(valid, positions, self.valid.shape[1])
         put = lambda array, part: array.at[row, place].set(part, mode="drop")  # noqa: E731
         k, v = (saturated(x, self.k.dtype) for x in (k, v))
         return Dense(put(self.k, k), put(self.v, v), put(self.valid, True))
 
 
 class _NoWeights(dict):
-    """The weights of a layer without a model: where a method looks for a weight, it is told to pass model=."""
+    """Stands for a layer's weights where no model was given. A method that asks for a weight gets an error that says to
+    pass `model=`."""
 
     def __init__(self, method):
         super().__init__()
@@ -81,8 +88,8 @@ def dense(
         decoded first.
 
     Raises:
-        UserError: what is given is no cache or not this model's, a layer that does not exist, a missing model or
-            constant, or a body that is dealt over devices."""
+        UserError: for what is no cache, or none of this model; for a layer that does not exist, a missing model or
+            constant, and a body that is dealt over devices."""
     check_cache(cache)
     check_entries(constants)
     if model is not None:
@@ -102,17 +109,22 @@ def _dense(cache: Cache, model: Model | None, constants, *, layer):
     fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
     if rules is None:
         return _dense_here(model, layer, cache, fixed)
-    heads, places = PartitionSpec(rules.batch, None, rules.kv_heads), of_constants(rules, fixed)
-    read, out = functools.partial(_dense_here, model), (heads, heads, PartitionSpec(rules.batch))
-    # A plain number stays one in every device's part: layers that are stored one by one are found by it.
+    heads = PartitionSpec(rules.batch, None, rules.kv_heads)
+    constants_specs = of_constants(rules, fixed)
+    read = functools.partial(_dense_here, model)
+    out = heads, heads, PartitionSpec(rules.batch)
+    # A plain number is not made an array: layers that are stored one by one are found by it at trace time. A traced
+    # number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
-        return on_parts(functools.partial(read, layer), rules, cache, fixed, specs=(places,), out=out)
+        return on_parts(functools.partial(read, layer), rules, cache, fixed, specs=(constants_specs,), out=out)
     traced = lambda cache, layer, fixed: read(layer, cache, fixed)  # noqa: E731
-    return on_parts(traced, rules, cache, layer, fixed, specs=(PartitionSpec(), places), out=out)
+    specs = PartitionSpec(), constants_specs
+    return on_parts(traced, rules, cache, layer, fixed, specs=specs, out=out)
 
 
 def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...]):
-    """Do `_dense` on one device's part."""
+    """Do `_dense` on one device's part. Arguments and result are those of `dense`; `fixed` are the runs' constants."""
+    # As for attention with one new token of each row that is not valid: it stands for the query that sees the tokens.
     call = begin(cache, jnp.zeros_like(cache.lengths), 1, fixed, "chunk")
     carry, layers_below = first_flow(call).body, ()
     if carry:
@@ -126,13 +138,23 @@ def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...
 
 
 def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, dict]:
-    """Decode one layer. `carry` is what the layers below reconstructed of the body; this layer's is returned."""
+    """Decode one layer.
+
+    Args:
+        call: What all layers share.
+        model: The cache's model, if one was given.
+        layer: The layer's number.
+        carry: The layer below's carry of the body's tokens; empty where layers do not feed each other.
+
+    Returns:
+        (keys and values by position, this layer's carry)."""
     place: tuple[int, Any] = placed_layer(call.runs, layer)
     number, index = place
     run, state, layout = call.runs[number], call.cache.runs[number], call.cache.layout
     weights = _NoWeights(layout.method) if model is None else decoder.with_read(decoder.layer(model.params, layer))
     fixed = caches.at_layer(call.constants[number], index)
     rows, dtype = call.cache.batch, layout.dtype
+    # The sources of the new token that stands for the query. It is not valid, so that its key and value go nowhere.
     new = {name: jnp.zeros((rows, 1, width), dtype) for name, width in run.wiring.storage.sources.items()}
     view = LayerView(run, state, index, weights, fixed, new, layout.method.sinks, layout.bound, call.cache.pages)
     blank = jnp.zeros((rows, layout.capacity, run.shape.num_kv_heads, run.shape.head_dim), dtype)
@@ -141,19 +163,22 @@ def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, d
     read = read.having(*expanded(view, sources, positions), positions, mask[:, 0])
     if not run.slots:
         return read, carry
-    size, places = run.reading, body_view(view, call.tokens).places
-    block, first, last = body_blocks(view, call.tokens, size)
+    size = run.reading
+    places = body_view(view, call.tokens).places
+    read_block, first, last = body_blocks(view, call.tokens, size)
 
     def step(j, loop):
         read, carry = loop
-        k, v, mask, carry = block(j, carry)
-        return read.having(*_turned_back(view, k, v), places(j, size)[0], mask[:, 0]), carry
+        k, v, mask, carry = read_block(j, carry)
+        k, v = _turned_back(view, k, v)
+        positions, _ = places(j, size)
+        return read.having(k, v, positions, mask[:, 0]), carry
 
     return jax.lax.fori_loop(first, last, step, (read, carry))
 
 
 def _turned_back(view: LayerView, k, v):
-    """Give keys and values of the body in the frame of queries and outputs."""
+    """Rotate keys and values [B, n, K, D] of a rotated body back into the frame of queries and outputs."""
     frame = view.run.wiring.maps.frame
     if frame is None:
         return k, v

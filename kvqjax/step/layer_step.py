@@ -1,5 +1,9 @@
-"""One layer's attention over a cache: what our decoder's step and the door for other models (kvqjax/step/layers.py)
-share."""
+"""One layer's attention over a cache. Our decoder (kvqjax/step/forward.py) and the functions for other models
+(kvqjax/step/layers.py) share it.
+
+    call = begin(cache, counts, length, constants, within)          once for all layers
+    flow = first_flow(call)
+    partial, new, flow = attend_one(call, run, index, ..., flow)    for every layer, from the first on"""
 
 from typing import Any, NamedTuple
 
@@ -41,11 +45,13 @@ __all__ = [
 
 
 class Flow(NamedTuple):
-    """What one layer hands to the layer above it. Empty for methods whose layers do not depend on each other.
+    """What one layer hands to the layer above it. It is empty for methods whose layers do not depend on each other.
 
-    - `body`: the reconstruction of the body's tokens (AQUA-KV, XQuant-CL).
-    - `tile`: the reconstruction of the tokens that fall due in this call.
-    - `mass`: the attention that every token has received so far (keep=h2o)."""
+    Attributes:
+        body: The carry of the body's tokens (AQUA-KV, XQuant-CL), [B, slots, W] by name.
+        tile: The carry of the tokens that fall due in this call, [B, units, u, W] by name. It is empty unless queries
+            see tokens as encoded that fall due (`Call.recode`).
+        mass: The attention that every token has received in all layers so far (keep=h2o)."""
 
     body: dict
     tile: dict
@@ -53,7 +59,14 @@ class Flow(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all layers of one call share. `recode`: queries see tokens that fall due inside the call as encoded."""
+    """What all layers of one call share.
+
+    Attributes:
+        cache: The cache before the call.
+        runs: The plans of its runs.
+        constants: The calibrated constants of each run, with an axis of layers.
+        tokens: What all layers know of the new tokens.
+        recode: Whether queries see tokens that fall due inside the call as encoded (`within="step"`)."""
 
     cache: Cache
     runs: tuple[RunLayout, ...]
@@ -63,14 +76,17 @@ class Call(NamedTuple):
 
 
 def _beyond(lengths: Int[Array, " B"], bound: LengthBound) -> Bool[Array, " B"]:
-    """Mark rows that break the promise of a length bound: a row that is too long, or all where their sum is."""
+    """Mark rows that break the promise of a length bound: those that are too long, or all rows if their sum is too
+    large."""
     together = False if bound.total is None else lengths.sum() > bound.total
     return (lengths > bound.row) | together
 
 
 def check_capacity(cache: Cache, counts) -> None:
-    """Raise UserError outside jit where a row would overflow. Inside jit, and on rows of other hosts, appending raises
-    the row's sticky flag instead (see `Cache`)."""
+    """Raise UserError outside jit where a row would overflow.
+
+    Inside jit, and for rows of other hosts, numbers are not known. Appending then raises the row's flag
+    `Cache.overflow`."""
     check_alive(cache)
     if not is_known(counts, *jax.tree.leaves((cache.lengths, cache.pages))):
         return
@@ -83,7 +99,7 @@ def check_capacity(cache: Cache, counts) -> None:
 
 
 def slab(runs, rows: tuple[int, ...], dtype) -> dict:
-    """Make zeros [*rows, W] for whatever flows from layer to layer."""
+    """Make the carry that enters the first layer: zeros [*rows, W], by the names that any of the runs carries."""
     return {name: jnp.zeros((*rows, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
 
 
@@ -101,13 +117,27 @@ def begin(
     within: str,
     mask: Bool[Array, "B T T"] | None = None,
 ) -> Call:
-    """Work out what all layers share of a call with `length` new tokens, `counts[b]` of them valid. `constants` are
-    each run's, `within` as in `kvqjax.attend`, `mask` says which new tokens each of them sees (`NewTokens`)."""
+    """Compute what all layers share of a call.
+
+    Args:
+        cache: The cache before the call.
+        counts: How many of the new tokens of each row are valid.
+        length: T, how many new tokens there are.
+        constants: The calibrated constants of each run.
+        within: What new tokens see of each other, "chunk" or "step" as in `kvqjax.attend`.
+        mask: Which new tokens each new token sees, in place of those up to itself.
+
+    Returns:
+        The call.
+
+    Raises:
+        UserError: `within` is another word, or a draft ("step") is given to a cache with keep=h2o."""
     check_within_mode(within)
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     counts = clipped(counts, 0, length)[0]  # whoever appends them raises the rows' flags
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within), mask=mask)
+    # A single new token is its own last query: nothing falls due before it attends.
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
     return Call(in_step(cache), runs, constants, tokens, recode)
 
@@ -125,10 +155,10 @@ def in_step(cache: Cache) -> Cache:
 
 
 def first_flow(call: Call) -> Flow:
-    """Make what enters the first layer: zeros."""
+    """Make the flow that enters the first layer of a call: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
-    flowing = [run for run in runs if run.wiring.chain.flows]
+    flowing = [run for run in runs if run.wiring.chain.flows]  # others need the carry for encoding only
     body = slab(flowing, (cache.batch, max(run.slots_here for run in runs)), dtype)
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
@@ -137,18 +167,30 @@ def first_flow(call: Call) -> Flow:
 def attend_one(
     call: Call, number: int, index, weights: dict, projected: Projected, flow: Flow, options: ScoreOptions | None = None
 ) -> tuple[Partial, dict, Flow]:
-    """Attend in layer `index` of run `number`: (attention in float32, new sources [B, T, W], what flows on).
+    """Attend in one layer.
 
-    `projected.q` holds the queries of all heads that attend here. `options` of the scores are by default the model's.
-    From a token on whose source is not finite, the output of its row is NaN; with a mask of the new tokens, all of
-    it."""
+    Args:
+        call: What all layers of the call share.
+        number: The number of the layer's run.
+        index: The layer's number in its run.
+        weights: The layer's decoder weights; empty where a model of another package attends.
+        projected: What the layer computed of its new tokens. `projected.q` has the queries of all heads that attend on
+            this device.
+        flow: What the layer below handed on.
+        options: The options of the scores. None: those of the model.
+
+    Returns:
+        (attention in float32, the new tokens' sources [B, T, W] by name, the flow for the layer above). Attention of a
+        row is NaN from the first token on that has a source which is not finite; with a mask of the new tokens, all of
+        it is."""
     run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
     options = options or ScoreOptions(run.shape.softcap, weights.get("score_sinks"))
     fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
+    # Queries whose output is NaN, [B, T].
     broken = call.cache.nonfinite[:, None] | spoiled(found_finite(dtype, new), call.tokens.counts)
-    if call.tokens.mask is not None:  # earlier tokens may see the one that is not finite
+    if call.tokens.mask is not None:  # by their mask, earlier tokens may see the one that is not finite
         broken = broken.any(1, keepdims=True)
     bound = call.cache.layout.bound
     if bound is not None:
@@ -158,6 +200,7 @@ def attend_one(
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
     mass = flow.mass
     if mass is not None:
+        # A second pass over the scores: only now is their log-sum-exp known.
         layer_mass = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
         mass = jax.tree.map(jnp.add, mass, layer_mass)
     new = {name: row_major(x) for name, x in new.items()}

@@ -1,4 +1,13 @@
-"""A whole prompt attending to itself exactly, one layer at a time: what an exact prefill is made of."""
+"""A whole prompt attends to itself exactly, one layer at a time: the layers of exact prefill (kvqjax/step/prefill.py).
+
+    path_of        chooses, once for all layers, how queries attend and how many tokens a chunk has
+    exact_layer    runs one layer, in two loops over the chunks of the prompt:
+                     1. sources, keys and values of all tokens
+                     2. queries of a chunk attend to all keys, and the chunk's hidden states are computed
+    received_by    runs all layers for the attention that each token receives (keep=h2o)
+
+Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants those of the whole
+prompt at once."""
 
 import functools
 import math
@@ -30,17 +39,21 @@ from kvqjax.step.recurrence import Recurrence
 
 __all__ = ["Path", "exact_layer", "path_of", "received_by"]
 
-CHUNK, LARGE = 512, 1024  # prompt tokens at a time: where one core does the work, and where a matrix unit does
-LARGEST = 4096  # the same where every chunk costs launches
-AT_ONCE = ("tiles", "cudnn")  # kernels that are given the queries of a whole prompt
+# Tokens of a chunk.
+CHUNK = 512  # where a CPU does the work
+LARGE = 1024  # at most, where a TPU's matrix unit does
+LARGEST = 4096  # at most, on GPUs, where every chunk costs kernel launches
+AT_ONCE = ("tiles", "cudnn")  # kernels that are given the queries of the whole prompt
 
 
 class Path(NamedTuple):
     """How a prompt attends to itself.
 
-    - `kernels`: "off" (blocks of a chunk), "tiles" (few large tiles, on GPUs), "cudnn" (all queries at once, on GPUs
-      whose check it passed), "splash" (on TPUs), "interpret" (splash in the interpreter).
-    - `chunk`: the tokens that are projected, and attend, at a time."""
+    Attributes:
+        kernels: "off": to blocks of keys as long as a chunk. "tiles": to few large tiles of keys, on GPUs. "cudnn": all
+            queries at once by cuDNN's kernel, on GPUs whose check it passed. "splash": by splash attention, on TPUs.
+            "interpret": by splash attention in Pallas' interpreter.
+        chunk: How many tokens are projected, and attend, at a time."""
 
     kernels: str
     chunk: int
@@ -58,14 +71,19 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
     Returns:
         The kernels and the chunk."""
     blocks, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
-    # Large tiles have no place for a cap of scores, and none for a layer's chunk that begins inside a piece.
+    # Large tiles have no place for a cap of scores, and none for layers that attend in chunks: a border between two
+    # chunks may lie inside a piece of queries (`far`).
     is_special = layout.shape.softcap is not None or layout.shape.chunked is not False
     if kernels == "off" or length <= CHUNK or (kernels == "tiles" and is_special):
         return blocks
     if kernels == "tiles" and _by_cudnn(layout) and not score_sinks:
         return Path("cudnn", _even(length, LARGEST))
-    numbers = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
-    longest_chunk = min(LARGEST, math.isqrt(numbers)) if kernels == "tiles" else LARGE
+    if kernels == "tiles":
+        # A tile of one chunk of queries and as many keys takes no more than SCORES bytes.
+        scores_per_head = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
+        longest_chunk = min(LARGEST, math.isqrt(scores_per_head))
+    else:
+        longest_chunk = LARGE
     chunk = _even(length, max(CHUNK, longest_chunk))
     padded_length = -(-length // chunk) * chunk
     is_served = kernels == "tiles" or splash.fits(chunk, padded_length, layout.shape.head_dim)
@@ -73,18 +91,31 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
 
 
 def _even(length: int, longest_chunk: int) -> int:
-    """Choose chunks of at most `longest_chunk` tokens, as even as multiples of CHUNK can be."""
-    return -(-length // -(-length // longest_chunk) // CHUNK) * CHUNK
+    """Choose the tokens of a chunk for a prompt of `length` tokens.
+
+    There are as few chunks as `longest_chunk` allows. They are as even as multiples of CHUNK can be."""
+    count = -(-length // longest_chunk)
+    return -(-length // count // CHUNK) * CHUNK
 
 
 def _by_cudnn(layout: CacheLayout) -> bool:
-    """Whether cuDNN passed this chip's check, or is forced. The table alone is not enough: a program that is compiled
-    for a GPU that is not here cannot contain cuDNN's kernel."""
+    """Say whether cuDNN's kernel passed the check on this chip, or is forced."""
+    # The table of kernels is not asked: a program that is compiled for a GPU that is not here cannot contain cuDNN's.
     return layout.kernels.forms is not None and CUDNN in layout.kernels.forms
 
 
 def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], recurrence: Recurrence):
-    """Sum the attention mass that each of a prompt's tokens receives in all layers, [B, T]."""
+    """Sum the attention mass that each of a prompt's tokens receives in all layers.
+
+    Args:
+        model: The model.
+        runs: The plans of the cache's runs.
+        constants: The calibrated constants of each run.
+        h: The embedded prompt.
+        recurrence: The recurrent layers of the call.
+
+    Returns:
+        The mass, [B, T]."""
     path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
 
     def step(run, fixed, index, loop):
@@ -102,7 +133,16 @@ def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[A
 
 
 def _by_chunks(make, starts, h: Float[Array, "B T E"]):
-    """Call `make(start)` for every chunk and put its results, [B, chunk, ..], together: [B, T, ..]."""
+    """Call `make(start)` for every chunk, and put its results together.
+
+    Args:
+        make: Gives a tree of arrays [B, chunk, ..] for the chunk from `start` on.
+        starts: Where the chunks begin.
+        h: The hidden states of the prompt. Of them only the shape is needed, and a number to fill arrays with
+            (`filled_by`).
+
+    Returns:
+        The tree with arrays [B, T, ..]."""
 
     def step(results, start):
         put = lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)  # noqa: E731
@@ -114,8 +154,19 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
 
 
 def _captured(run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config):
-    """Give (sources, keys and values as they are attended to, which tokens are finite). Numbers that are not finite are
-    0."""
+    """Take from a chunk what the cache stores and what queries attend to.
+
+    Args:
+        run: The plan of the layer's run.
+        constants: The layer's calibrated constants.
+        weights: The layer's decoder weights.
+        projected: What the layer computed of the chunk's tokens.
+        positions: Their positions.
+        config: The model's config.
+
+    Returns:
+        (sources by name; keys "k", rotated by RoPE, and values "v" [B, t, K, D]; which tokens are finite, [B, t]).
+        Numbers that are not finite are 0 in the first two."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
     k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
     parts, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
@@ -134,42 +185,58 @@ def exact_layer(
     keep: Callable = lambda sources, finite: (),
     weighing: bool = False,
 ):
-    """Run layer `index` of a run with exact causal attention, a chunk of `path` at a time.
+    """Run one layer over a whole prompt with exact causal attention, chunk by chunk.
 
-    `keep(sources, finite)` is called with the sources [B,T,W], 0 where a number is not finite, and which tokens are
-    finite, [B,T]. It runs before any query attends, so that sources need no memory then.
+    Args:
+        model: The model.
+        run: The plan of the layer's run.
+        index: The layer's number in its run.
+        constants: The layer's calibrated constants.
+        h: The hidden states of the prompt, whose length is whole chunks.
+        counts: How many tokens of each row are valid.
+        path: How queries attend, and the tokens of a chunk.
+        keep: `keep(sources, finite)` is given the sources [B, T, W] by name, 0 where a number is not finite, and which
+            tokens are finite, [B, T]. It runs before any query attends, so that sources take no memory afterwards.
+        weighing: Whether attention mass is computed. `path.kernels` must be "off" then.
 
     Returns:
-        What `keep` gives, the next hidden states [B,T,E], and with `weighing` the attention mass of every token, [B,T],
-        else 0."""
+        (what `keep` returned; the hidden states after the layer, [B, T, E]; the attention mass of every token, [B, T],
+        or 0 without `weighing`)."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
-    starts, cut = jnp.arange(0, length, chunk), lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
+    starts = jnp.arange(0, length, chunk)
+    cut = lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)  # noqa: E731
 
     def weights(start):
-        # Read again for every chunk on a TPU, where XLA would otherwise keep copies of a layer's matrices beside the
-        # stacks.
+        """Give the layer's weights, for the chunk from `start` on."""
+        # With stacked weights, XLA for TPUs would keep copies of the layer's matrices beside the stacks during the loop
+        # over chunks. A number that depends on the chunk makes it read them again for every chunk.
         is_reread = path.kernels != "off" and not is_unrolled(model.params)
         return decoder.layer(model.params, run.first + index + (unknown_zero(start[None]) if is_reread else 0))
 
     def project(h, start):
+        """Project a chunk: (positions, the layer's weights, what the layer computed)."""
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
         layer_weights = weights(start)
         return positions, layer_weights, decoder.project(layer_weights, cut(h, start), positions, config, run.first)
 
     def keys(start):
+        """Do a chunk's part of the first loop: what `_captured` gives, and queries for kernels that want all."""
         positions, layer_weights, projected = project(h, start)
         parts = _captured(run, constants, layer_weights, projected, positions, config)
         return *parts, projected.q if path.kernels in AT_ONCE else ()
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
+    # No query attends before `keep` has run.
     keep_result, attending = kept_apart((keep(new, finite), attending))
     prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
     attend = _attention(prompt, q, path, weighing, sinks)
-    broken = spoiled(finite, counts)
+    broken = spoiled(finite, counts)  # tokens at or behind one that is not finite: their output is NaN
 
     def attended(loop, start):
-        mass, h = loop  # only this chunk's queries read this part of h, so the output may take its place
+        """Do a chunk's part of the second loop."""
+        # Only this chunk's queries read this part of h, so that the layer's output may take its place.
+        mass, h = loop
         out, mass = attend(start, lambda: project(h, start)[2].q, mass)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
         next_h = decoder.finish(weights(start), cut(h, start), out, config)
@@ -181,14 +248,25 @@ def exact_layer(
 
 
 def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Callable) -> Callable:
-    """Make the function `attend(start, make, mass)` of the chunk from `start` on. It gives (output, `mass` with what
-    the chunk gave each token). Kernels of `AT_ONCE` cut the chunk's queries out of `queries`; for others `make()` makes
-    them. `sinks(n)` gives the logits of score sinks of n query heads."""
-    length, cut = prompt.k.shape[1], functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
+    """Make the function by which a chunk's queries attend.
+
+    Args:
+        prompt: The keys and values of the prompt.
+        queries: The queries of the whole prompt, for kernels of `AT_ONCE`; empty for others.
+        path: The kernels, and the tokens of a chunk.
+        weighing: Whether attention mass is summed.
+        sinks: `sinks(n)` gives the logits of score sinks of n query heads.
+
+    Returns:
+        `attend(start, make, mass)` for the chunk from `start` on, which gives (output, `mass` with what the chunk's
+        queries gave each token). Where `queries` is empty, `make()` computes the chunk's queries."""
+    length = prompt.k.shape[1]
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
         output = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
         return lambda start, make, mass: (cut(output, start), mass)
     far_parts = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
+    # Keys and values as splash attention takes them: [B * K, T, D].
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 
     def attend(start, make, mass):
