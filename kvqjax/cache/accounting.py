@@ -1,6 +1,7 @@
-"""What a cache weighs, array by array: payload, scales, zero points, outliers, sinks, window, bookkeeping and padding.
+"""How many bytes a cache has, array by array: payload, scales, zero points, outliers, sinks, window, bookkeeping and
+padding.
 
-Works on live caches and on abstract ones (`jax.eval_shape`), so the planner needs no memory.
+`ledger` takes live caches and abstract ones (`jax.eval_shape`). The planner uses abstract ones, which need no memory.
 """
 
 import dataclasses
@@ -35,8 +36,16 @@ ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One stored field. `bytes` as stored; of these `padding` hold no token even in a full cache (bodies are whole
-    blocks); `tiled` is `bytes` with the padding of TPU tiles (128 lanes, 8 x 4 bytes of sublanes)."""
+    """One stored field of some layers.
+
+    Attributes:
+        layers: The numbers of the layers, such as "0-15".
+        source: The source whose field it is; "" for bookkeeping.
+        field: The name of the field.
+        role: What the bytes are (`ROLES`).
+        bytes: All bytes as stored.
+        padding: Those of them that hold no token even in a full cache, because bodies are whole blocks.
+        tiled: All bytes with the padding of TPU tiles (128 lanes, 8 x 4 bytes of sublanes)."""
 
     layers: str
     source: str
@@ -49,20 +58,22 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """All entries of a cache for `batch` rows of `capacity` tokens.
+    """The bytes of a cache, and what follows from them.
 
-    - `tokens` is how many all rows together have room for: as many as that, or as their pages and what they hold beside
-      them allow.
-    - `values` counts the key and value channels of one token over all layers.
-    - `bits_method` is the method's own figure, averaged over layers: codes, scales, minima and outliers, without sinks,
-      window and padding.
-    - `bits_stored` are all bytes over all values that the cache has room for. States of recurrent layers are left out
-      (`state_bytes`), because they hold no keys or values.
-    - `bits_exact` is that of the compute dtype.
-    - `layer_flops` are the operations that every layer spends at every decode step on rematerialising one cached
-      token's keys and values.
-    - `carry` are the bytes that flow between layers during a step, beside the cache.
-    - `kernels` says what reads the bodies."""
+    Attributes:
+        entries: All stored fields.
+        batch: The number of rows.
+        capacity: The most tokens of a row.
+        tokens: How many tokens all rows together have room for: `batch` times `capacity`, or as many as fit their pages
+            and the exact tokens beside them.
+        values: The key and value channels of one token, those of all layers together.
+        bits_method: Bits per key or value number of the method alone, averaged over layers: codes, scales, minima and
+            outliers, without sinks, window and padding.
+        bits_exact: Bits per number of the compute dtype.
+        layer_flops: The operations that each layer spends at every decode step on rematerialising the keys and values
+            of one cached token.
+        carry: Bytes of the carry between layers during a step, beside the cache.
+        kernels: What reads the bodies."""
 
     entries: tuple[Entry, ...]
     batch: int
@@ -77,6 +88,7 @@ class Ledger:
 
     @property
     def bytes(self) -> int:
+        """Count all bytes of the cache."""
         return sum(entry.bytes for entry in self.entries)
 
     @property
@@ -91,15 +103,17 @@ class Ledger:
 
     @property
     def bits_stored(self) -> float:
+        """Compute the bits per key or value number that the cache has room for, with everything that is stored. States
+        of recurrent layers are left out, because they hold no keys or values."""
         return 8 * (self.bytes - self.state_bytes) / (self.tokens * self.values)
 
     @property
     def exact_bytes(self) -> int:
-        """Count the bytes of keys and values of `capacity` tokens in the compute dtype, uncompressed."""
+        """Count the bytes of keys and values of `tokens` tokens in the compute dtype, uncompressed."""
         return self.tokens * self.values * self.bits_exact // 8
 
     def by_role(self) -> dict[str, int]:
-        """Sum bytes by class; padding is shown apart from the class it belongs to."""
+        """Sum the bytes of each role. Padding is a role of its own here."""
         out: dict[str, int] = {}
         for entry in self.entries:
             out[entry.role] = out.get(entry.role, 0) + entry.bytes - entry.padding
@@ -141,7 +155,8 @@ class Ledger:
 
 
 def _tiled(array) -> int:
-    """Count an array's bytes with its last two axes padded to TPU tiles."""
+    """Count an array's bytes with its last two axes padded to TPU tiles: 128 lanes times 8 sublanes of 32 bits, each
+    of which holds several narrower numbers."""
     bits = number_bits(array.dtype)
     rows, lanes = (1, *array.shape)[-2:]
     sublanes = 8 * max(1, 32 // bits)
@@ -149,16 +164,19 @@ def _tiled(array) -> int:
 
 
 def _entry(run: RunLayout, source: str, field: str, role: str, arrays, used: float = 1.0) -> Entry:
+    """Make the entry of a field, stored in `arrays`. A full cache uses the share `used` of its bytes."""
     layers = f"{run.first}-{run.first + run.count - 1}" if run.count > 1 else str(run.first)
     size = array_bytes(arrays)
     return Entry(layers, source, field, role, size, size - round(size * used), sum(_tiled(a) for a in arrays))
 
 
 def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
+    """Make the entries of a run, one by one."""
     clocks = {source: clock for clock in run.wiring.storage.clocks for source in clock.sources}
     for source, fields in state.body.items():
         clock = clocks[source]
-        # Of two sources with windows of their own, one may encode nothing where the other does.
+        # The most tokens of this source that the body ever holds. Of two sources with windows of their own, one may
+        # encode nothing where the other does.
         encoded = max(0, (capacity - sinks - clock.window) // clock.unit * clock.unit)
         most = run.budget or min(encoded, run.slots)
         for name, stored in fields.items():
@@ -171,16 +189,17 @@ def _run_entries(run: RunLayout, state, capacity: int, sinks: int):
 
 
 def _state_entries(cache: Cache) -> list[Entry]:
-    """One entry for each part of all recurrent layers' states. Layers are numbered among all layers there."""
+    """Make an entry for each part of the states of all recurrent layers. Its layers are numbered among all layers of
+    the model, attention's included."""
     shape = cache.layout.shape.recurrent
     if shape is None:
         return []
     layers = f"{shape.layers[0]}-{shape.layers[-1]}" if len(shape.layers) > 1 else str(shape.layers[0])
-    return [
-        Entry(layers, "recurrent", name, "states", array_bytes(arrays), 0, sum(map(_tiled, arrays)))
-        for name in cache.states[0]
-        for arrays in [[state[name] for state in cache.states]]
-    ]
+    entries = []
+    for name in cache.states[0]:
+        arrays = [state[name] for state in cache.states]
+        entries.append(Entry(layers, "recurrent", name, "states", array_bytes(arrays), 0, sum(map(_tiled, arrays))))
+    return entries
 
 
 def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
@@ -192,20 +211,27 @@ def _method_bits(runs: tuple[RunLayout, ...], values: int) -> float:
 
 
 def _carry_bytes(runs: tuple[RunLayout, ...], batch: int, dtype: str) -> int:
-    """Count the bytes that a decode step holds of what flows between layers."""
+    """Count the bytes of the carry between layers that a decode step holds."""
     widths = {name: width for run in runs for name, width in run.wiring.chain.carry.items()}
     return batch * max(run.carried for run in runs) * sum(widths.values()) * np.dtype(dtype).itemsize
 
 
 def ledger(cache: Cache) -> Ledger:
-    """Account for every array of a cache (live or abstract)."""
+    """Account for every array of a cache.
+
+    Args:
+        cache: Any cache, live or abstract.
+
+    Returns:
+        The ledger, whose bytes are those of all arrays.
+
+    Raises:
+        UserError: For what is no cache."""
     check_cache(cache)
     layout, runs = cache.layout, runs_of(cache.layout)
-    entries = [
-        entry
-        for run, state in zip(runs, cache.runs, strict=True)
-        for entry in _run_entries(run, state, layout.capacity, layout.method.sinks)
-    ]
+    entries: list[Entry] = []
+    for run, state in zip(runs, cache.runs, strict=True):
+        entries.extend(_run_entries(run, state, layout.capacity, layout.method.sinks))
     entries.append(_entry(runs[0], "", "lengths", "bookkeeping", [cache.lengths, cache.overflow, cache.finite]))
     tables = cache.kept if cache.pages is None else {"pages": cache.pages, **cache.kept}
     entries += [_entry(runs[0], "", name, "bookkeeping", [array]) for name, array in tables.items()]

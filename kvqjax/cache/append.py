@@ -123,9 +123,10 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
         fields = [field for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()]
         return all(field.packing.scatters for field in fields)
 
-    return single_token and all(
-        run.static_loops and not run.page and not run.wiring.chain.carry and takes_scatter(run) for run in runs
-    )
+    def is_alone(run) -> bool:
+        return run.static_loops and not run.page and not run.wiring.chain.carry
+
+    return single_token and all(is_alone(run) and takes_scatter(run) for run in runs)
 
 
 def _flush_newest(runs, states, news, schedule: Schedule, constants):
@@ -179,7 +180,8 @@ def flush_chain(
         return _flush_newest(runs, states, news, schedules[0], constants)
     # With two clocks a token's key may be encoded and its value not yet. Attention then reads both from the window,
     # where the key must be the reconstructed one.
-    replace, length = len(schedules) > 1, next(iter(news[0].values())).shape[2]
+    replace = len(schedules) > 1
+    length = next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, slot, size, layer, state):
         """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all runs, carry)."""

@@ -1,4 +1,9 @@
-"""Calibration artifacts: a method's constants for one model, as an Orbax checkpoint beside a JSON description."""
+"""Calibration artifacts: a method's constants for one model. And the folders in which artifacts, caches, prefixes and
+sessions are stored:
+
+    NAME/arrays              an Orbax checkpoint
+    NAME/description.json    kind, format, version, the fields that its kind demands (`KINDS`), a mark of each file
+"""
 
 import dataclasses
 import datetime
@@ -33,11 +38,11 @@ __all__ = [
     "write_folder",
 ]
 
-# Raised when a stored folder can no longer be read as before. Every option of a method is stored, so that a later
-# version with other defaults reads the method that was meant.
+# The number of the format. It becomes greater when older folders can no longer be read as before. Every option of a
+# method is stored, so that a later version with other defaults reads the method that was meant.
 FORMAT = 2
 
-# What each kind of folder says about itself, and as what.
+# Each kind of folder, and the fields that its description must have, with their types.
 KINDS: dict[str, dict[str, type]] = {
     "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
     "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
@@ -48,8 +53,13 @@ KINDS: dict[str, dict[str, type]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """`constants`: per run of layers {group: {name: [L_run, ...]}}, as `Model.constants` takes them. `fingerprint` is
-    the model's; `about` whatever the calibration recorded (data, losses, explained variance)."""
+    """A method's calibrated constants for one model.
+
+    Attributes:
+        method: The method.
+        constants: The constants of each run of layers, {group: {name: [L_run, ...]}}, as `Model.constants` takes them.
+        fingerprint: That of the model.
+        about: Whatever the calibration recorded: data, losses, explained variance."""
 
     method: Method
     constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...]
@@ -73,14 +83,14 @@ class Artifact:
 
 
 def flatten(runs: Any) -> dict[str, Any]:
-    """Give a tree's leaves by path, {"0/k/scale": array, ...}: one level, so that empty runs cost nothing and names
-    stay readable."""
+    """Give a tree's leaves by their paths, {"0/k/scale": array, ...}. With one level, empty runs are stored as nothing,
+    and names stay readable."""
     leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
     return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}
 
 
 def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
-    """Undo `flatten` for nested dicts."""
+    """Undo `flatten`, for nested dicts of so many runs. Raises UserError for a name that belongs to none of them."""
     out: tuple[dict, ...] = tuple({} for _ in range(runs))
     for name, leaf in flat.items():
         if not re.fullmatch(r"\d{1,9}(/\w+)+", name) or int(name.split("/")[0]) >= runs:
@@ -94,7 +104,16 @@ def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
 
 
 def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write arrays and description.json into a folder that appears only when it is complete."""
+    """Write arrays and description.json into a new folder, which appears only when it is complete.
+
+    Args:
+        path: of the folder.
+        description: what description.json says beside format, version, date and files.
+        arrays: by name, as `flatten` gives them.
+
+    Raises:
+        UserError: the folder exists, or cannot be written.
+    """
     if path_of(path).exists():
         raise UserError(f"{path} exists already; choose another folder")
     part = path.with_name(path.name + ".part")
@@ -115,8 +134,18 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
 
 
 def read_description(path: Path, kind: str) -> dict[str, Any]:
-    """Read description.json of a stored folder of this kind. Raises UserError when there is none or it is another
-    format."""
+    """Read description.json of a stored folder.
+
+    Args:
+        path: of the folder.
+        kind: the kind that is wanted (`KINDS`).
+
+    Returns:
+        The description.
+
+    Raises:
+        UserError: there is none, or it is of another kind or format, or lacks a field of its kind.
+    """
     file = path_of(path / "description.json")
     if not file.exists():
         raise UserError(f"{path}: no description.json here; not a kvqjax {kind}")
@@ -150,9 +179,9 @@ def _file_marks(path: Path) -> dict[str, str]:
 def _require_files(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError unless every file of the arrays is as the folder's description says.
 
-    Orbax reads a changed number without a word, and at a missing file it ends while its other readers still run: their
-    tracebacks would follow the one line. Folders that an earlier version wrote have no checksums; they are read as
-    they are.
+    Orbax does not notice changed numbers. At a missing file it raises while its other readers still run, whose
+    tracebacks would follow our one line. Folders that an earlier version wrote have no checksums. They are read
+    unchecked.
     """
     written = description.get("files", {})
     if not isinstance(written, dict):
@@ -208,12 +237,13 @@ def read_arrays(
         if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
             form = "nothing" if array is None else f"{array.dtype}{array.shape}"
             raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {form}")
-    like: dict[str, Any] = {
-        name: np.broadcast_to(np.zeros((), a.dtype), a.shape)
-        if places is None
-        else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name])
-        for name, a in stored.items()
-    }
+    # Orbax reads into the form of such examples. NumPy's arrays are made without their memory: one number, broadcast.
+    like: dict[str, Any] = {}
+    for name, array in stored.items():
+        if places is None:
+            like[name] = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+        else:
+            like[name] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=places[name])
     if not like:
         return {}
     try:

@@ -1,5 +1,5 @@
-"""One cache in another storage form: layers as stacks or apart, bodies in planes, in lines and stripes, or head by
-head. The codes are the same numbers in every form; what is on disk has one, `CANONICAL`."""
+"""One cache in another storage form: layers as stacks or each by itself; bodies in planes, in lines and stripes, or
+head by head. The codes are the same numbers in every form. Saved caches all have one form, `CANONICAL`."""
 
 import dataclasses
 
@@ -21,15 +21,15 @@ Member = tuple[RunLayout, Run, int]  # one layer: its run, the run's state, the 
 
 
 def convert(cache: Cache, *, layers: str, form: str) -> Cache:
-    """Hold the same cache's layers and bodies otherwise; arrays that do not change are shared with it.
+    """Store a cache in another form.
 
     Args:
-        cache: one that is dealt over devices changes its form inside `shard_map`, each device its own part.
+        cache: any cache. Where its blocks are dealt over devices, this runs inside `shard_map`, on each device's part.
         layers: as `CacheLayout.layers`.
         form: as `CacheLayout.form`.
 
     Returns:
-        The cache with these in its layout.
+        The same cache, with these in its layout. It shares the arrays that do not change with `cache`.
 
     Raises:
         UserError: a dealt cache is to change its form outside `shard_map`.
@@ -46,7 +46,7 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
 
 
 def _states(cache: Cache, layers: str) -> tuple[dict, ...]:
-    """Hold the states of recurrent layers as one stack, or each by itself."""
+    """Store the states of recurrent layers as one stack, or each by itself."""
     if not cache.states or layers == cache.layout.layers:
         return cache.states
     if layers == "scan":
@@ -60,22 +60,27 @@ def _run(run: RunLayout, members: list[Member]) -> Run:
     """Make the arrays of a run whose layers are `members`."""
 
     def field(source: str, name: str, new: Packing) -> Stored:
+        """Pack one field of all members anew, and stack the layers."""
         parts = []
         for old_run, state, index in members:
             old = old_run.wiring.storage.codecs[source].fields[name].packing
             stored = _cut(state.body[source][name], index, old_run.count)
             parts.append(_packed_anew(old, new, stored, old_run.slots_here, run.slots_here))
-        return tuple(map(_joined, map(list, zip(*parts, strict=True))))
+        # A field may be stored in several arrays. Each is stacked by itself.
+        return tuple(_joined(list(layers)) for layers in zip(*parts, strict=True))
 
-    codecs = run.wiring.storage.codecs.items()
-    body = {s: {n: field(s, n, f.packing) for n, f in codec.fields.items()} for s, codec in codecs} if run.slots else {}
+    body = {}
+    for source, codec in run.wiring.storage.codecs.items() if run.slots else ():
+        body[source] = {name: field(source, name, new.packing) for name, new in codec.fields.items()}
     exact = [_cut((state.sinks, state.window), index, old_run.count) for old_run, state, index in members]
     sinks, window = jax.tree.map(lambda *parts: _joined(list(parts)), *exact)
-    return Run(body=body, sinks=sinks, window=window, flushed=members[0][1].flushed)
+    # Layers of a run have encoded equally many units, so that the counts of the first stand for all.
+    first_state = members[0][1]
+    return Run(body=body, sinks=sinks, window=window, flushed=first_state.flushed)
 
 
 def _packed_anew(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: int) -> Stored:
-    """Give one layer's field of `slots` slots the packing `new` and `new_slots` slots."""
+    """Pack one layer's field in another way. The number of slots may change, since blocks depend on the form."""
     if old == new:
         return old.resized(stored, slots, new_slots)
     return packing.convert(old, new, stored, slots, new_slots)
@@ -87,5 +92,5 @@ def _cut(tree, index: int, count: int):
 
 
 def _joined(parts: list):
-    """Join [1, ...] arrays of layers to one stack; give the very array of a single layer."""
+    """Stack arrays [1, ...] of layers. Of a single layer the array itself is returned, not a copy."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -123,14 +123,14 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 
 
 def at_layer(tree, index):
-    """Return entry `index` of every array's first axis."""
+    """Return entry `index` of every array's first axis, which is that of layers."""
     return jax.tree.map(lambda array: row_major(cut_along(array, index, 1, 0).squeeze(0)), tree)
 
 
 def each_layer(count: int, step: Callable, state):
-    """Call `state = step(layer, state)` for every layer of a run, and return the last state. One layer is straight
-    code: of many runs of one layer, loops that each pass the state of all make compile time grow with the square of
-    the depth."""
+    """Call `state = step(layer, state)` for every layer of a run, and return the last state."""
+    # One layer is straight code. A cache may have as many runs of one layer as the model has layers. Each of their
+    # loops would pass the state of all runs, and compile time would grow with the square of the depth.
     return step(0, state) if count == 1 else jax.lax.fori_loop(0, count, step, state)
 
 
@@ -258,9 +258,13 @@ def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable,
 def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
     """Call `body_fn(unit, size, state)` for every tile of a row, and return the last state.
 
-    Units of several tokens: tiles of `at_once` units come first, then single units. Where tiles are aligned, single
-    units come before them too. Units of one token, where 32 of them (a plane) may be due, come in this order, because
-    packings of codes take single tokens, or multiples of 32 that begin at one:
+    Units of several tokens come in this order:
+
+        single units (only if tiles are aligned) | tiles of `at_once` units | single units
+                                                 ^ a multiple of `at_once`
+
+    Units of one token, where 32 of them (a plane) may be due, come in another order, because packings of codes take
+    single tokens, or multiples of 32 tokens from a multiple of 32 on:
 
         single tokens | tiles of `at_once` tokens | planes | single tokens
                       ^ a multiple of 32
@@ -273,27 +277,33 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         state: What the first call is given."""
     unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
     if unit > 1 or most < PLANE:
-        if at_once > 1:
-            edge = start
-            if schedule.aligned:  # single units come first, up to where a tile may begin
-                edge = jnp.minimum(stop, -(-start // at_once) * at_once)
-                state = jax.lax.fori_loop(start, edge, lambda j, s: body_fn(j, unit, s), state)
-            tiles = (stop - edge) // at_once
-            step = lambda j, s: body_fn(edge + j * at_once, at_once * unit, s)  # noqa: E731
-            state = jax.lax.fori_loop(0, tiles, step, state)
-            first = edge + tiles * at_once
-        else:
-            first = start
-        return jax.lax.fori_loop(first, stop, lambda j, s: body_fn(j, unit, s), state)
+
+        def single_units(first, last, state):
+            return jax.lax.fori_loop(first, last, lambda j, s: body_fn(j, unit, s), state)
+
+        if at_once == 1:
+            return single_units(start, stop, state)
+        edge = start
+        if schedule.aligned:  # single units come first, up to where a tile may begin
+            edge = jnp.minimum(stop, -(-start // at_once) * at_once)
+            state = single_units(start, edge, state)
+        tiles = (stop - edge) // at_once
+        tile = lambda j, s: body_fn(edge + j * at_once, at_once * unit, s)  # noqa: E731
+        state = jax.lax.fori_loop(0, tiles, tile, state)
+        return single_units(edge + tiles * at_once, stop, state)
 
     def phase(number, loop):
-        """Encode single tokens up to a multiple of 32, then whole planes. Called again, single tokens to the end. One
-        loop that chooses the size inside would make XLA copy the words.
+        """Phase 0: encode single tokens up to a multiple of 32, then as many whole tiles and planes as are due.
+        Phase 1: encode single tokens to the end.
+
+        Both phases have the same loops, of which some have no turn. One loop that chose the size of each tile would
+        make XLA copy the words.
 
         `loop` is (the first token that is not encoded yet, state)."""
         token, state = loop
         edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)
+        # In phase 1 `edge` is `stop`, so that every count below is 0.
         for size in (at_once, PLANE) if at_once > PLANE else (PLANE,):
             count = (stop - edge) // size
             step = functools.partial(lambda edge, size, j, s: body_fn(edge + j * size, size, s), edge, size)

@@ -1,15 +1,18 @@
-"""Token eviction beside every method (kvqjax.methods.spec). The body holds whole groups of one clock unit, `budget`
-tokens in all. Every stored token carries its position, and -1 marks a slot that holds none.
+"""Token eviction, an option of every method (`keep=`, kvqjax.methods.spec). The body holds at most `budget` tokens of a
+row, in groups as long as the clock's unit. The position of every slot's token is kept, and -1 for a slot without one.
 
     received    what the queries of one call gave each token                              keep=h2o alone
     choose      which tokens of a fresh prompt enter the body, token by token
     enter       where the units go that leave the window, group by group                  chunks and decode steps
     crop_kept, forget                                                                     when rows are cut or emptied
 
-A group that must make room is masked, and its slots are used again. With streaming it is the one whose newest token is
-the oldest. With H2O it is the one with the least attention mass, and the arriving group is a candidate too. Mass is
-what the queries of all heads and layers gave a token, float32, from a second pass over the scores once their
-log-sum-exp is known.
+Where there is no room for an arriving group, one group is evicted: its slots are used again. Two rules choose it:
+
+    streaming    the group whose newest token is the oldest
+    h2o          the group with the least attention mass, the arriving group being a candidate too
+
+The mass of a token is the sum of the softmax weights that the queries of all heads and layers gave it, float32. It
+takes a second pass over the scores, once their log-sum-exp is known.
 
     cache.kept = {"positions": [B, N]}                                                      streaming
                  {"positions": [B, N], "mass": [B, N/u], "recent": [B, C]}                  h2o; C window slots
@@ -193,7 +196,8 @@ def enter(
     Returns:
         (the moves of units flushed[b] to target[b] - 1 but for those that lose, `kept` after the call)."""
     batch, slots = kept["positions"].shape
-    groups, arriving = slots // unit, jnp.zeros((batch, most))
+    groups = slots // unit
+    arriving = jnp.zeros((batch, most))  # the mass of the units that leave the window
     if rule == "h2o":
         call = call or Received(jnp.zeros((batch, 1)), jnp.zeros((batch, slots)))
         tokens = (flushed * unit)[:, None] + jnp.arange(most * unit)[None]
@@ -208,10 +212,12 @@ def enter(
         newest = positions.max(-1)  # [B, groups], -1 where the group is free
         # The group of least rank makes room. A free one comes before all others.
         rank = jnp.where(newest < 0, -jnp.inf, mass if rule == "h2o" else newest.astype(jnp.float32))
-        victim, number = rank.argmin(1), flushed + i
+        victim = rank.argmin(1)  # the group of each row that makes room
+        number = flushed + i  # of the unit
         # An H2O unit whose mass is less than that of every group is dropped. Rows with fewer units due place none.
         stays = (number < target) & ((rule != "h2o") | (arriving[:, i] >= rank.min(1)))
-        rows, at = jnp.arange(batch), jnp.where(stays, victim, groups)  # out of range: nothing is put anywhere
+        # A unit that is dropped gets a group and an entry beyond the end, where mode="drop" writes nothing.
+        rows, target_group = jnp.arange(batch), jnp.where(stays, victim, groups)
         entry = jnp.where(stays, moves.count, most)
         moves = Moves(
             moves.unit.at[rows, entry].set(number, mode="drop"),
@@ -219,8 +225,8 @@ def enter(
             moves.count + stays.astype(jnp.int32),
         )
         place = sinks + number[:, None] * unit + jnp.arange(unit)[None]
-        mass = mass.at[rows, at].set(arriving[:, i], mode="drop")
-        return moves, positions.at[rows, at].set(place, mode="drop"), mass
+        mass = mass.at[rows, target_group].set(arriving[:, i], mode="drop")
+        return moves, positions.at[rows, target_group].set(place, mode="drop"), mass
 
     blank = jnp.zeros((batch, most), jnp.int32)
     start = Moves(blank, blank, jnp.zeros((batch,), jnp.int32))

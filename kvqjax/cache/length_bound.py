@@ -1,9 +1,11 @@
-"""How far a body is read on a GPU: static lengths, a program for each.
+"""How far a body is read on a GPU: up to a static length, which changes from time to time.
 
-The host decides on each turn of a loop whose bound is data, so no loop of a step has such a bound there. A step's cost
-would then follow the capacity. So the host chooses lengths between strides of steps. That of the longest row is the
-capacity divided by a power of two. Where a body is decoded span by span, that of all rows together is a number of
-sixteenths of what rows of this length hold."""
+A GPU's host decides on every turn of a loop whose bound is data. So no loop of a step has such a bound there, and a
+step would cost what the capacity costs. Between strides of steps, the host therefore promises how long rows are
+(`LengthBound`). Every promise is a program of its own, so that only a few lengths are promised:
+
+    the longest row      the capacity, divided by a power of two
+    all rows together    so many sixteenths of what rows of that length hold; where a body is decoded span by span"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,13 +17,20 @@ from kvqjax.cache.state import Cache
 
 __all__ = ["bound_for", "bounded"]
 
-LEAST = 4096  # tokens; shorter bodies cost less than a step's weights
-PARTS = 16  # static totals of a batch
+LEAST = 4096  # tokens of the longest row: reading shorter bodies costs less than reading the model's weights
+PARTS = 16  # how many totals of all rows can be promised
 
 
 def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None:
-    """Choose the shortest static lengths of a layout that hold rows of at most `lengths` tokens each. None stands for
-    the whole capacity, and for layouts whose loops end with the longest row."""
+    """Choose the promise for rows of these lengths.
+
+    Args:
+        layout: The cache's layout.
+        lengths: The most tokens that each row will hold.
+
+    Returns:
+        The least promise that such rows keep. None where it would be no less than the capacity, and for layouts whose
+        loops are bounded by data."""
     runs = [run for run in runs_of(layout) if run.static_loops]
     if not runs:
         return None
@@ -36,7 +45,7 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
 
 
 def _by_spans(run: RunLayout) -> bool:
-    """Say whether a few queries read spans of rows of a run's body (kvqjax/cache/readers/decoded.py)."""
+    """Say whether a few queries may read a run's body span by span (kvqjax/cache/readers/decoded.py)."""
     wiring = run.wiring
     return wiring.fast.direct is None and not wiring.chain.carry and not run.wraps and not run.budget
 

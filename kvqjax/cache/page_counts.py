@@ -1,7 +1,7 @@
 """How many pages rows take, from a layout alone (kvqjax/cache/pages.py says what pages are).
 
-Newest tokens lie in the window and need none. A clock encodes a unit once `window + unit` tokens beyond those encoded
-are there, so a row needs a page for the first token of a unit only when the unit's last token has left the window.
+Only encoded tokens lie in pages. The newest tokens lie in the window: a clock encodes a unit once a row holds
+`window + unit` tokens that it has not encoded.
 """
 
 from kvqjax._arguments import check_integer
@@ -23,7 +23,7 @@ def _clocks(layout: CacheLayout) -> list[Clock]:
 
 
 def _encoded(layout: CacheLayout, tokens: int) -> list[int]:
-    """Count the tokens that each of these clocks has encoded of a row of so many."""
+    """Count the tokens that each of these clocks has encoded of a row that holds `tokens`."""
     body = min(tokens, layout.capacity) - layout.method.sinks
     return [max(0, (body - clock.window) // clock.unit * clock.unit) for clock in _clocks(layout)]
 
@@ -46,7 +46,7 @@ def pages_needed(layout: CacheLayout, tokens: int) -> int:
 
     Args:
         layout: of a cache whose rows have pages.
-        tokens: of the row, sinks and window included; beyond the capacity as many as that.
+        tokens: of the row, sinks and window included. More than the capacity count as the capacity.
 
     Returns:
         The number of pages. 0 where no body lies in pages.
@@ -61,8 +61,8 @@ def pages_needed(layout: CacheLayout, tokens: int) -> int:
 
 
 def pages_complete(layout: CacheLayout, tokens: int) -> int:
-    """Count the pages of a row of so many tokens in which nothing is written any more: those that other rows may have
-    too, while the row goes on.
+    """Count the pages of a row that are full, so that nothing is written to them any more. Other rows may share them
+    while the row goes on.
 
     Args:
         layout: of a cache whose rows have pages.

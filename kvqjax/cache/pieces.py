@@ -1,20 +1,21 @@
-"""Caches cut in two along their tokens and joined again: a prefix is stored once, and what follows it by itself.
+"""Caches are cut in two along their tokens, and joined again. So a prefix is stored once, and what follows it apart.
 
     head, tail = kvq.cut(cache, 1000)      the first tokens, up to 1000 of them, and the others
     kvq.join(head, tail)                   holds what `cache` holds, to the bit
 
-Tokens keep their positions: keys after RoPE carry them, and every later layer's keys and values were made from all
-tokens before. So a tail belongs behind the very tokens that it was computed after, at the same place, and nowhere else;
-this is what a tree of shared prefixes needs. Another order of texts needs another forward pass.
+A tail can only be joined to the very tokens that it was computed after, at the same place: keys are stored after RoPE,
+and the keys and values of later layers depend on all tokens before. That is enough for a tree of shared prefixes.
+Another order of texts needs another forward pass.
 
     cache                  sinks | body ........................ | window
     cut at `start`         sinks | body .... |                              the head: encoded tokens alone
                                    blank sinks | body .......... | window   the tail: a `Piece`
 
-A cut lies where units of all sources of all layers end, so that no unit is taken apart and none is encoded anew: words
-are moved as they are. `shift` counts the body tokens before the cut, `start` counts the sinks too. A row that cannot be
-cut or joined is an error where numbers are known. Inside jit they are not: such a row is emptied, and its overflow flag
-raised."""
+A cut lies where units of all sources of all layers end. So no unit is taken apart, none is encoded anew, and words are
+moved as they are. `shift` counts the body tokens before the cut, `start` counts the sinks too.
+
+A row that cannot be cut or joined is an error where numbers are known. Inside jit they are not: the row is emptied, and
+its overflow flag raised."""
 
 import dataclasses
 import functools
@@ -44,9 +45,11 @@ __all__ = ["Piece", "cut", "join"]
 class Piece(struct.PyTreeNode):
     """The tokens of a cache's rows from token `start` on.
 
-    `cache` holds them as an ordinary cache holds its first tokens, behind sinks that are blank, so that `gather`,
-    `repeat`, `resize` and `save_cache` take it. It is not to be attended to: its tokens would stand at other positions.
-    `capacity` is that of the cache which it was cut from. `start` and `capacity` are static."""
+    Attributes:
+        cache: The tokens, behind blank sinks, in the form of any cache: `gather`, `repeat`, `resize` and `save_cache`
+            take it. It must not be attended to, because its tokens would have other positions.
+        start: The number of the first token in the cache that it was cut from. Static.
+        capacity: The capacity of that cache. Static."""
 
     cache: Cache
     start: int = struct.field(pytree_node=False)
@@ -59,7 +62,7 @@ class Piece(struct.PyTreeNode):
 
 
 def _grain(layout: CacheLayout) -> int:
-    """Count the tokens after which units of all sources of all layers end together: every so many body tokens."""
+    """Give the distance, in body tokens, between places where units of all sources of all layers end together."""
     return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
 
 
@@ -106,11 +109,12 @@ def _encoded(cache: Cache) -> list[tuple[RunLayout, Int[Array, " B"]]]:
 
 
 def _least_encoded(cache: Cache) -> Int[Array, " B"]:
+    """Count the body tokens that all clocks of all runs have encoded in each row."""
     return functools.reduce(jnp.minimum, [tokens for _, tokens in _encoded(cache)])
 
 
 def _are_known(*caches: Cache) -> bool:
-    """Say whether what rows hold and have encoded can be read."""
+    """Say whether the lengths of rows, and their counts of encoded units, are known numbers."""
     return is_known(*jax.tree.leaves([(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]))
 
 
@@ -252,7 +256,7 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
         unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
         crowded = lengths > capacity
         # The tail may have encoded more tokens of a source than a shorter body has slots for, though all tokens fit.
-        for (_, tokens), (run, _) in zip(_encoded(tail.cache), _encoded_in(layout), strict=True):
+        for (_, tokens), run in zip(_encoded(tail.cache), _run_of_each_clock(layout), strict=True):
             crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
     if (row := _refuse(unready, head, tail.cache)) is not None:
         raise UserError(
@@ -266,9 +270,9 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     return _emptied(_join(head, tail, layout), unready | crowded)
 
 
-def _encoded_in(layout: CacheLayout) -> list[tuple[RunLayout, Any]]:
-    """List the run of every clock of a layout."""
-    return [(run, clock) for run in runs_of(layout) for clock in run.wiring.storage.clocks]
+def _run_of_each_clock(layout: CacheLayout) -> list[RunLayout]:
+    """List the run of every clock of a layout, in the order of `_encoded`."""
+    return [run for run in runs_of(layout) for _ in run.wiring.storage.clocks]
 
 
 @functools.partial(jax.jit, static_argnames="layout")

@@ -1,4 +1,5 @@
-"""Which reader attends to an encoded body: the first line of this table that takes it. The choice is static.
+"""The choice of a reader. A reader is one of five ways in which attention reads an encoded body; each has a file in
+kvqjax/cache/readers/. The first line of this table that takes a body is its reader. The choice is static.
 
 | reader    | takes                                                               | on                              |
 |-----------|---------------------------------------------------------------------|---------------------------------|
@@ -8,9 +9,11 @@
 | `tiles`   | all of these, 128 new tokens and more                               | GPUs, TPUs                      |
 | `blocks`  | any body, any number of new tokens                                  | everywhere                      |
 
+Rings (sliding windows) and bodies that evict tokens (`keep=`) are for `blocks` alone. `kernel` takes no body whose
+scores have a cap.
+
 `stored` (by words), `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the others the pages of
-one layer are put side by side first. A ring (sliding windows) and a body that loses tokens (`keep=`) are for `blocks`
-alone, and a score cap is beyond `kernel`. How each reader attends is in kvqjax/cache/readers/, a file each."""
+one layer are put side by side first."""
 
 import itertools
 from collections.abc import Callable
@@ -37,20 +40,22 @@ __all__ = [
     "takes_recent",
 ]
 
-# New tokens of a row, at most, whose scores are multiplied out with packed words: of more, decoding keys costs less
-# than putting scores in order.
+# New tokens of a row, at most, whose scores are computed from packed words. Their scores must then be put in order. For
+# more tokens that costs more than decoding the keys does.
 MOST_BY_WORDS = 64
-MOST_RECENT = 512  # tokens beside a body: their keys and values lie in a TPU core's fast memory as a whole
+# Tokens beside a body, at most, that a TPU's kernel takes. Their keys and values lie in its fast memory as a whole.
+MOST_RECENT = 512
 
 
 class Ask(NamedTuple):
     """What is known of attention to a body before it is traced. The choice of a reader depends on nothing else.
 
-    - `run`: the layers' plan, with the chip that programs are for.
-    - `length`: new tokens of a row.
-    - `evicted`: tokens of the body are dropped now and then, so that those left do not follow each other.
-    - `softcap`: of the scores (`kvqjax.ops.attention.ScoreOptions`).
-    - `dtype`: of keys and values as they come, and of what flows from layer to layer."""
+    Attributes:
+        run: The layers' plan, with the chip that programs are for.
+        length: New tokens of a row.
+        evicted: Whether the body evicts tokens. The tokens in its slots are then in no order.
+        softcap: The cap of the scores, if there is one (`kvqjax.ops.attention.ScoreOptions`).
+        dtype: The dtype of keys and values as they come, and of the carry."""
 
     run: RunLayout
     length: int
@@ -60,7 +65,7 @@ class Ask(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Count the query heads of a KV head."""
         return self.run.shape.num_heads // self.run.shape.num_kv_heads
 
 
@@ -75,13 +80,22 @@ def reads_by_heads(ask: Ask) -> bool:
 
 
 def shared_values(ask: Ask) -> SharedValues | None:
-    """Give the values that are summed before they are mapped to heads, where that is the cheaper order."""
+    """Choose whether values that heads share are summed first, and the sums mapped to heads.
+
+    Args:
+        ask: What is known of the attention.
+
+    Returns:
+        How to read and map such values. None: each head's own values are summed."""
     if reads_by_heads(ask):
         return None  # they are read as they are stored
     run, fast = ask.run, ask.run.wiring.fast
     few_queries = is_linear(ask) and ask.length <= FEW_QUERIES
     decoded_at_once = run.static_loops and few_queries and not run.wiring.chain.carry
-    shared = (fast.summed if decoded_at_once or run.lanes > 1 else None) or fast.shared
+    shared = fast.shared
+    if fast.summed is not None and (decoded_at_once or run.lanes > 1):
+        shared = fast.summed
+    # For more queries than `most` it is cheaper to map each token's values.
     return shared if shared is not None and ask.length <= shared.most else None
 
 
@@ -91,13 +105,15 @@ def _kernel_chip(ask: Ask) -> str | None:
     if packed is None or not packed.straight or not is_linear(ask) or ask.softcap is not None:
         return None
     if shared_values(ask) is not ask.run.wiring.fast.shared:
-        return None  # the kernel would give means of other vectors
+        # The caller maps the kernel's sums by `shared.finish`. The kernel sums the vectors of `Fast.shared`, or where
+        # that is None the heads' own values.
+        return None
     chip = path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted)
     return None if chip == "reference" else chip
 
 
 def _by_kernel(ask: Ask) -> bool:
-    """A Pallas kernel reads the body as it is packed."""
+    """Say whether a Pallas kernel reads the body as it is packed."""
     return _kernel_chip(ask) is not None
 
 
@@ -106,26 +122,29 @@ def _reads_words(ask: Ask) -> bool:
     fast = ask.run.wiring.fast
     if fast.packed is None or not (isinstance(fast.packed.spec, PackedSpec) and fast.packed.spec.plain):
         return False
-    # Means of values that are still to be mapped by another function than the kernels' would be mapped twice.
+    # As for a kernel, whose sums are mapped by `shared.finish`.
     return is_linear(ask) and ask.length <= MOST_BY_WORDS and shared_values(ask) is fast.shared
 
 
 def _as_stored(ask: Ask) -> bool:
-    """XLA meets the codes where they lie."""
+    """Say whether XLA computes with the codes where they lie."""
     return reads_by_heads(ask) or _reads_words(ask)
 
 
 def _decoded(ask: Ask) -> bool:
-    """XLA decodes large parts, in loops of static length: bodies on GPUs. Where layers feed each other, what flows
-    between them must be what keys and values are made of, and all of it."""
+    """Say whether XLA decodes large parts of the body, in loops of static length, as for bodies on GPUs.
+
+    Where layers feed each other, the reader makes keys and values of the carry alone. So the carry must be the decoded
+    sources, all of them and number by number."""
     run, chain = ask.run, ask.run.wiring.chain
     exact = chain.read_in is None or ask.dtype in chain.read_in
-    readable = not chain.carry or (chain.flows and exact and chain.carry.keys() == run.wiring.storage.sources.keys())
+    all_sources = chain.carry.keys() == run.wiring.storage.sources.keys()
+    readable = not chain.carry or (chain.flows and exact and all_sources)
     return run.static_loops and is_linear(ask) and ask.length <= FEW_QUERIES and readable
 
 
 def _in_tiles(ask: Ask) -> bool:
-    """Many queries meet large tiles of decoded tokens."""
+    """Say whether many queries meet large tiles of decoded tokens."""
     run = ask.run
     return ask.length >= MANY_QUERIES and run.tiles != "off" and is_linear(ask) and run.deal.parts == 1
 
@@ -145,7 +164,7 @@ def reader_of(ask: Ask) -> str:
 
 
 def reads_pages(reader: str, ask: Ask) -> bool:
-    """Say whether this reader of a body in pages goes from page to page. Others want a row's pages side by side."""
+    """Say whether a reader of a body in pages goes from page to page. Otherwise it wants a row's pages side by side."""
     packed = ask.run.wiring.fast.packed
     if reader == "kernel":
         return packed is not None and takes_pages(packed.spec, _kernel_chip(ask), ask.run.page)
@@ -153,14 +172,24 @@ def reads_pages(reader: str, ask: Ask) -> bool:
 
 
 def reader_without_kernel(ask: Ask) -> str:
-    """Name what reads a body in a program that was traced for a chip with a kernel and lowered for another."""
+    """Name the reader of a body that has a kernel, in programs that are lowered for another platform than the kernel's
+    chip."""
     return next(name for name, takes in READERS.items() if name != "kernel" and takes(ask))
 
 
 def takes_recent(ask: Ask, sinks: int) -> bool:
-    """Say whether the kernel takes the tokens beside the body too (sinks, window, new ones): a TPU's kernel for exact
-    bodies does. Otherwise XLA runs some thirty small operations a layer for those few tokens and for merging them with
-    the body, and on a TPU each takes as long as the keys and values of a few hundred tokens take its memory."""
+    """Say whether the kernel also takes the tokens beside the body: sinks, window and new tokens.
+
+    A TPU's kernel for exact bodies does. Otherwise XLA runs some thirty small operations a layer for these few tokens
+    and for merging them with the body. On a TPU each of them takes as long as it takes to read the keys and values of a
+    few hundred tokens.
+
+    Args:
+        ask: What is known of the attention.
+        sinks: How many first tokens of a row are sinks.
+
+    Returns:
+        Whether one call of the kernel is all of the layer's attention."""
     run = ask.run
     packed = run.wiring.fast.packed
     if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or not run.slots:
@@ -172,7 +201,7 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
 
 
 def readers_text(layout: CacheLayout) -> list[str]:
-    """Name what reads every run's body, in layer order: "stored, blocks from 65 new tokens"."""
+    """Print what reads each run's body, in layer order: "stored, blocks from 65 new tokens"."""
     lines, evicted = [], layout.method.keep is not None
     for run in runs_of(layout):
         names = [

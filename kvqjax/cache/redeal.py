@@ -1,8 +1,8 @@
-"""Deal a cache on the host over another number of devices than it was dealt over before.
+"""Deal a cache over another number of devices than before: on the host, in NumPy.
 
-A body is a ring of blocks: token block j stands in ring block j mod n; a body that never wraps is a ring that is long
-enough. Dealing says where ring block q is stored, and how many there are: whole turns of all devices. So a block moves,
-as it is, from its place in the one ring to its place in the other.
+A body is a ring of n blocks: block j of the tokens is ring block j mod n. A body that never wraps is a ring that is
+long enough. How the body is dealt decides where each ring block is stored (`_places`), and n: whole turns over all
+devices. Blocks are moved as they are, from their places in the one ring to their places in the other.
 """
 
 import dataclasses
@@ -19,25 +19,38 @@ __all__ = ["dealt_anew"]
 
 
 def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
-    """Find where each ring block is stored: devices one after the other, each with its own blocks in order."""
+    """Find where each ring block is stored: devices come one after the other, each with its own blocks in order."""
     ring, deal = np.arange(run.slots // run.block), run.deal
-    blocks = max(1, deal.block // run.block)
-    turn = ring // blocks
-    return turn % deal.parts * (len(ring) // deal.parts) + turn // deal.parts * blocks + ring % blocks
+    blocks = max(1, deal.block // run.block)  # of the run, in one block that is dealt
+    dealt_block = ring // blocks
+    device = dealt_block % deal.parts
+    number = dealt_block // deal.parts * blocks + ring % blocks  # among the device's blocks
+    return device * (len(ring) // deal.parts) + number
 
 
 def _moved(
     old: RunLayout, new: RunLayout, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
 ) -> Shaped[np.ndarray, "L B r w"]:
-    """Move the blocks of a field's array from where `old` stores them to where `new` does; tokens follow each other
-    along `axis`. Each ring holds the newest of a row's blocks. Blocks that the old one no longer held are zero."""
+    """Move the blocks of one array of a field.
+
+    Args:
+        old: The run's plan so far.
+        new: Its new plan.
+        encoded: How many body tokens each row has encoded.
+        array: The array.
+        axis: The axis along which tokens follow each other.
+
+    Returns:
+        The array of the new plan. A ring holds the newest blocks of a row. Where the new ring is longer, blocks that
+        the old one no longer held are zero."""
     count, new_count = old.slots // old.block, new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
+    # [L, B, blocks, what one block takes along the axis, W]
     blocks = blocks.reshape(*blocks.shape[:2], count, -1, *blocks.shape[3:])
     moved = np.zeros((*blocks.shape[:2], new_count, *blocks.shape[3:]), array.dtype)
     source, target = _places(old), _places(new)
     for row, last in enumerate((encoded - 1) // old.block):
-        # The block that each place of the new ring stands for.
+        # The block of the row that each block of the new ring holds: negative for none.
         newest = last - (last - np.arange(new_count)) % new_count
         stored = (newest >= 0) & (newest > last - count)
         moved[:, row, target[stored]] = blocks[:, row, source[newest[stored] % count]]
@@ -45,6 +58,7 @@ def _moved(
 
 
 def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
+    """Deal the body of a run anew. Sinks and window are not dealt."""
     body = {}
     for clock, flushed in zip(old.wiring.storage.clocks, state.flushed, strict=True):
         for source in clock.sources if state.body else ():
@@ -57,6 +71,13 @@ def _run(old: RunLayout, new: RunLayout, state: Run) -> Run:
 
 
 def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
-    """Deal the blocks of a cache, its arrays numpy's, as `layout` says, which differs from its own in nothing else."""
+    """Deal a cache over other devices.
+
+    Args:
+        cache: The cache, of NumPy's arrays.
+        layout: Its layout, but for the devices that blocks are dealt over.
+
+    Returns:
+        The cache in that layout."""
     runs = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
     return cache.replace(runs=tuple(_run(old, new, state) for old, new, state in runs), layout=layout)

@@ -1,7 +1,8 @@
-"""The shapes that a cache's arrays have: which axis counts rows, and the check at every door that takes a cache.
+"""The shapes of a cache's arrays: which axis counts rows (`row_axes`), and the check of all public functions that take
+a cache (`check_cache`).
 
-Only shapes and dtypes are looked at, which are static: the check costs no device time and works for tracers and
-abstract arrays too."""
+Only shapes and dtypes are looked at, which are static. The check takes no device time, and takes tracers and abstract
+arrays too."""
 
 import functools
 from typing import Any, NamedTuple
@@ -18,7 +19,13 @@ __all__ = ["check_cache", "row_axes"]
 
 
 class _Promise(NamedTuple):
-    """What a layout and a number of rows promise of one array."""
+    """What one array of a cache must look like, as follows from its layout and the number of rows.
+
+    Attributes:
+        name: The path of the array in the cache, for messages.
+        shape: The shape.
+        dtype: The dtype.
+        row_axis: Which axis counts rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +69,8 @@ def row_axes(cache: Cache) -> Cache:
 def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
     """List what the arrays of a cache of this layout look like, in the order of its leaves."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, batch))
-    leaves, axes = jax.tree_util.tree_flatten_with_path(cache)[0], jax.tree.leaves(row_axes(cache))
+    leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
+    axes = jax.tree.leaves(row_axes(cache))
     return tuple(
         _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
         for (path, leaf), axis in zip(leaves, axes, strict=True)
@@ -93,6 +101,7 @@ def _check_kind(cache: Any) -> None:
 
 
 def _check_arrays(cache: Cache) -> None:
+    """Raise UserError unless all arrays of a Cache look as its layout promises."""
     lengths = getattr(cache.lengths, "shape", None)
     if lengths is None:
         raise UserError(f"the cache's lengths are a {type(cache.lengths).__name__}, not an array of its rows' lengths")
@@ -107,9 +116,9 @@ def _check_arrays(cache: Cache) -> None:
     inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
     for leaf, promise in zip(leaves, promises, strict=True):
         shape = getattr(leaf, "shape", None)
-        if (shape == promise.shape or (inside_shard_map and _is_part(shape, promise))) and leaf.dtype == promise.dtype:
-            continue
-        raise UserError(_broken(leaf, promise, cache.layout.capacity))
+        fits = shape == promise.shape or (inside_shard_map and _is_part(shape, promise))
+        if not (fits and leaf.dtype == promise.dtype):
+            raise UserError(_broken(leaf, promise, cache.layout.capacity))
 
 
 def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
@@ -119,7 +128,15 @@ def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
 
 
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
-    """Say in one line what is wrong with an array and what to call instead."""
+    """Say in one line what is wrong with an array, and what to call instead.
+
+    Args:
+        leaf: The array, or what stands in its place.
+        promise: What it should look like.
+        capacity: That of the cache.
+
+    Returns:
+        The line."""
     name, shape, axis = promise.name, promise.shape, promise.row_axis
     actual = getattr(leaf, "shape", None)
     if actual is None:

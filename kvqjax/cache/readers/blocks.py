@@ -1,5 +1,7 @@
 """Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row. It reads every body
-on every chip, so that the table in kvqjax/cache/reading.py has it as its last line."""
+on every chip, and is the last line of the table in kvqjax/cache/reading.py.
+
+`body_blocks` makes the function that reads a block. Other readers use it too, for blocks of other sizes."""
 
 from collections.abc import Callable
 
@@ -19,9 +21,10 @@ __all__ = ["attend_by_blocks", "body_blocks", "put_into_carry"]
 def _meets_all_lanes(call: BodyCall) -> bool:
     """Say whether the queries meet the channels of all heads in one product.
 
-    That takes K times the multiplications, K being the number of KV heads. The heads of what is decoded then need not
-    be split from each other (`RunLayout.lanes`)."""
-    lanes, rows = call.view.run.lanes, call.q.shape[1] * call.q.shape[2]
+    That takes K times the multiplications, K being the number of KV heads. In return, decoded keys and values need not
+    be split into heads (`RunLayout.lanes`)."""
+    lanes = call.view.run.lanes
+    rows = call.q.shape[1] * call.q.shape[2]  # T * H
     return lanes > 0 and (call.shared is None or lanes > 1) and rows <= MOST_ROWS
 
 
@@ -72,20 +75,23 @@ def body_blocks(
         (read, first, last). `read(j, carry)` gives keys [B, size, K, D], values [B, size, K, D] (or [B, size, 1, N] of
         `shared`), mask [B, T, size] and the whole carry, of which block j is this layer's. Blocks `first` to
         `last` - 1 hold tokens that some query sees."""
-    run, body, constants = view.run, body_view(view, tokens), view.run.wiring.maps.prepare(view.constants)
+    run, body = view.run, body_view(view, tokens)
+    constants = run.wiring.maps.prepare(view.constants)
+    # Of consecutive positions, a CPU makes cosines and sines of a block from those of its first position.
     waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
 
     def read(j, carry):
         slot = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, slot, size, view.pages)
-        part = {n: jax.lax.dynamic_slice_in_dim(c, slot, size, 1) for n, c in carry.items()}
+        # The layer below's carry of the block goes in, this layer's comes out.
+        part = {name: jax.lax.dynamic_slice_in_dim(array, slot, size, 1) for name, array in carry.items()}
         sources, part = run.wiring.maps.decode(constants, payload, part)
         if mixed is not None:  # nothing uses the decoded keys then, so that XLA leaves their decoding out
             sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         # Where the body is not whole blocks of `size`, the last one begins earlier, within the one before it.
         start = j * size if run.slots_here % size else slot
-        carry = {n: put_into_carry(c, part[n], slot, start) for n, c in carry.items()}
+        carry = {name: put_into_carry(array, part[name], slot, start) for name, array in carry.items()}
         positions, valid = body.places(j, size)
         k, v = expanded(view, sources, positions if waves is None else waves(positions), body=True)
         if shared is not None:  # nothing uses the decoded values then, so that XLA leaves their decoding out

@@ -1,5 +1,5 @@
-"""Reader `decoded`: the body is decoded a large part at a time, in loops whose number of turns is static. A GPU's host
-decides on every turn of any other loop, which takes longer than a turn.
+"""Reader `decoded`: the body is decoded a large part at a time, on GPUs. The loops have a static number of turns: the
+host decides on every turn of any other loop, which takes longer than the turn itself.
 
 A part holds either the same slots of every row, or spans. A span is some consecutive slots of one row. Its row and its
 first slot are data. A batch then costs what its rows hold, each rounded up to whole spans. Spans are taken where the
@@ -38,10 +38,10 @@ from kvqjax.ops.xla_workarounds import (
 __all__ = ["attend_decoded", "read_at_a_time"]
 
 # Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of its tokens.
-SMALLEST_PART = 3 * 2**16  # a body of at most as many is one part
-LARGEST_PART = 3 * 2**17  # no part has more
-PARTS = 2  # of a larger body, unless they would be larger than LARGEST_PART
-MOST_SPAN = 1024  # tokens of a span, at most: what a row holds is rounded up to spans
+SMALLEST_PART = 3 * 2**16  # a body of at most so many tokens is one part
+LARGEST_PART = 3 * 2**17  # no part has more tokens
+PARTS = 2  # of a larger body, unless they would exceed LARGEST_PART
+MOST_SPAN = 1024  # tokens of a span, at most: the tokens of a row are rounded up to whole spans
 
 
 class Part(NamedTuple):
@@ -104,7 +104,8 @@ def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) ->
 
     Returns:
         The partial results, with an axis of parts in front."""
-    count, part = parts.mask.shape[0], lambda j: jax.tree.map(lambda x: x[j], parts)
+    count = parts.mask.shape[0]
+    part = lambda j: jax.tree.map(lambda x: x[j], parts)  # noqa: E731
     if count == 1:
         return jax.tree.map(lambda x: x[None], attend(part(0), q))
 
@@ -297,7 +298,8 @@ def _carry_through(view: LayerView, tokens: NewTokens, size: int, carry: Carry, 
     It begins when `after` has been computed. The layer below reads the carry, and XLA would copy it if this layer could
     write it earlier."""
     run, body = view.run, body_view(view, tokens)
-    state, constants = _read_after(run, view.state, after, size), run.wiring.maps.prepare(view.constants)
+    state = _read_after(run, view.state, after, size)
+    constants = run.wiring.maps.prepare(view.constants)
     zero = known_after(after, 0)
 
     def block_step(j, carry):
