@@ -1,5 +1,8 @@
-"""What public functions do around their work: check their arguments, in one line for each mistake, find the calibrated
-constants that a cache takes, and run outside jit as one kept program.
+"""What public functions do around their work.
+
+    check_...                          check arguments: one line for each mistake
+    run_constants, with_own_constants  find the calibrated constants that a cache takes
+    kept_program, run_step             outside jit, run as one program, which is compiled once
 
 Shapes and dtypes are static, so those of tracers are checked too. Numbers in `counts` are checked where they are
 known."""
@@ -84,10 +87,9 @@ def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
 
 
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
-    """Raise UserError for a known token id outside the vocabulary. At places that are not valid any number may stand.
-
-    Ids that a device is still computing are not waited for, because a loop of eager steps would then run no longer
-    ahead of the device. They are clipped and raise the row's flag, as inside jit."""
+    """Raise UserError for a known id of a valid token outside the vocabulary."""
+    # Ids that a device is still computing are not waited for: a loop of eager steps could not run ahead of the device
+    # then. Such ids are clipped, and raise the row's flag, as inside jit.
     if is_known(tokens, counts) and all(getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)):
         ids = np.asarray(tokens)
         ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
@@ -100,8 +102,15 @@ def check_ids(name: str, ids: Any, vocabulary: int) -> None:
 
 
 def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
-    """Raise UserError unless `pending` has the sources of every run of the cache's layers, [L_run, B, T, W], and of
-    every stack of recurrent layers."""
+    """Raise UserError unless `pending` is what `attend` returns for this model and cache.
+
+    Args:
+        model: wanted as a Model.
+        cache: wanted as a cache of it.
+        pending: wanted as a tuple: the sources [L_run, B, T, W] of every run by name, then those of every stack of
+            recurrent layers, then whatever else `attend` returned.
+        counts: how many of the T tokens each row stores, or a mask of them.
+    """
     check_both(model, cache)
     stacks = [(run.count, run.wiring.storage.sources) for run in runs_of(cache.layout)]
     if (shape := cache.layout.shape.recurrent) is not None:
@@ -114,9 +123,9 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     for number, ((layers, wanted_sources), sources) in enumerate(zip(stacks, pending, strict=False)):
         for name, width in wanted_sources.items():
             source_shape = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
-            length = (
-                source_shape[2] if length is None and source_shape is not None and len(source_shape) == 4 else length
-            )
+            # The first source that has four axes says what T is for all others.
+            if length is None and source_shape is not None and len(source_shape) == 4:
+                length = source_shape[2]
             stack_shape = (layers, cache.batch, length, width)
             if source_shape != stack_shape:
                 text = "nothing" if source_shape is None else f"shape {list(source_shape)}"
@@ -134,8 +143,13 @@ def check_entries(constants: Any) -> None:
 
 
 def _calibration(method: Method, model: str, group: str, shape: list[int]) -> str:
-    """How to make the artifact of a method, which lacks an array of this shape. model: what --model takes for it; ""
-    where that is not known."""
+    """Say in a message how to make the artifact of a method.
+
+    Args:
+        method: The method, which lacks an array of its constants.
+        model: What `--model` takes for the model; "" where that is not known.
+        group: The group of constants that the array belongs to.
+        shape: The array's shape for the layers of a run."""
     folder = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     source = shlex.quote(model) if model else "MODEL"
     command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {folder}"
@@ -165,6 +179,7 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     check_entries(entries)
     runs = runs_of(layout)
     entries = entries or tuple({} for _ in runs)
+    # Constants of stacked layers also serve a cache that stores each layer by itself: they are cut into layers.
     stacks = runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
     if len(entries) == len(stacks) != len(runs):
         entries = tuple(
@@ -187,8 +202,16 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
 
 
 def with_own_constants(model: Model, method: Method) -> Model:
-    """Reduce a model that holds several artifacts to the constants for caches of `method`: those of the method's own
-    artifact, else those of the newest artifact that was calibrated for the same codecs and layers."""
+    """Reduce a model that holds several artifacts to the constants for caches of one method.
+
+    Args:
+        model: any model.
+        method: that of the cache.
+
+    Returns:
+        The model with the constants of the method's own artifact. Without one, those of the newest artifact that was
+        calibrated for the same codecs and layers; else none.
+    """
     if not model.others:
         return model
     artifacts = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
@@ -200,7 +223,7 @@ def with_own_constants(model: Model, method: Method) -> Model:
 
 @jax.custom_jvp
 def _for_inference(tree):
-    """Give back `tree`, and refuse to differentiate through it: a cache stores rounded numbers."""
+    """Return `tree`, and refuse to differentiate through it: a cache stores rounded numbers."""
     return tree
 
 
@@ -215,8 +238,17 @@ def _no_gradient(primals, tangents):
 def kept_program(
     function: Callable, static_argnums: tuple[int, ...] = (), static_argnames: tuple[str, ...] = ()
 ) -> Callable:
-    """Wrap a function of arrays and trees so that it is compiled once for its shapes and static arguments; inside a
-    trace it is called as it is. Raises UserError where a gradient is asked for."""
+    """Wrap a function of arrays and trees.
+
+    Args:
+        function: any pure function.
+        static_argnums: as for `jax.jit`.
+        static_argnames: as for `jax.jit`.
+
+    Returns:
+        A function that does the same. Outside a trace it is compiled once for its shapes and static arguments. Inside a
+        trace it is called as it is. It raises UserError where a gradient is asked for.
+    """
 
     @functools.wraps(function)
     @jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
@@ -235,7 +267,8 @@ def kept_program(
 
 
 def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
-    """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh."""
+    """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh.
+    `out` names what it returns, for the mesh."""
     model = with_own_constants(model, cache.layout.method)
     arguments = jax.tree.map(lambda x: x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x, arguments)
     step = functools.partial(step, **options)

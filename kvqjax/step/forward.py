@@ -1,5 +1,12 @@
-"""The decoder over a compressed cache, in two phases (docs/design.md, idea 2): `attend` computes logits and returns
-the new tokens' sources, `commit` appends them. `forward` is both."""
+"""The decoder over a compressed cache, in two phases (docs/design.md, idea 2).
+
+    attend     computes logits of the new tokens, and returns their sources; the cache stays as it is
+    commit     appends these sources to the cache
+    forward    does both
+
+A public function checks its arguments. `run_step` then compiles the function of the same name with an underscore, and
+on a mesh runs it on every device's part. The functions `..._begun` take tokens that begin at place 0 of their rows
+(`Padding`)."""
 
 import functools
 
@@ -64,7 +71,7 @@ def attend(
 
 
 def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bool):
-    """Do `attend` on one device's part."""
+    """Do `attend` after its checks, on one device's part."""
     padding = padding_of(counts)
     recurrence = Recurrence(model, cache, clipped(padding.counts, 0, tokens.shape[1])[0], sources=True)
     out, (runs, carried, mass) = _attend_begun(
@@ -78,22 +85,33 @@ def _attend_begun(
 ):
     """Do `_attend` for tokens that begin at place 0 of their rows.
 
+    Args:
+        model: the model.
+        cache: the cache.
+        tokens: token ids [B, T], rolled by `padding`.
+        padding: where the caller's tokens stand.
+        recurrence: the recurrent layers of the call.
+        within: as in `attend`.
+        last: as in `attend`.
+
     Returns:
         Logits, where the caller's tokens stand. Then (sources of every run, what the recurrent layers keep, the
-        attention mass as a tuple that may be empty).
+        attention mass as a tuple that is empty where no token is kept by it).
     """
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
     tokens = known_ids(tokens, padding.counts, config)[0]  # `forward` alone returns a cache, and so raises its flag
-    # A single row's step on a GPU: XLA makes a slow kernel of a product of one row (`of_two`).
+    # XLA for GPUs makes a slow kernel of a product of one row, which this is in a step of one row (`of_two`).
     is_single_token = positions.size == 1 and call.runs[0].on_gpu
 
-    def project(weights, h, first):  # all layers of a run turn and norm as its first layer does
+    def project(weights, h, first):
+        """Make queries, keys and values. All layers of a run rotate and normalise as its `first` layer does."""
         make = functools.partial(decoder.project, weights, config=config, index=first)
         return of_two(make, h, positions) if is_single_token else make(h, positions)
 
     def step(number, loop, index):
+        """Run layer `index` of run `number`, with the recurrent layers before it."""
         h, flow, carried = loop
         h, carried = recurrence.before(call.runs[number].first + index, h, carried)
         weights = decoder.layer(model.params, call.runs[number].first + index)
@@ -110,13 +128,14 @@ def _attend_begun(
     for number, run in enumerate(call.runs):
         loop, new = loop_over(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
-    h, carried = recurrence.before(config.num_layers, loop[0], loop[2])
-    mass = loop[1].mass
+    h, flow, carried = loop
+    h, carried = recurrence.before(config.num_layers, h, carried)  # recurrent layers behind the last layer of attention
+    mass = flow.mass
     # Sources of a layer outside a loop are ready before its attention has read the body, which XLA would then copy.
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     if last:
         out = last_logits(model, h, padding.counts)
-    else:  # hidden states are rolled back and not logits, which are wider
+    else:  # hidden states are rolled back, not logits, which are wider
         out = decoder.unembed(model.params, padding.as_given(h), config)
     return out, (tuple(pending), carried, () if mass is None else (mass,))
 
@@ -124,18 +143,28 @@ def _attend_begun(
 def known_ids(
     tokens: Int[Array, "B T"], counts: Int[Array, " B"], config: ModelConfig
 ) -> tuple[Int[Array, "B T"], Bool[Array, " B"]]:
-    """Clip token ids into the vocabulary: (the ids, which rows had one outside it among their first `counts[b]`)."""
+    """Clip token ids into the vocabulary.
+
+    Args:
+        tokens: token ids.
+        counts: how many of each row's ids are valid, from the first on.
+        config: the model's config.
+
+    Returns:
+        (ids in the vocabulary, which rows had a valid id outside it).
+    """
     fits, foreign = clipped(tokens, 0, config.vocab_size - 1)
     return fits, (foreign & (jnp.arange(tokens.shape[1])[None] < counts[:, None])).any(1)
 
 
 def _scanned(step, loop, count: int, cache: Cache):
-    """Run `step` over `count` layers of stacked weights: (loop, new sources [count, B, T, W])."""
+    """Run `step` over the layers of a run, whose weights are stacked: (loop, new sources [count, B, T, W])."""
+    # XLA must not know the first number, or it would unroll a loop of one turn (`unknown_zero`).
     return jax.lax.scan(step, loop, unknown_zero(cache.lengths) + jnp.arange(count))
 
 
 def _unrolled(step, loop, count: int, cache: Cache):
-    """Run `step` over a list of weights, in straight code."""
+    """Do as `_scanned` in straight code, for weights that are a list of layers."""
     new = []
     for index in range(count):
         loop, sources = step(loop, index)
@@ -171,14 +200,17 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
 
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
-    runs = len(cache.runs)
-    recurrent = runs + len(cache.states)
-    new_cache = _commit_begun(model, cache, (*pending[:runs], *pending[recurrent:]), padding_of(counts))
-    return after_commit(model, cache, new_cache, pending[runs:recurrent])
+    """Do `commit` after its checks, on one device's part."""
+    # `pending` has the sources of all runs, then those of recurrent layers, then the attention mass, if there is one.
+    first_recurrent = len(cache.runs)
+    first_mass = first_recurrent + len(cache.states)
+    attended = *pending[:first_recurrent], *pending[first_mass:]
+    new_cache = _commit_begun(model, cache, attended, padding_of(counts))
+    return after_commit(model, cache, new_cache, pending[first_recurrent:first_mass])
 
 
 def _commit_begun(model: Model, cache: Cache, pending: Pending, padding: Padding) -> Cache:
-    """Do `_commit` for layers of attention."""
+    """Do `_commit` for layers of attention. `pending` has nothing of recurrent layers here."""
     new_cache = caches.commit(cache, pending, padding.counts, run_constants(model.constants, cache.layout))
     return new_cache.replace(overflow=padding.flagged(new_cache.overflow))
 
@@ -224,6 +256,7 @@ def forward(
 
 
 def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
+    """Do `forward` after its checks, on one device's part."""
     padding = padding_of(counts)
     tokens = padding.begun(tokens)
     # States take in only the tokens that the cache has room for, so the logits of later ones mean nothing.

@@ -197,20 +197,24 @@ def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: 
 def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, layer, within: str, softcap: float | None):
     """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh. Arguments and
     results as in `attend_checked`."""
-    attend, rules = functools.partial(_attend_here, within=within, softcap=softcap), cache.layout.rules
+    attend = functools.partial(_attend_here, within=within, softcap=softcap)
+    rules = cache.layout.rules
     below = below.flow if isinstance(below, New) else below
     fixed = run_constants(constants, cache.layout)
     sources = q, k, v, counts, below, fixed, sinks, mask
     if rules is None:
         return attend(layer, cache, *sources)
-    run = runs_of(cache.layout)[placed_layer(runs_of(cache.layout), layer)[0]]
-    heads, new = PartitionSpec(rules.batch, None, rules.kv_heads), _specs(rules, run.wiring.storage.sources)
+    runs = runs_of(cache.layout)
+    run = runs[placed_layer(runs, layer)[0]]
+    # Where every argument and result lies on the mesh. What is None has no arrays, so that its spec does not matter.
+    heads = PartitionSpec(rules.batch, None, rules.kv_heads)
+    new = _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
     sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
     rows = PartitionSpec(rules.batch)
     mask_rows = PartitionSpec() if mask is None else rows
     specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, mask_rows
-    # A plain number is not made an array, because layers that are stored one by one are found by it at trace time. A
+    # A plain number is not made an array: layers that are stored one by one are found by it at trace time. A
     # traced number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
         partial, new_tokens = on_parts(
@@ -235,18 +239,20 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     Returns:
         A `New` with specs in place of arrays.
     """
-    # Sources lie as the window does. What flows through the body is dealt as the body is, [B, slots, W].
-    tokens, body = (PartitionSpec(*lead, rules.batch, *axes) for axes in ((None, rules.kv_heads), (rules.sequence,)))
+    tokens = PartitionSpec(*lead, rules.batch, None, rules.kv_heads)  # [B, T, W], as the window lies
+    body = PartitionSpec(*lead, rules.batch, rules.sequence)  # [B, slots, W], dealt as the body is
     rows = PartitionSpec(*lead, rules.batch)
-    return New(sources=dict.fromkeys(names, tokens), flow=Flow._make((body, rows, rows)))
+    return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows, mass=rows))
 
 
 def _attend_here(
     layer, cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, within: str, softcap: float | None
 ):
-    """Do `_attend` on one device's part, where the cache's layout is that of the part."""
+    """Do `_attend` on one device's part, where the cache's layout is that of the part. Arguments and results are those
+    of `attend_checked`."""
     padding = padding_of(counts)
-    # Everything below counts places from a row's first valid token on, as positions and the cache do.
+    # Channels of a RoPE pair stand half a head apart from here on. Rows are rolled to begin with their first valid
+    # token: everything below counts places from it, as positions and the cache do.
     q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
     q, k, v = (padding.begun(x) for x in (q, k, v))
     mask = None if mask is None else padding.begun_mask(mask)
@@ -267,7 +273,7 @@ _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softc
 
 
 def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:
-    """Scale and rotate one layer's queries as our attention wants them.
+    """Scale and rotate one layer's queries for our attention, which multiplies scores by D^-1/2.
 
     Args:
         q: queries as the model gives them: unrotated where the shape has a rope, else rotated.
@@ -480,11 +486,8 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
                         )
                     source_shape = source_shape[1:]
                 # The first source that has three axes says what T is for all others.
-                length = (
-                    source_shape[1]
-                    if length is None and source_shape is not None and len(source_shape) == 3
-                    else length
-                )
+                if length is None and source_shape is not None and len(source_shape) == 3:
+                    length = source_shape[1]
                 if source_shape != (cache.batch, length, width):
                     text = "nothing" if source_shape is None else f"shape {list(source_shape)}"
                     sizes = f"[{cache.batch}, T, {width}]"
@@ -517,8 +520,11 @@ def _append(cache: Cache, new, counts, constants) -> Cache:
 
 def _append_here(cache: Cache, new, counts, fixed) -> Cache:
     """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has several runs."""
-    padding, (pending, mass) = padding_of(counts), _by_runs(cache, new, runs_of(cache.layout))
-    new_cache = caches.commit(cache, (*pending, *(() if mass is None else (mass,))), padding.counts, fixed)
+    padding = padding_of(counts)
+    pending, mass = _by_runs(cache, new, runs_of(cache.layout))
+    # `commit` takes the attention mass behind the sources of all runs, if there is one.
+    entries = pending if mass is None else [*pending, mass]
+    new_cache = caches.commit(cache, tuple(entries), padding.counts, fixed)
     return new_cache.replace(overflow=padding.flagged(new_cache.overflow))
 
 
@@ -534,10 +540,14 @@ def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict]
         The sources of every run, [L_run, B, T, W] by name; and the attention mass, which is None where no token is
         kept by it. Mass is added up from layer to layer, so that the last layer's is that of all.
     """
+    pending = []
     if isinstance(new, New):
-        pending = [{name: x[run.first : run.first + run.count] for name, x in new.sources.items()} for run in runs]
+        for run in runs:
+            pending.append({name: x[run.first : run.first + run.count] for name, x in new.sources.items()})
         return pending, jax.tree.map(lambda x: x[-1], new.flow.mass)
     sources = [x.sources if isinstance(x, New) else x for x in new]
     mass = new[-1].flow.mass if isinstance(new[-1], New) else None
-    by_run = [sources[run.first : run.first + run.count] for run in runs]
-    return [{name: jnp.stack([x[name] for x in layers]) for name in layers[0]} for layers in by_run], mass
+    for run in runs:
+        run_sources = sources[run.first : run.first + run.count]
+        pending.append({name: jnp.stack([x[name] for x in run_sources]) for name in run_sources[0]})
+    return pending, mass

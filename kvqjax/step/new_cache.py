@@ -56,28 +56,40 @@ def init_cache(
     pages: int | None = None,
     page_tokens: int | None = None,
 ) -> Cache:
-    """Make an empty cache for `batch` rows of at most `capacity` tokens each, for a model or a model's KVShape. The
-    capacity may be greater than what the model was trained for: room is not text.
+    """Make an empty cache for a model, or for a model's KVShape.
 
-    `dtype` is that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
-    shape that of `load`. `layers="scan"` stores layers that cache alike as one stack, "unroll" each by itself (see
-    kvqjax/model/decoder.py); by default as the model's weights are stored, for a shape as stacks. `form` is how bodies
-    are stored: in "planes", by "heads" or in "stripes" (`kvqjax.cache.cache_layout.CacheLayout`), by default as the
-    target reads them best. `target` names the chip that programs on this cache are for; by default the one that holds
-    the model's weights, or JAX's default device ("cpu", whose path runs everywhere, for abstract or traced weights).
-    `kernels` is "auto" (those that this chip checked and found faster; for a chip that is not here the table's word),
-    "off", or the name of those to force: "pallas", "splash", "cudnn".
+    Args:
+        model: the model, or its shape. The cache of a model of ours lies on a mesh as the model does.
+        method: what every layer stores, as text, dict or `Method`.
+        batch: the number of rows.
+        capacity: the most tokens of a row. It may be greater than what the model was trained for: room is not text.
+        dtype: that of keys and values as they come ("bf16", "f16", "f32"); by default the model's compute dtype, for a
+            shape that of `load`.
+        layers: "scan" stores layers that cache alike as one stack, "unroll" each by itself (see
+            kvqjax/model/decoder.py); by default as the model's weights are stored, for a shape as stacks.
+        form: how bodies are stored: in "planes", by "heads" or in "stripes"
+            (`kvqjax.cache.cache_layout.CacheLayout`); by default as the target reads them best.
+        target: the chip that programs on this cache are for; by default the one that holds the model's weights, or
+            JAX's default device. For abstract or traced weights it is "cpu", whose path runs everywhere.
+        kernels: "auto": those that this chip checked and found faster, and for a chip that is not here those that the
+            table of kernels names. "off": none. "pallas", "splash" or "cudnn": these are forced.
+        sharding: for a shape, the rules of a mesh: `cache.layout.rules` of another cache, or those that `rules_for`
+            makes (kvqjax/parallel/sharding.py).
+        mesh: for a shape, the mesh of the model, with axes of any names and of either kind (Auto, Explicit).
+        batch_axis: the axis of the mesh that splits rows; or several.
+        head_axis: the axis that splits KV heads; or several. Where the method mixes heads, or there are fewer heads
+            than devices, it splits tokens as well.
+        sequence_axis: the axis that splits the body's tokens; or several.
+        pages: puts the bodies of all rows into one pool of so many pages. Rows then hold as many tokens as they are
+            given pages for (kvqjax/cache/pages.py).
+        page_tokens: the tokens of a page; by default as few as bodies allow.
 
-    `mesh` is that of the model which the shape is of, with axes of any names and of either kind (Auto, Explicit).
-    `batch_axis`, `head_axis` and `sequence_axis` name those, one or several, that split rows, KV heads and the body's
-    tokens. Where the method mixes heads, or there are fewer of them than devices, the head axis splits tokens as well.
-    `sharding` takes such rules as they are: `cache.layout.rules` of another cache, or `rules_for`
-    (kvqjax/parallel/sharding.py), which makes a mesh. The cache of a model of ours lies as the model does.
+    Returns:
+        The cache. Warns where the model's key bias makes this method useless.
 
-    `pages` puts the bodies of all rows into one pool of so many pages of `page_tokens` tokens, by default the fewest
-    that bodies allow; rows then hold as many tokens as they are given pages for (kvqjax/cache/pages.py).
-
-    Warns where the model's key bias makes this method useless."""
+    Raises:
+        UserError: for options that do not fit each other, the model or the method.
+    """
     check_counts(batch=batch, capacity=capacity, pages=pages, page_tokens=page_tokens)
     if page_tokens is not None and pages is None:
         raise UserError("page_tokens= is the size of a page; pages= says how many there are")
@@ -90,7 +102,8 @@ def init_cache(
 
 
 def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None, axes: dict) -> Rules | None:
-    """Rules of a shape's cache, from rules or from a mesh and the names of its axes."""
+    """Make the rules by which a shape's cache lies on a mesh: the given ones, or those of `mesh` and its named axes.
+    None stands for one device."""
     splits = [name for name, axis in axes.items() if axis is not None]
     if mesh is None:
         if splits:
@@ -107,8 +120,10 @@ def _rules(model, method: MethodLike, sharding: Rules | None, mesh: Mesh | None,
 def planned_layout(
     model: Model | KVShape, method: Method, batch: int, capacity: int, *, kernels: str | Kernels = "auto", **options
 ) -> CacheLayout:
-    """Plan the layout of the cache that `init_cache` makes of these options. Outside jit this may check kernels;
-    inside, `empty_cache` makes the cache."""
+    """Plan the layout of the cache that `init_cache` makes of these options, which has them as `options`.
+
+    Outside jit this may check kernels, which runs them. A caller may plan outside jit, and make the cache by
+    `empty_cache` inside."""
     layout, array, rules = _plain_layout(model, method, batch, capacity, **options)
     shared = {} if rules is None else over_devices(rules, layout)
     return choose(layout, kernels, array, form=options.get("form"), **shared)
@@ -134,8 +149,8 @@ def _plain_layout(
     pages=None,
     page_tokens=None,
 ) -> tuple[CacheLayout, Any, Rules | None]:
-    """Plan the layout before kernels are chosen. Gives the layout, an array that lies where the model does, and the
-    mesh's rules."""
+    """Plan the layout before kernels are chosen: (the layout, an array that lies where the model does, the mesh's
+    rules)."""
     check_model_or_shape(model)
     if isinstance(model, KVShape):
         if model.latent is not None:

@@ -1,7 +1,10 @@
-"""Which of the new tokens are valid: the first `counts[b]` of row b, or any single run, which a mask Bool[B, T] marks.
+"""Which of the new tokens are valid. Callers say so in one of two ways:
 
-Steps count places from a row's first valid token on, because positions follow what its cache holds. Rows that begin
-with padding are rolled by one gather on the way in, and their outputs are rolled back on the way out."""
+    counts Int[B]       the first counts[b] tokens of row b
+    a mask Bool[B, T]   any single run of tokens of each row, such as rows padded on the left
+
+Inside a step, every row begins with its first valid token, because positions follow what its cache holds. Rows that
+begin with padding are rolled by one gather on the way in, and their outputs are rolled back on the way out."""
 
 from typing import Any, NamedTuple
 
@@ -28,9 +31,12 @@ __all__ = [
 class Padding(NamedTuple):
     """Where the valid tokens of every row stand.
 
-    - `counts`: how many they are.
-    - `start`: the place of the first. None where all rows begin at place 0.
-    - `torn`: rows whose mask is not a single run; only the first run counts. None where there can be none."""
+    Attributes:
+        counts: How many valid tokens each row has.
+        start: The place of the first valid token. None: all rows begin at place 0.
+        torn: Which rows have a mask that is not a single run. Of such a mask only the first run counts. None: there can
+            be no such row.
+    """
 
     counts: Int[Array, " B"]
     start: Int[Array, " B"] | None = None
@@ -54,7 +60,7 @@ class Padding(NamedTuple):
 
 
 def _rolled(x: Shaped[Array, "B T ..."], by: Int[Array, " B"]) -> Shaped[Array, "B T ..."]:
-    """Put what stands at place (t + by[b]) mod T of row b at place t."""
+    """Roll every row to the left: the entry at place (t + by[b]) mod T of row b comes to place t."""
     length = x.shape[1]
     index = (jnp.arange(length)[None] + by[:, None]) % length
     index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
@@ -73,9 +79,9 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
     total = counts.sum(1, dtype=jnp.int32)
     if counts.shape[1] == 1:
         return Padding(total)  # a decode step: there is nothing to roll
-    start = jnp.argmax(counts, axis=1).astype(jnp.int32)
-    first = leading(_rolled(counts, start))
-    return Padding(first, start, first != total)
+    start = jnp.argmax(counts, axis=1).astype(jnp.int32)  # the first True; 0 in a row without one
+    first_run = leading(_rolled(counts, start))  # how long it is
+    return Padding(first_run, start, first_run != total)
 
 
 def check_accepted(counts: Any, given: Int[Array, " B"] | Bool[Array, "B T"]) -> None:
@@ -110,9 +116,16 @@ def accepted_part(
 
 
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:
-    """Raise UserError unless `counts` says for each of `batch` rows how many of `length` new tokens are valid, or marks
-    them. `length` None: their number is not known yet, so that counts are not compared with it. What a trace hides is
-    clipped where tokens are appended, and raises the row's flag there."""
+    """Raise UserError for counts of new tokens, or a mask of them, that cannot be.
+
+    Numbers that a trace hides are not checked. They are clipped where tokens are appended, and raise the row's flag
+    there.
+
+    Args:
+        counts: how many of each row's new tokens are valid, or a mask of the valid ones.
+        batch: how many rows there are.
+        length: how many new tokens each row is given. None: that is not known yet, and counts are not compared with it.
+    """
     if is_mask(counts) and counts.ndim != 1:
         _check_mask(counts, batch, counts.shape[-1] if length is None else length)
         return
@@ -122,12 +135,14 @@ def check_numbers(counts: Any, batch: int, length: int | None) -> None:
 
 
 def _check_mask(mask: Any, batch: int, length: int) -> None:
+    """Do `check_numbers` for a mask."""
     if mask.shape != (batch, length):
         meaning = "which of the new tokens of each row are valid"
         raise UserError(f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {meaning}")
     if not is_known(mask):
         return
     valid = np.asarray(mask)
+    # Where a run of valid tokens begins: a valid token without a valid one before it.
     begins = valid & ~np.pad(valid, ((0, 0), (1, 0)))[:, :-1]
     if (torn := begins.sum(1) > 1).any():
         row = int(torn.argmax())

@@ -1,4 +1,10 @@
-"""Saving and loading a cache as it is, packed: an Orbax folder with a JSON description, refused by any other model."""
+"""Saving and loading a cache as it is, packed.
+
+A saved cache is a folder: arrays written by Orbax, and description.json, which says what they are and which model and
+constants filled the cache (`owner_of`). Another model refuses to read it.
+
+Arrays are saved in one form (`CANONICAL`), whatever the chip. `load_cache` deals their blocks over the reader's devices
+and turns them into the form that its chip reads best."""
 
 import dataclasses
 import functools
@@ -44,8 +50,8 @@ _LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1
 
 
 def _without_later(value):
-    """The fields of a shape, and of its ropes and recurrent layers, without younger fields at the value that older
-    files imply."""
+    """Leave out the fields of a shape, of its ropes and of its recurrent layers that are younger than the format and
+    have the value which older files imply. The digest of an old file then still fits."""
     if isinstance(value, tuple):
         return tuple(map(_without_later, value))
     if not isinstance(value, dict):
@@ -69,8 +75,19 @@ def _constants(constants) -> str:
 
 
 def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str]:
-    """Describe the model and the constants that filled a cache. A KVShape has no fingerprint. Raises UserError for what
-    are no constants."""
+    """Describe the model and the constants that filled a cache.
+
+    Args:
+        model: the model, or its shape, which has no fingerprint.
+        constants: an artifact's. None: those that the model has for `method`.
+        method: that of the cache.
+
+    Returns:
+        Fields of a folder's description.
+
+    Raises:
+        UserError: for what are no constants.
+    """
     check_entries(constants)
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
@@ -79,7 +96,17 @@ def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str
 
 
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
-    """Call `convert`, on a mesh for each device's own part."""
+    """Call `convert`, on a mesh for each device's own part.
+
+    Args:
+        cache: any cache.
+        rules: those of the mesh that it lies on; None: no mesh.
+        layers: as `CacheLayout.layers`.
+        form: as `CacheLayout.form`.
+
+    Returns:
+        The cache in this form.
+    """
     changed = functools.partial(convert, layers=layers, form=form)
     if rules is None or form == cache.layout.form:
         return changed(cache)
@@ -91,10 +118,19 @@ def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Ca
 
 
 def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None) -> None:
-    """Write the cache as a new folder, with what it needs to be understood: method, capacity, dtype, and which model
-    and constants filled it. On disk there is one form, whatever the chip. `constants` are an artifact's, by default
-    those of the model; a KVShape has none. Raises UserError when `path` exists or cannot be written, for a cache of
-    another model or KVShape, and for one that was donated or lies on several hosts."""
+    """Write a cache as a new folder, with method, capacity, dtype, and which model and constants filled it. All saved
+    caches have one form, whatever the chip.
+
+    Args:
+        path: the folder.
+        cache: any cache whose bodies are its rows' own.
+        model: the model that filled it, or its shape.
+        constants: an artifact's; by default those of the model. A KVShape has none.
+
+    Raises:
+        UserError: when `path` exists or cannot be written, for a cache of another model or KVShape, and for one that
+            was donated or lies on several hosts.
+    """
     check_cache(cache)
     check_model_or_shape(model)
     require_own_bodies(cache, "save_cache")
@@ -113,7 +149,8 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
-    """Give the layout that was stored: that of `model` in its canonical form, its blocks dealt as they were then."""
+    """Give the layout of the stored arrays: that of a cache of `model`, in the form of saved caches, with blocks dealt
+    over as many devices as when it was saved. `text` is the folder's description."""
     dealt = text.get("dealt", 1)
     if type(dealt) is not int or dealt < 1:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
@@ -141,8 +178,14 @@ def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Ru
 
 
 def require_owner(path: Path, text: dict, model: Model | KVShape, owner: dict[str, Any]) -> None:
-    """Raise UserError where a folder's description differs from `owner`, which is that of its reader, naming the
-    field."""
+    """Raise UserError, naming the field, where a folder's description differs from its reader's.
+
+    Args:
+        path: the folder, for messages.
+        text: its description.
+        model: the reader's model, or its shape.
+        owner: what `owner_of` gives for the reader.
+    """
     if not isinstance(model, KVShape):
         owner = owner | {"dtype": str(model.params["embed"].dtype)}
     elif text["dtype"] not in ("bfloat16", "float16", "float32"):
@@ -160,13 +203,25 @@ def load_cache(
     kernels: str | Kernels = "auto",
     sharding: Rules | None = None,
 ) -> Cache:
-    """Read a cache that `model` filled, or a model of this KVShape, on whatever chip or mesh it then was: it comes back
-    as `init_cache` would lay it out for `model`, dealt over its devices. On as many devices along the sequence as
-    before, every shard is read straight into its own. `constants` are an artifact's, by default those of the model; a
-    KVShape has none. `kernels` and `sharding` (the mesh of a KVShape's cache) as in `init_cache`: what another chip
-    found when the cache was made does not count.
-    Raises UserError when the folder is missing or damaged, or was written for another model, other constants or another
-    compute dtype, naming the field."""
+    """Read a cache that was saved by `save_cache`, on whatever chip or mesh. It comes back as `init_cache` would lay it
+    out for `model`, dealt over its devices.
+
+    On as many devices along the sequence as before, every shard is read straight into its own.
+
+    Args:
+        path: the folder.
+        model: the model that filled the cache, or its shape.
+        constants: an artifact's; by default those of the model. A KVShape has none.
+        kernels: as in `init_cache`. What another chip found when the cache was made does not count.
+        sharding: for a shape, the rules of the cache's mesh, as in `init_cache`.
+
+    Returns:
+        The cache.
+
+    Raises:
+        UserError: when the folder is missing or damaged, or was written for another model, other constants or another
+            compute dtype. The message names the field.
+    """
     check_model_or_shape(model)
     check_rules(sharding)
     path, (array, rules, layers) = Path(path), _home(model, sharding)
@@ -176,17 +231,19 @@ def load_cache(
     layout = dataclasses.replace(stored, dealt=1)
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])
-    shape, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
+    # The cache as it was saved, and as it is to lie here, without arrays.
+    saved, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
     places = None if rules is None else rules.places(target)
     part_places = flatten((places,)) if stored == layout and places is not None else None
-    arrays = read_arrays(path, text, wanted=flatten((shape,)), places=part_places)
-    leaves = [arrays[name] for name in flatten((shape,))]
-    cache = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    arrays = read_arrays(path, text, wanted=flatten((saved,)), places=part_places)
+    leaves = [arrays[name] for name in flatten((saved,))]
+    cache = jax.tree.unflatten(jax.tree.structure(saved), leaves)
     if stored != layout:
         cache = dealt_anew(cache, layout)
     cache = jax.tree.map(jnp.asarray, cache) if places is None else jax.device_put(cache, places)
     home_layout = dataclasses.replace(
         layout, layers=layers, form=stored_form(layout.target), kernels=BY_TABLE, rules=sharding
     )
-    home_layout = choose(home_layout, kernels, array, **({} if rules is None else over_devices(rules, home_layout)))
+    shared = {} if rules is None else over_devices(rules, home_layout)
+    home_layout = choose(home_layout, kernels, array, **shared)
     return _held_as(cache, rules, layers=home_layout.layers, form=home_layout.form).replace(layout=home_layout)

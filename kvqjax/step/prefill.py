@@ -87,16 +87,17 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     mass = functools.partial(received_by, model, runs, constants, h, recurrence)
     body_plan = entering(cache, counts, mass, tokens.shape[1])
     carry = slab(runs, (len(counts), body_plan.length), layout.dtype)
-    # `counts` begins the least over layers of how many tokens come before the first that is not finite.
+    # The third entry is how many tokens of each row come before the first that is not finite. Every layer may lower it.
     states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
         flow, state = _prefill_run(
             recurrence, run, state, fixed, flow, path, layout.method.sinks, body_plan, cache.pages
         )
         states.append(state)
+    h, _, finite_count, carried = flow
     # Recurrent layers behind the last layer of attention.
-    h, carried = recurrence.before(model.config.num_layers, flow[0], flow[3])
-    finite_count = jnp.minimum(flow[2], carried.finite_count)
+    h, carried = recurrence.before(model.config.num_layers, h, carried)
+    finite_count = jnp.minimum(finite_count, carried.finite_count)
     finite = finite_tokens(cache, finite_count, counts)
     new_cache = cache.replace(
         runs=tuple(states),

@@ -1,9 +1,12 @@
-"""Recurrent layers of one call: what runs between the layers of attention, and what becomes of the states.
+"""The recurrent layers of one call, which run between the layers of attention, and their states.
 
-Three calls run the same layers and keep different results. `attend` leaves the states as they are and keeps the new
-tokens' sources; `commit` then takes the states over the tokens that are stored. `forward` knows beforehand which tokens
-these are and keeps the states after them, so that the rule is computed once. An exact prefill does that a chunk of the
-prompt at a time."""
+    attend           keeps the new tokens' sources, and leaves the states as they are
+    commit           takes the states over the tokens that are stored, from these sources (`after_commit`)
+    forward          keeps the states after the new tokens: it knows beforehand which of them are stored
+    exact prefill    does as `forward`, a chunk of the prompt at a time
+
+Sources of a recurrent layer are the vectors of a token that its rule takes in (kvqjax/model/recurrent.py, `GIVEN`). No
+cache stores them."""
 
 from typing import Any, NamedTuple
 
@@ -24,8 +27,12 @@ Stacks = tuple[dict[str, Any], ...]  # arrays [layers, B, ...] of all recurrent 
 
 
 class Carried(NamedTuple):
-    """What goes from layer to layer: new states or sources of all recurrent layers, and how many tokens of each row
-    come before the first that is not finite."""
+    """What goes from layer to layer.
+
+    Attributes:
+        kept: The states of all recurrent layers, or the sources of the new tokens. Those of layers that have run are
+            new.
+        finite_count: How many tokens of each row come before the first that is not finite in any of these layers."""
 
     kept: Stacks
     finite_count: Int[Array, " B"]
@@ -34,10 +41,12 @@ class Carried(NamedTuple):
 class Recurrence(NamedTuple):
     """What the recurrent layers of one call share.
 
-    - `cache`: the states before the call.
-    - `counts`: how many of each row's new tokens are taken in.
-    - `sources`: keeps the tokens' sources, and not the states after them.
-    - `chunk`: tokens of a prompt that are computed at a time; 0: all."""
+    Attributes:
+        model: The model.
+        cache: The cache before the call, with the states.
+        counts: How many of each row's new tokens are taken in.
+        sources: Whether the new tokens' sources are kept, instead of the states after them.
+        chunk: How many tokens of a prompt are computed at a time; 0: all."""
 
     model: Model
     cache: Cache
@@ -47,12 +56,14 @@ class Recurrence(NamedTuple):
 
     def first(self, length: int) -> Carried:
         """Make what enters the first layer of a call with `length` new tokens."""
-        finite_count, shape = jnp.full_like(self.counts, length), self.model.config.recurrent
+        finite_count = jnp.full_like(self.counts, length)
+        shape = self.model.config.recurrent
         if shape is None or not self.sources:
             return Carried(self.cache.states, finite_count)
         widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
 
         def blank(state: dict) -> dict:
+            """Make room for the sources of the layers whose state this is: [layers, B, T, width] by name."""
             lead = (*state["delta"].shape[:2], length)
             return {name: jnp.zeros((*lead, widths[name]), jnp.float32) for name in GIVEN}
 
@@ -61,15 +72,25 @@ class Recurrence(NamedTuple):
     def before(
         self, index: Int[Array, ""] | int, h: Float[Array, "B T E"], carried: Carried
     ) -> tuple[Float[Array, "B T E"], Carried]:
-        """Run the recurrent layers directly before the layer of attention `index`. The number of layers of attention as
-        `index` stands for those behind the last one."""
+        """Run the recurrent layers that stand directly before a layer of attention.
+
+        Args:
+            index: The number of that layer among the layers of attention. Their count stands for the end of the model:
+                the recurrent layers behind the last one.
+            h: The hidden states.
+            carried: What earlier recurrent layers gave.
+
+        Returns:
+            (the hidden states after these layers, what is carried on)."""
         params, config = self.model.params, self.model.config
         run = self._by_chunks if self.chunk else self._at_once
 
         def step(number, loop):
             h, (kept, finite_count) = loop
             weights = decoder.layer(params, number, "recurrent")
-            h, new, finite = run(weights, h, _read(self.cache.states if self.sources else kept, number))
+            # `kept` holds the states before the call too, as long as it does not hold sources.
+            state = _read(self.cache.states if self.sources else kept, number)
+            h, new, finite = run(weights, h, state)
             return h, Carried(_written(kept, number, new), jnp.minimum(finite_count, leading(finite)))
 
         return decoder.over_recurrent(params, config, index, step, (h, carried))
@@ -90,39 +111,46 @@ class Recurrence(NamedTuple):
         def step(loop, start):
             h, state, broken = loop
             part = jax.lax.dynamic_slice_in_dim(h, start, size, 1)
-            counts = jnp.clip(self.counts - start, 0, size)
+            counts = jnp.clip(self.counts - start, 0, size)  # valid tokens of the chunk
+            # `broken` marks the rows that had a token which is not finite in an earlier chunk.
             result = decoder.recur(weights, part, state, counts, self.model.config, broken)
             broken = broken | (~result.finite & (jnp.arange(size)[None] < counts[:, None])).any(1)
             return (jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1), result.state, broken), result.finite
 
         loop = h, state, jnp.zeros_like(self.counts, bool)
         (h, state, _), finite = jax.lax.scan(step, loop, jnp.arange(0, length, size))
+        # `finite` is [chunks, B, size].
         return h, state, jnp.moveaxis(finite, 0, 1).reshape(h.shape[0], length)
 
 
 def _read(stacks: Stacks, number: Int[Array, ""] | int) -> dict:
-    """Cut out what one layer has."""
+    """Cut the arrays of recurrent layer `number` out of those of all such layers."""
     if len(stacks) > 1 and not isinstance(number, jax.core.Tracer):
         return jax.tree.map(lambda x: x[0], stacks[number])
-    # Weights are stacked and the cache's layers are not. Only a user who asked for that pays for a copy of all states.
+    # A traced number and several stacks: weights are stacked, and the cache's layers are not. That copies all states. A
+    # user has to ask for such a cache.
     stack = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
 
 
 def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
-    """Put in place what one layer has."""
+    """Put the arrays of recurrent layer `number` into those of all such layers."""
     if len(stacks) == 1:
         put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, number, 0)  # noqa: E731
         return (jax.tree.map(put, stacks[0], new),)
     if not isinstance(number, jax.core.Tracer):
         single = jax.tree.map(lambda x: x[None], new)
         return tuple(single if index == number else stack for index, stack in enumerate(stacks))
-    chosen = lambda index, stack: jax.tree.map(lambda x, part: jnp.where(index == number, part[None], x), stack, new)  # noqa: E731
+
+    def chosen(index: int, stack: dict) -> dict:
+        """Give the new arrays where `index` is the layer, else the old ones."""
+        return jax.tree.map(lambda x, part: jnp.where(index == number, part[None], x), stack, new)
+
     return tuple(chosen(index, stack) for index, stack in enumerate(stacks))
 
 
 def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) -> Cache:
-    """Give a cache whose layers of attention have taken in tokens the states after the same tokens.
+    """Take the states of recurrent layers over the tokens that layers of attention have just stored.
 
     Args:
         model: the model.
@@ -139,8 +167,10 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
     finite_count = leading(found_finite(jnp.float32, *pending))
 
     def step(number, states):
-        weights, new = decoder.layer(model.params, number, "recurrent"), zeroed(jnp.float32, _read(pending, number))
-        return _written(states, number, advance(weights, _read(states, number), new, counts, shape)[1])
+        weights = decoder.layer(model.params, number, "recurrent")
+        new = zeroed(jnp.float32, _read(pending, number))
+        _, state = advance(weights, _read(states, number), new, counts, shape)
+        return _written(states, number, state)
 
     states, layers = cache.states, len(shape.layers)
     if is_unrolled(model.params):

@@ -50,7 +50,7 @@ __all__ = ["CacheView", "StackView", "commit_layers", "layers", "new_positions"]
 
 
 class _View(struct.PyTreeNode):
-    """What views of one layer and of a stack of layers share."""
+    """What views of one layer and of a stack of layers share: the cache, and which new tokens are valid."""
 
     part: Cache  # what the layer reads of the cache
     counts: Leaf  # Int[B], or Bool[B, T] of a mask
@@ -58,11 +58,19 @@ class _View(struct.PyTreeNode):
     within: str = struct.field(pytree_node=False)
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Give the positions of `length` new tokens of each row, where they stand, for models that rotate queries and
-        keys themselves. Positions of tokens that are not valid mean nothing."""
+        """Give the positions of new tokens, for models that rotate queries and keys themselves.
+
+        Args:
+            length: the number T of new tokens.
+
+        Returns:
+            The position of each token, at the place where it is given. Positions of tokens that are not valid mean
+            nothing.
+        """
         return new_positions(self.part, self.counts, length)
 
     def _attended(self, layer, flow: Flow | None, q, k, v, **options) -> tuple[Partial, New]:
+        """Attend in a layer: (attention, its new tokens). `options` are those of `attend_checked`."""
         check_alive(self.part)
         check_new(self.part, q, k, v, self.counts)
         return attend_checked(
@@ -181,6 +189,7 @@ class StackView(_View):
         length = next(iter(self.sources.values())).shape[2]
         if getattr(q, "ndim", None) == 4 and q.shape[1] != length:
             raise UserError(f"q has {q.shape[1]} new tokens, the view was made with stack={length}")
+        # A view beyond the last layer attends there again; `commit_layers` refuses it.
         layer = self.layer if isinstance(self.layer, jax.core.Tracer) else min(int(self.layer), self._count - 1)
         partial, new = self._attended(layer, self.flow, q, k, v, softcap=softcap, sinks=sinks, mask=mask)
         rules = self.part.layout.rules
@@ -210,17 +219,29 @@ def _put_on_mesh(stack: Float[Array, "L B T W"], x: Float[Array, "B T W"], layer
 
 
 def _blank(run: RunLayout, cache: Cache, length: int) -> dict[str, Float[Array, "L B T W"]]:
-    """Make room for `length` new tokens of all layers of a run."""
-    shapes = {n: (run.count, cache.batch, length, width) for n, width in run.wiring.storage.sources.items()}
-    rules, blank = cache.layout.rules, {name: jnp.zeros(shape, cache.layout.dtype) for name, shape in shapes.items()}
+    """Make room for the sources of `length` new tokens, of all layers of a run."""
+    rules, dtype = cache.layout.rules, cache.layout.dtype
+    lead = run.count, cache.batch, length
+    blank = {name: jnp.zeros((*lead, width), dtype) for name, width in run.wiring.storage.sources.items()}
     if rules is None:
         return blank
     return sent(blank, rules, dict.fromkeys(blank, PartitionSpec(None, rules.batch, None, rules.kv_heads)))
 
 
 def new_positions(cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int) -> Int[Array, "B T"]:
-    """Give the positions of `length` new tokens of each row, where they stand. Positions of tokens that are not valid
-    mean nothing. Raises UserError for counts that do not fit `length` tokens."""
+    """Give the positions of new tokens.
+
+    Args:
+        cache: the cache that they are to follow.
+        counts: how many of each row's tokens are valid, or a mask of the valid ones.
+        length: the number T of new tokens.
+
+    Returns:
+        The position of each token, at the place where it is given. Positions of tokens that are not valid mean nothing.
+
+    Raises:
+        UserError: for counts that do not fit `length` tokens.
+    """
     length, rules = check_integer("length", length), cache.layout.rules
     check_numbers(counts, cache.batch, length)
 
@@ -291,8 +312,10 @@ def layers(
 
 
 def _part(cache: Cache, number: int) -> Cache:
-    """Cut out what layers of run `number` read: that run, and the counts of the first run, which hold for all layers
-    where tokens are evicted. Other runs have no arrays."""
+    """Cut out what the layers of run `number` read of a cache. Other runs have no arrays in it.
+
+    The first run keeps its counts of encoded units. Where tokens are evicted they are read for all layers
+    (`kvqjax.cache.keeping.read_as`)."""
     runs = [Run({}, {}, {}, ())] * len(cache.runs)
     runs[0] = Run({}, {}, {}, cache.runs[0].flushed)
     runs[number] = cache.runs[number]
@@ -322,6 +345,7 @@ def commit_layers(
     view_list: list = list(views) if isinstance(views, list | tuple) else [views]
     _check_views(view_list)
     first, cache = view_list[0], view_list[0].part
+    # The views together have the arrays of every run. Layers of one run have the same.
     numbers = [placed_layer(runs_of(cache.layout), view.layer)[0] for view in view_list]
     runs = {number: view.part.runs[number] for number, view in zip(numbers, view_list, strict=True)}
     cache = cache.replace(runs=tuple(runs[number] for number in range(len(cache.runs))))
