@@ -272,13 +272,11 @@ class BodyView(NamedTuple):
         places: `places(j, size)` gives the positions of the tokens of block j, and which of them are valid. A token
             that two blocks share is valid in the first of them only.
         blocks: `blocks(size)` gives the first block to read, and one past the last.
-        linear: The body can be read as a whole.
         together: The tokens of a block have consecutive positions."""
 
     at: Callable[[Number, int], Number]
     places: Callable[[Number, int], Places]
     blocks: Callable[[int], tuple[Number, Number]]
-    linear: bool
     together: bool
 
 
@@ -352,7 +350,7 @@ def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
             return 0, -(-min(reached(view), run.slots_here) // size)
         return _in_reach(view, tokens, size)
 
-    return BodyView(at, places, blocks, linear=True, together=run.deal.parts == 1)
+    return BodyView(at, places, blocks, together=run.deal.parts == 1)
 
 
 def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
@@ -376,9 +374,9 @@ def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
 
     if _is_static(view, tokens):
         all_blocks = lambda size: (0, around // size)  # noqa: E731
-        return BodyView(lambda j, size: j * size, newest, all_blocks, linear=False, together=False)
+        return BodyView(lambda j, size: j * size, newest, all_blocks, together=False)
     blocks = functools.partial(_in_reach, view, tokens)
-    return BodyView(lambda j, size: modulo(j * size, around), places, blocks, linear=False, together=False)
+    return BodyView(lambda j, size: modulo(j * size, around), places, blocks, together=False)
 
 
 def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
@@ -396,4 +394,4 @@ def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
         filled = jnp.where(stored >= 0, jnp.arange(1, slots + 1)[None], 0).max()
         return jnp.int32(0), -(-filled // size)
 
-    return BodyView(at, places, blocks, linear=False, together=False)
+    return BodyView(at, places, blocks, together=False)
