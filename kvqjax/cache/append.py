@@ -142,8 +142,8 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
         clock = run.wiring.storage.clocks[0]
         tile = {source: at_layer(new[source], layer)[:, 0] for source in clock.sources}
         payload, _, _ = run.wiring.maps.encode(at_layer(run_constants, layer), tile, {})
-        # A unit is one token here, so that its number is the body token's. A body that wraps is a ring of slots.
-        # `local` says which rows' slots this device stores. None stands for all.
+        # A unit is one token here, so that its number is the body token's. Modulo the slots it is a slot, in rings too.
+        # `local` says which rows' slots this device stores; None: all.
         local, slots = run.deal.place(modulo(schedule.start, run.slots))
         local, slots = given_to_gpus((row_mask if local is None else row_mask & local, slots))
         put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, local)  # noqa: E731
@@ -368,9 +368,10 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     constants = constants or tuple({} for _ in runs)
     length = next(iter(pending[0].values())).shape[2]
     counts, overflow = admitted(cache, counts, length)
-    finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending[: len(runs)])), counts)
+    new_sources = pending[: len(runs)]  # the attention mass may follow them
+    finite = finite_tokens(cache, leading(found_finite(layout.dtype, *new_sources)), counts)
     body_lengths = cache.lengths - layout.method.sinks
-    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending[: len(runs)]]
+    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in new_sources]
     schedule, kept = schedules_of(cache, pending, counts)
     # Tokens that are due leave the window before new tokens take their slots, which overwrites them.
     for chain in chains(layout):

@@ -153,8 +153,10 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     """
     check_cache(cache)
     _check_means(cache.layout, "cut")
-    sinks, grain, shift = cache.layout.method.sinks, _grain(cache.layout), _place(cache.layout, tokens)
-    # Outside jit the cut moves to where all rows have encoded; inside, where it must be static, such rows are emptied.
+    sinks, grain = cache.layout.method.sinks, _grain(cache.layout)
+    shift = _place(cache.layout, tokens)
+    # A row may not have encoded all tokens before this place. Outside jit, the cut then moves to where all rows have.
+    # Inside jit it must be static: the row is emptied.
     readable = _are_known(cache)
     with reading(readable):
         encoded = _least_encoded(cache)
@@ -166,8 +168,9 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
         length = int(np.asarray(cache.lengths)[row])
         raise UserError(f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
     start = shift + sinks
-    head = crop(cache, jnp.full_like(cache.lengths, start))
-    return _emptied(head, row_mask), Piece(_emptied(_cut(cache, start), row_mask), start, cache.layout.capacity)
+    head = _emptied(crop(cache, jnp.full_like(cache.lengths, start)), row_mask)
+    tail = _emptied(_cut(cache, start), row_mask)
+    return head, Piece(tail, start, cache.layout.capacity)
 
 
 @functools.partial(jax.jit, static_argnames="start")
@@ -194,9 +197,11 @@ def _cut(cache: Cache, start: int) -> Cache:
         """Shift one run, of which `state` is what the cache holds, from its plan `old` to the piece's plan `new`."""
         clocks = old.wiring.storage.clocks
         flushed = tuple(count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True))
-        tile = lambda source, name, _, layer, row, token, size: stored_tile(  # noqa: E731
-            old, state, source, name, layer, row, token + shift, size
-        )
+
+        def tile(source, name, field, layer, row, token, size):
+            """Take body token `token` of the piece from where the cache has it."""
+            return stored_tile(old, state, source, name, layer, row, token + shift, size)
+
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
         window = {name: moved_window(old.ring, new.ring, body_lengths, shift, x) for name, x in state.window.items()}
         # A cache without a body has encoded nothing, also where the piece, which has more room, has one.
@@ -205,8 +210,8 @@ def _cut(cache: Cache, start: int) -> Cache:
         return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
 
     states = zip(runs_of(layout), runs_of(piece_layout), cache.runs, strict=True)
-    # A token before the piece that is not finite leaves nothing of the row that means anything: none of the piece's
-    # tokens then counts as finite.
+    # Every token of a row depends on those before it. If one before the piece is not finite, none of the piece's tokens
+    # counts as finite.
     finite = jnp.maximum(cache.finite - shift, layout.method.sinks)
     runs = tuple(shifted(old, new, state) for old, new, state in states)
     return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=piece_layout)
@@ -318,7 +323,7 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
     plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)
     runs = tuple(joined(*arguments) for arguments in zip(*plans, head.runs, piece.runs, strict=True))
     lengths = piece.lengths + shift
-    # A token of the head that is not finite comes before all of the piece's; else the piece's first one counts.
+    # The first token that is not finite may be among the head's. Otherwise it is the piece's first one.
     finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift)
     overflow = head.overflow | piece.overflow
     return head.replace(

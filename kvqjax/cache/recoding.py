@@ -1,7 +1,8 @@
 """Show the queries of a draft the tokens that fall due within it as they will be encoded (docs/design.md, idea 2).
 
-A draft is several new tokens that one call verifies with `within="step"`: each query must see what it would see if
-tokens were decoded one by one. Some tokens would then be encoded before a query attends, and exact in the cache still:
+A draft is several new tokens that one call verifies with `within="step"`. Each query must see what it would see if
+tokens were decoded one by one. Some tokens would then have been encoded before a query attends, but the cache still
+holds them exactly:
 
     window:  . . . . | draft:  q0  q1  q2  q3       q2 completes a unit: q3 sees the window's oldest unit as encoded
 
@@ -52,7 +53,7 @@ def recoded(view: LayerView, tokens: NewTokens, sources: dict, clock: Clock, flu
     def recode_unit(_, row, token, slot, size, loop):
         """Encode the unit that begins with body token `token`; `loop` is (sources, carry)."""
         (sources, carry), body_length = loop, tokens.held[row]
-        unit = token // clock.unit - flushed[row]
+        unit = token // clock.unit - flushed[row]  # among the units of the carry
         tile = {
             source: gather_tile(window[source], view.new[source], (), row, token, size, body_length, size)
             for source in clock.sources
@@ -66,16 +67,15 @@ def recoded(view: LayerView, tokens: NewTokens, sources: dict, clock: Clock, flu
             index < body_length, view.sinks + index % run.ring, view.sinks + run.ring + index - body_length
         )
         for source, x in recon.items():
-            sources = {
-                **sources,
-                source: sources[source].at[row, place].set(saturated(x, sources[source].dtype), mode="drop"),
-            }
-        return sources, {
-            name: carried.at[row, unit].set(saturated(tile_carry[name], carried.dtype))
-            for name, carried in carry.items()
-        }
+            exact = sources[source]
+            sources = {**sources, source: exact.at[row, place].set(saturated(x, exact.dtype), mode="drop")}
+        new_carry = {}
+        for name, carried in carry.items():
+            new_carry[name] = carried.at[row, unit].set(saturated(tile_carry[name], carried.dtype))
+        return sources, new_carry
 
-    # Numbers that XLA knows, so that a GPU's host need not ask for them.
+    # Units are numbered from 0 on in every row: XLA then knows the loops' bounds, and a GPU's host need not ask for
+    # them.
     first = jnp.zeros_like(flushed)
     # There is no slot: nothing is written to the body.
     place = lambda row, number: ((flushed[row] + number) * clock.unit, None)  # noqa: E731

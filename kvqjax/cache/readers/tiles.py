@@ -135,9 +135,8 @@ def _row_by_row(
     rows = []
     for row in range(q.shape[0]):
         limits = {"newest": newest[row], "oldest": None if oldest is None else oldest[row]}
-        rows.append(
-            splash.splash_attention(q[row][None], k[row], v[row], **limits, interpret=interpret, softcap=softcap)
-        )
+        options = {"interpret": interpret, "softcap": softcap}
+        rows.append(splash.splash_attention(q[row][None], k[row], v[row], **limits, **options))
     return Partial(*(jnp.concatenate(parts) for parts in zip(*rows, strict=True)))
 
 
