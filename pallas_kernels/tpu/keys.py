@@ -1,8 +1,8 @@
 """Turn codes of keys into keys, k = s c + m, inside the TPU decode-attention kernel.
 
 c is a code, s the scale and m the minimum of the code's channel and group of tokens. Tokens lie along the rows of a
-register, in lane order (`unpack`), which mixes tokens of several groups. Scales and minima are laid out in the same
-order. How depends on what the chip's vector unit computes with:
+register, in lane order (`unpack`), which mixes tokens of several groups. Scales and minima must be laid out in the same
+order. How this is done depends on the number format that the chip's vector unit computes with:
 
 - bfloat16: A register holds 16 tokens, here called a slab. The slabs of a block repeat a few patterns of key groups.
   The scales and minima of every pattern are written once for each block (`store_patterns`).
@@ -33,10 +33,13 @@ def patterns(plan: Plan) -> Float[Array, "rows N"]:
     Returns:
         1 where the token of a row belongs to a key group, of the N of a tile. Rows are the SLAB tokens of the patterns
         of the first block, then those of the second block, and so on."""
-    kinds = np.concatenate(_kinds(plan)[0])
+    kinds, _ = _kinds(plan)
+    group_in_block = np.concatenate(kinds)  # [kinds * SLAB]
+    first_of_block = np.arange(plan.blocks) * (plan.block // plan.group)  # [blocks]
+    group_in_tile = (first_of_block[:, None] + group_in_block[None]).reshape(-1)
     # Where keys have one scale for all tokens (`key_rows` = 1), every row takes it: modulo 1 all groups are group 0.
-    group = (np.arange(plan.blocks)[:, None] * (plan.block // plan.group) + kinds[None]).reshape(-1) % plan.key_rows
-    return jnp.asarray(group[:, None] == np.arange(plan.key_rows)[None], jnp.bfloat16)
+    scale_row = group_in_tile % plan.key_rows
+    return jnp.asarray(scale_row[:, None] == np.arange(plan.key_rows)[None], jnp.bfloat16)
 
 
 def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
@@ -45,9 +48,11 @@ def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
     Returns:
         (kinds, slab_kinds). kinds[k] are the key groups of the tokens of slab kind k, [SLAB], counted from the block's
         first group. slab_kinds[n] is the kind of the block's n-th slab."""
-    slabs = [tuple(slab) for slab in (plan.order // plan.group).reshape(-1, SLAB)]
+    group_of_token = (plan.order // plan.group).reshape(-1, SLAB)  # [slabs of a block, SLAB]
+    slabs = [tuple(slab) for slab in group_of_token]
     kinds = sorted(set(slabs))
-    return [np.asarray(kind) for kind in kinds], [kinds.index(slab) for slab in slabs]
+    slab_kinds = [kinds.index(slab) for slab in slabs]
+    return [np.asarray(kind) for kind in kinds], slab_kinds
 
 
 def store_patterns(refs, scale, zero, lanes) -> None:
@@ -76,7 +81,8 @@ def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
 
     Returns:
         Keys [column, W] bfloat16."""
-    scale, zero = (_slabs(ref, plan, place, index, i) for ref in (refs.slab_scales, refs.slab_zeros))
+    scale = _slabs(refs.slab_scales, plan, place, index, i)
+    zero = _slabs(refs.slab_zeros, plan, place, index, i)
     return codes * scale + zero
 
 
@@ -84,9 +90,10 @@ def _slabs(ref, plan: Plan, place: Place, index, i: int):
     """Load the scales, or minima, of every token of a column, [column, W] bfloat16."""
     kinds, slab_kinds = _kinds(plan)
     count = plan.column // SLAB
-    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in slab_kinds[i * count : (i + 1) * count]]
-    stored = [ref[slab, place.lanes] for slab in slabs]
-    return jnp.concatenate(stored)
+    kinds_of_column = slab_kinds[i * count : (i + 1) * count]
+    # Each block of the tile has its slabs of all kinds one below the other (`patterns`).
+    slabs = [aligned(index * len(kinds) + kind, SLAB) for kind in kinds_of_column]
+    return jnp.concatenate([ref[slab, place.lanes] for slab in slabs])
 
 
 def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
@@ -105,28 +112,30 @@ def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
     # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number, whose other bits are 0. So a
     # shift widens the lower halves, a mask the upper ones.
     words = pltpu.bitcast(codes, jnp.uint32)
-    parts = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
-    return [_half(part, refs, plan, place, index, i, n) for n, part in enumerate(parts)]
+    lower, upper = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
+    return [_half(bits, refs, plan, place, index, i, half) for half, bits in enumerate((lower, upper))]
 
 
-def _half(part, refs, plan: Plan, place: Place, index, i: int, n: int):
-    """Turn the codes of half `n` (0 lower, 1 upper) into keys, [column/2, W] float32.
+def _half(bits, refs, plan: Plan, place: Place, index, i: int, half: int):
+    """Turn the codes in lower (`half` 0) or upper halves (1) of words into keys, [column/2, W] float32.
 
-    `part` [column/2, W] are the bits of the codes as float32."""
-    numbers = jax.lax.bitcast_convert_type(part, jnp.float32)
-    # Two consecutive places share a word, so that half `n` has every other place of the column. Every 32 rows of a half
-    # have tokens of one key group. The first of them stands for all.
-    groups = (plan.order[i * plan.column : (i + 1) * plan.column][n::2] // plan.group).reshape(-1, PLANE)
-    first = plan.groups(index)[0]
+    `bits` [column/2, W] are the bits of the codes as float32 numbers."""
+    numbers = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    # Two consecutive places share a word, so that a half has every other place of the column.
+    tokens = plan.order[i * plan.column : (i + 1) * plan.column][half::2]
+    # Every 32 rows of a half have tokens of one key group. The first token stands for all 32.
+    groups = [int(token) // plan.group for token in tokens[::PLANE]]
+    first_group = plan.groups(index)[0]
 
     def rows(ref):
         """Load the scale, or minimum, of every token of the half: [column/2, W]."""
-        # Row `first + group` is loaded once for each group, as 8 equal rows, and repeated for each 8 of 32 tokens.
-        by_group = {
-            group: load_row(ref, first + group if plan.spec.key_group else 0, plan.key_rows, place.column, plan.lanes)
-            for group in sorted({*map(int, groups[:, 0])})
-        }
-        return jnp.concatenate([by_group[int(group)] for group in groups[:, 0] for _ in range(PLANE // 8)])
+        by_group = {}  # each group's row is loaded once, as 8 equal rows
+        for group in sorted(set(groups)):
+            # Without key groups one row serves all tokens.
+            row = first_group + group if plan.spec.key_group else 0
+            by_group[group] = load_row(ref, row, plan.key_rows, place.column, plan.lanes)
+        # 32 tokens of a group take its 8 equal rows 4 times.
+        return jnp.concatenate([by_group[group] for group in groups for _ in range(PLANE // 8)])
 
     return numbers * rows(refs.factors) + rows(refs.zeros)
 

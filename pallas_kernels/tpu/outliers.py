@@ -1,20 +1,22 @@
-"""Add KVQuant's outliers in the TPU decode-attention kernel: what they change in scores and outputs.
+"""Add to scores and outputs what KVQuant's outliers change in them, in the TPU decode-attention kernel.
 
-Without outliers, channel w of a token is decoded to s T[c] + m, with its code c and the signposts T. Scale s and centre
-m belong to the channel for keys, to the token for values. An outlier o replaces this number. Scores are linear in keys
-and outputs in values, so it is enough to add the difference d = o - s T[c] - m in its place.
+The dense codes decode channel w of a token to s T[c] + m, where c is the code and T the signposts. The scale s and the
+centre m belong to the channel for keys, to the token for values. An outlier o replaces this number. Scores are linear
+in keys, and outputs are linear in values. So it is enough to attend to the dense numbers, and to add what the
+difference d = o - s T[c] - m contributes.
 
-The code c is not read. An outlier lies outside the range of the signposts, so its code is the first or the last, on its
-side of the centre m. (The stored centre of a value is rounded. An outlier may lie inside the range by that much, and
-the nearest signpost is then still the outermost.)
+The code c need not be read. An outlier lies outside the range of the signposts, so its code is that of the first or of
+the last signpost, whichever lies on its side of the centre m. (The stored centre of a value is rounded. An outlier may
+lie inside the range by the rounding error. Its nearest signpost is still the outermost one.)
 
-With y and y~ as in `rope`, w = D h + l the slot's channel and t a token counted from its block's first,
+A slot holds one outlier of a token: its value o and its channel w. Let h be the lane group of channel w, l the lane
+within the group (128 lanes, of one head or several), and t the token, counted from the first of its block. With y and
+y~ as in `rope`, and softmax weights p:
 
-    score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l being gathered along the lanes, one slot of 128 tokens
+    score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l is gathered along the lanes, for a slot of 128 tokens
     out_h,l   += sum over t with channel l of p_h,t d     see `outlier_values`
 
-Slots have tokens on the lanes, as scales do, and are brought into lane order like them. l is the lane within a lane
-group of 128, of one head or several."""
+Slots are stored with tokens on the lanes, as scales are, and are brought into lane order like scales."""
 
 import math
 
@@ -30,12 +32,12 @@ from kvqjax.pallas_kernels.tpu.rope import turned
 
 __all__ = ["add_keys", "difference", "padded", "prepare", "rates", "scratch", "split"]
 
-# sin(2 pi x) / x in powers of x^2: 4e-6 off at most for |x| <= 1/4
+# Taylor coefficients of sin(2 pi x) / x in powers of x^2. Five terms are 4e-6 off at most for |x| <= 1/4.
 SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(5)]
 
 
 def padded(slots: int) -> int:
-    """Round `slots` up to whole registers of 16-bit numbers."""
+    """Round `slots` up to whole registers of 16-bit numbers, which have 16 rows."""
     return -(-slots // 16) * 16
 
 
@@ -55,6 +57,7 @@ def scratch(plan: Plan) -> dict:
         buffers["value_slots"] = memory(3 * values, plan.tile)
         buffers["shares"] = memory(SHARE, values, LANES)  # what the outliers of 128 tokens change in each lane group
     if buffers:
+        # Slots of one period before they are brought into lane order, for keys and for values in turn.
         buffers["staged"] = memory(3 * max(keys, values), plan.period, dtype=jnp.bfloat16)
     return buffers
 
@@ -72,6 +75,7 @@ def _order_slots(refs, plan: Plan, tile, stored, slots, count: int) -> None:
     """Write the tile's outliers, `count` slots a token in [1, 1, rows, S] u16, to `slots` [3R, S] in lane order."""
 
     def bring(number):
+        """Order the slots of one period of tokens: a product with the one-hot matrix permutes its lanes."""
         _stage(refs.staged, stored, plan, tile, number, slots.shape[0] // 3, count)
         staged = refs.staged[: slots.shape[0]]
         slots[:, aligned(number, plan.period)] = dot(staged, refs.onehot[...], 0)
@@ -81,17 +85,25 @@ def _order_slots(refs, plan: Plan, tile, stored, slots, count: int) -> None:
 
 
 def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> None:
-    """Write values, lanes and lane groups of one period's slots one below the other, as bfloat16. This is exact: values
-    have 16 bits as stored, and the other two are small integers."""
+    """Write values, lanes and lane groups of one period's slots one below the other, `rows` rows for each.
+
+    They are written as bfloat16 without loss: values have 16 bits as stored, lanes and lane groups are small
+    integers."""
+    # Rows of padding would bring whatever stood in memory, NaN included, into the product.
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
+    # `count` rows of values, as bits of bfloat16 numbers, then as many of channels.
     words = stored[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
+    # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number.
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)
     channels = words[count : 2 * count]
-    parts = channels & (LANES - 1), jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
-    for i, part in enumerate((values, *(x.astype(jnp.float32) for x in parts))):
+    lanes = channels & (LANES - 1)
+    lane_groups = jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
+    parts = (values, *(x.astype(jnp.float32) for x in (lanes, lane_groups)))
+    first_token = tile * plan.tile + number * plan.period
+    for i, part in enumerate(parts):
         part = part.astype(jnp.bfloat16)
-        first = tile * plan.tile + number * plan.period
-        numbers = zero_beyond(part, first, plan.slots, 1) if plan.slots % plan.tile else part
+        # The last tile may reach beyond the body.
+        numbers = zero_beyond(part, first_token, plan.slots, 1) if plan.slots % plan.tile else part
         staged[i * rows : i * rows + part.shape[0]] = numbers
 
 
@@ -102,6 +114,8 @@ def rates(plan: Plan) -> np.ndarray:
 
 def _cosine(turns):
     """Compute cos(2 pi turns)."""
+    # Less its nearest integer, an angle is at most half a turn in size. cos(2 pi a) = sin(2 pi (1/4 - |a|)), and
+    # 1/4 - |a| lies within the range of `SINE`.
     x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
     square, series = x * x, jnp.full(x.shape, SINE[-1])
     for factor in reversed(SINE[:-1]):
@@ -124,7 +138,14 @@ def split(slots):
 
 
 def difference(value, scale, centre, ends, part: int):
-    """Return outliers less the numbers that their codes decode to. `part` is 0 for keys, 1 for values."""
+    """Return outliers less the numbers that their codes decode to: d of the module's docstring.
+
+    Args:
+        value: Outliers.
+        scale: Scales of their channels or tokens, of the same shape.
+        centre: Centres likewise.
+        ends: Reference [2, 2] to the lowest and the highest signpost of keys and of values.
+        part: 0 for keys, 1 for values."""
     end = jnp.where(value > centre, ends[part, 1], ends[part, 0])
     return value - scale * end - centre
 
@@ -136,12 +157,16 @@ def add_keys(refs, plan: Plan) -> None:
     rows = padded(plan.spec.key_slots)
 
     def wave(number):
-        lanes = aligned(number, LANES)
+        """Write cos and sin of the slots of 128 tokens. They are the same whichever lane group a slot belongs to."""
+        tokens = aligned(number, LANES)
+        # The places of these tokens in their block. All blocks have the same order.
         places = aligned(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
-        index = split(refs.key_slots[:, lanes])[1].astype(jnp.int32)
+        _, lane, _ = split(refs.key_slots[:, tokens])
+        index = lane.astype(jnp.int32)
         token = jnp.broadcast_to(refs.order[:, places].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
-        refs.waves[:rows, lanes], refs.waves[rows:, lanes] = _cosine(turns), _cosine(turns - 0.25)
+        cos, sin = _cosine(turns), _cosine(turns - 0.25)  # a sine is a cosine a quarter turn later
+        refs.waves[:rows, tokens], refs.waves[rows:, tokens] = cos, sin
 
     loop(plan.tile // LANES, wave)
     loop(plan.lane_groups, lambda group: _add_group(refs, plan, group))
@@ -150,34 +175,42 @@ def add_keys(refs, plan: Plan) -> None:
 def _add_group(refs, plan: Plan, group) -> None:
     """Compute `added` for one lane group."""
     rows = padded(plan.spec.key_slots)
+    # A channel has one scale and centre for all tokens. Their query rows are equal, and a gather takes 8 of them.
     scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
     for first in range(0, plan.tile, LANES):
-        lanes = slice(first, first + LANES)
-        value, lane, owner = split(refs.key_slots[:, lanes])
+        tokens = slice(first, first + LANES)
+        value, lane, owner = split(refs.key_slots[:, tokens])
         index = lane.astype(jnp.int32)
         change = difference(value, _take(scale, index), _take(centre, index), refs.ends, 0)
+        # Slots of other lane groups, and unused slots, change nothing.
         change = jnp.where(owner == group.astype(jnp.float32), change, 0.0)
-        refs.changes[:rows, lanes] = change * refs.waves[:rows, lanes]
-        refs.changes[rows:, lanes] = change * refs.waves[rows:, lanes]
+        refs.changes[:rows, tokens] = change * refs.waves[:rows, tokens]
+        refs.changes[rows:, tokens] = change * refs.waves[rows:, tokens]
     for index in range(plan.blocks):
+        # y and y~ as halves of one word: a single gather fetches both.
         pairs = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
         for first in range(index * plan.block, (index + 1) * plan.block, LANES):
             refs.added[group, :, first : first + LANES] += _gathered(refs, plan, pairs, first)
 
 
 def _gathered(refs, plan: Plan, pairs, first: int):
-    """Return what the slots of 128 tokens add to the scores of a lane group, [M, 128]. `pairs` holds y and y~ as halves
-    of words, [M, 128]."""
-    rows, lanes, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
+    """Return what the slots of 128 tokens, from token `first` of the tile on, add to the scores of a lane group.
+
+    `pairs` holds y in the lower and y~ in the upper halves of words, [M, 128]. The result is [M, 128]."""
+    rows, tokens, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
+
+    def row_of(ref, row: int):
+        """Load one row onto the 8 rows of a register, as a gather wants it: [8, 128]."""
+        return jnp.broadcast_to(ref[row : row + 1, tokens], (8, LANES))
+
     for slot in range(plan.spec.key_slots):
-        lane, cos, sin = (
-            jnp.broadcast_to(ref[row : row + 1, lanes], (8, LANES))
-            for ref, row in ((refs.key_slots, rows + slot), (refs.changes, slot), (refs.changes, rows + slot))
-        )
+        lane = row_of(refs.key_slots, rows + slot)  # behind the values of all slots come their lanes
+        cos = row_of(refs.changes, slot)  # d cos(t)
+        sin = row_of(refs.changes, rows + slot)  # d sin(t)
         words = _take_rows(pairs, lane.astype(jnp.int32))
         y = jax.lax.bitcast_convert_type(words << jnp.uint32(16), jnp.float32)
-        z = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
-        total = total + y * filled(cos, plan) + z * filled(sin, plan)
+        partner = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)  # y~
+        total = total + y * filled(cos, plan) + partner * filled(sin, plan)
     return total
 
 
