@@ -1,5 +1,8 @@
-"""Compute the scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time (see `packed`,
-`rope`)."""
+"""Compute the scores of a lane group in the TPU decode-attention kernel, a block of the tile at a time.
+
+`packed` has the formulas of keys after RoPE, `rope` those of keys before RoPE. Every generator here yields the scores
+of the block's columns, [M, column] float32 each: M query rows, tokens in lane order. Scores are base-2 logarithms. The
+caller cuts them to limits, which masks what a row does not see."""
 
 import jax.numpy as jnp
 
@@ -12,8 +15,8 @@ __all__ = ["rotated_scores", "token_factors", "unrotated_scores"]
 
 
 def _scaled_queries(refs, plan: Plan, place: Place, index):
-    """Yield for each key group of a block the queries times its scales, [M, W] bf16, and what its minima add, [M, 1]
-    f32."""
+    """Yield for each key group of a block the queries times its scales, [M, W] bf16, and what its minima add to every
+    score, [M, 1] f32."""
     q = refs.queries[0, place.group].astype(jnp.float32)
     for group in plan.groups(index):
         factor, zero = key_rows(refs, plan, place.group, group)
@@ -21,8 +24,7 @@ def _scaled_queries(refs, plan: Plan, place: Place, index):
 
 
 def rotated_scores(refs, plan: Plan, place: Place, index):
-    """Yield the scores of a block's columns, for keys stored after RoPE: [M, column] each in lane order, not yet cut to
-    limits."""
+    """Yield the scores of a block's columns, for keys stored after RoPE."""
     if plan.multiplied:
         yield from _multiplied_scores(refs, plan, place, index)
         return
@@ -33,26 +35,33 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
     code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for i, codes in enumerate(code_columns):
         met, owner = groups_met(plan, i), owners(refs, plan, i)
+        # A column has tokens of several key groups. The scaled queries of all of them meet all its tokens in one
+        # product, [groups * M, column], of which each token keeps the rows of its own group.
         stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
         scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
         yield scores + pick([zeros[group] for group in met], owner, met)
 
 
 def _multiplied_scores(refs, plan: Plan, place: Place, index):
-    """Do the same where scales multiply the codes, not the queries."""
+    """Yield the same scores where scales multiply the codes, not the queries."""
     code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, False)
     for i, codes in enumerate(code_columns):
-        keys = (
-            packed(*halves(codes, refs, plan, place, index, i))
-            if plan.wide
-            else slab_keys(codes, refs, plan, place, index, i)
-        )
+        if plan.wide:
+            keys = packed(*halves(codes, refs, plan, place, index, i))
+        else:
+            keys = slab_keys(codes, refs, plan, place, index, i)
         yield dot(refs.queries[0, place.group], keys, 1) * plan.spread
 
 
 def token_factors(ref, plan: Plan, place: Place, number, count: int):
-    """Load numbers of the tokens of column `number` of the tile, of which `ref` has `count` a token: one for each KV
-    head, or one for all. [M, column]."""
+    """Load a number of every token of a column, on the rows of its head's queries: [M, column].
+
+    Args:
+        ref: Reference to the numbers in lane order, [S/128 * count, 128] float32.
+        plan: The call's plan.
+        place: The lane group.
+        number: Number of the column in the tile.
+        count: Numbers that a token has: one for each KV head, or one for all of them."""
     heads = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
     return of_heads(ref, plan, heads, count, number * (plan.column // LANES))
 
@@ -60,6 +69,7 @@ def token_factors(ref, plan: Plan, place: Place, number, count: int):
 def _token_scores(refs, plan: Plan, place: Place, index):
     """Yield the scores of a block's columns for keys that have scales and minima per token."""
     queries = refs.queries[0, place.group]
+    # A token's minimum is the same for all channels of a head: it adds the minimum times the sum of the query.
     total = queries.astype(jnp.float32).sum(-1, keepdims=True)
     code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for number, codes in zip(plan.columns(index), code_columns, strict=True):

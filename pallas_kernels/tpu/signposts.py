@@ -1,13 +1,14 @@
-"""Unpack words to signposts inside a TPU kernel (KVQuant's non-uniform codes), as bfloat16 and exactly.
+"""Unpack words to signposts inside a TPU kernel (KVQuant's non-uniform codes). The bfloat16 signposts come out exactly.
 
-Two ways, the cheaper one by chip (benchmarks/records/tpu_bundles.json):
+There are two ways. Which one is cheaper depends on the chip (benchmarks/records/tpu_bundles.json):
 
-- by selection: the bits of a code choose among the 2^b signposts, two codes of a word at a time as 16-bit numbers;
-- in pairs: two neighbouring codes of a word are one index into a table of pairs of signposts, a word of two bfloat16
-  numbers each. The table lies along the lanes and is gathered from. For chips whose vector units compare 32 bits at a
-  time.
+- by selection: The bits of a code choose among the 2^b signposts, bit after bit. Two codes of a word are treated at a
+  time, as 16-bit numbers.
+- in pairs: Two neighbouring codes of a word are one index into a table of pairs of signposts. An entry of the table is
+  a word of two bfloat16 numbers. The table lies along the lanes and is gathered from. This is for chips whose vector
+  units compare 32 bits at a time.
 
-Both yield two tokens a word, in an order of their own: `token_order` of two ways, or `pair_order`."""
+Both ways yield two tokens a word. Selection yields tokens in the `token_order` of ways = 2, pairs in `pair_order`."""
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +20,27 @@ from kvqjax.pallas_kernels.tpu.unpack import spread_sets
 
 __all__ = ["chunks", "gathered", "pair_order", "pair_table"]
 
-LANES = 128
+LANES = 128  # the most entries of a table that one gather reaches
 
 
 def pair_order(base: int, block: int) -> np.ndarray:
     """Return the token at each position of `block` tokens that are unpacked in pairs, [block]: planes 2j and 2j + 1
     alternate."""
     planes = 32 // base
-    plane = np.arange(planes).reshape(-1, 1, 2)
+    plane = np.arange(planes).reshape(-1, 1, 2)  # (pair of planes, row of words, member of the pair)
     order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
     return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
-    """List for every plane set its bits, the lowest bit of the code that it holds, and the first bit of its region of
-    an index."""
+    """Say where the bits of two codes lie in an index of the table of pairs.
+
+    An index has a region of 2 * base bits for each plane set. In it the bits of both codes lie as they lie in the
+    set's words: `base` bits apart.
+
+    Returns:
+        (bits of the set, lowest bit of the code that the set holds, first bit of the set's region), for every plane
+        set."""
     base, low, places = split_bits(bits)[0], 0, []
     for i, part in enumerate(split_bits(bits)):
         places.append((part, low, 2 * base * i))
@@ -42,20 +49,36 @@ def _places(bits: int) -> list[tuple[int, int, int]]:
 
 
 def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
-    """Return the table of pairs, uint32 [8, 128 or 256], from [2^b] signposts. Unreferenced entries are arbitrary."""
-    base, index = split_bits(bits)[0], np.arange(max(LANES, 1 << 2 * bits if bits == 4 else 0))
-    codes = [
-        sum((index >> region + base * i & (1 << part) - 1) << low for part, low, region in _places(bits))
-        for i in range(2)
-    ]
+    """Make the table of pairs.
+
+    Args:
+        signposts: [2^bits] numbers that codes stand for.
+        bits: Bits of a code.
+
+    Returns:
+        [8, 128 or 256] uint32, all rows equal: at each index the signposts of its two codes, rounded to bfloat16, the
+        first one's in the lower half. Entries that no index of two codes names are arbitrary."""
+    base = split_bits(bits)[0]
+    # Two codes of 4 bits make 256 indices. Those of fewer bits fit 128.
+    index = np.arange(1 << 2 * bits if bits == 4 else LANES)
+
+    def code(member: int):
+        """Take the first (0) or second code (1) out of every index."""
+        return sum((index >> region + base * member & (1 << part) - 1) << low for part, low, region in _places(bits))
+
     halves = jax.lax.bitcast_convert_type(signposts.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
-    row = halves[codes[0]] | (halves[codes[1]] << jnp.uint32(16))
+    row = halves[code(0)] | (halves[code(1)] << jnp.uint32(16))
     return jnp.broadcast_to(row[None], (8, row.size))
 
 
 def chunks(words: list[jax.Array], bits: int, table, paired: bool):
-    """Yield the signposts of a block's words, [rows, W] uint32 of each plane set, as successive bfloat16 [64, W].
-    `table` is a reference to a `pair_table`, or to the signposts as float32 scalars [1, 2^b]."""
+    """Yield the signposts of a block's words, as successive bfloat16 [64, W].
+
+    Args:
+        words: [rows, W] uint32 of each plane set.
+        bits: Bits of a code.
+        table: A reference to a `pair_table` if `paired`, else to the signposts as float32 scalars [1, 2^bits].
+        paired: Whether two codes are looked up at a time."""
     base = split_bits(bits)[0]
     for block in spread_sets(words, bits, base):
         if paired:
@@ -68,14 +91,15 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
 
 def _selected(block, bits: int, first: int, table) -> jax.Array:
     """Select the signposts of the codes whose lowest bit lies `first` bits up in both halves of the words."""
-    tests = []
+    is_set = []  # a mask for each bit of the code, the lowest bit first
     for words, part in zip(block, split_bits(bits), strict=True):
         half = pltpu.bitcast(words >> jnp.uint32(first), jnp.int16)
-        tests += [(half & jnp.int16(1 << i)) != 0 for i in range(part)]
+        is_set += [(half & jnp.int16(1 << i)) != 0 for i in range(part)]
     numbers = [jnp.full((1, 1), table[0, i]).astype(jnp.bfloat16) for i in range(1 << bits)]
-    chosen = [jnp.broadcast_to(x, tests[0].shape) for x in numbers]
-    for test in tests:
-        chosen = [jnp.where(test, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
+    chosen = [jnp.broadcast_to(x, is_set[0].shape) for x in numbers]
+    # Each bit halves the candidates: the lowest bit decides between neighbours.
+    for mask in is_set:
+        chosen = [jnp.where(mask, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
     return chosen[0]
 
 
@@ -83,7 +107,8 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
     """Return the index of the pair of codes that begins `first` bits up in every word."""
     base, index = split_bits(bits)[0], jnp.uint32(0)
     for words, (part, _, region) in zip(block, _places(bits), strict=True):
-        mask = ((1 << part) - 1) * (1 | 1 << base) << region
+        both_codes = 1 | 1 << base  # a factor that repeats a mask `base` bits further up
+        mask = ((1 << part) - 1) * both_codes << region
         shift = first - region
         shifted = words >> jnp.uint32(shift) if shift >= 0 else words << jnp.uint32(-shift)
         index = index | (shifted & jnp.uint32(mask))
@@ -91,7 +116,7 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
 
 
 def gathered(index: jax.Array, table) -> jax.Array:
-    """Return table[index], a register of 8 rows of 128 lanes at a time; a table of 256 is gathered from twice."""
+    """Return table[index], [rows, W] like `index`. It is looked up one register, 8 rows of 128 lanes, at a time."""
     rows = []
     for row in range(0, index.shape[0], 8):
         pieces = [_look_up(index[row : row + 8, i : i + LANES], table) for i in range(0, index.shape[1], LANES)]
@@ -104,6 +129,7 @@ def _look_up(index: jax.Array, table) -> jax.Array:
     take = {"axis": 1, "mode": "promise_in_bounds"}
     if table.shape[1] == LANES:
         return jnp.take_along_axis(table[...], index, **take)
+    # A gather reaches 128 lanes. A table of 256 entries is gathered from twice.
     within = index & jnp.int32(LANES - 1)
     low, high = (jnp.take_along_axis(table[:, i : i + LANES], within, **take) for i in (0, LANES))
     return jnp.where(index >= LANES, high, low)

@@ -1,7 +1,15 @@
 """Sum up softmax weights and values of a lane group in the TPU decode-attention kernel, a block at a time.
 
-Shapes as in `kernel`: M query rows of a lane group, W its lanes, S tokens of the tile. Scores are base-2 logarithms. A
-value slice is a stretch of a head's channels with a value scale of its own; most forms have one."""
+A value is r e + n, with its code e, scale r and minimum n. Under softmax weights p the sum of values is
+
+    sum_t (p_t r_t) e_t + sum_t p_t n_t
+
+The first sum is a matrix product. The second one has no channels within a slice, and is summed lane by lane.
+
+A value slice is a stretch of a head's channels with a value scale of its own; most forms have one slice a head. Sums
+are made for every slice's scales on all lanes, and `fold` picks for every lane those of its own slice.
+
+Shapes as in `kernel`: M query rows of a lane group, W its lanes, S tokens of the tile. Scores are base-2 logarithms."""
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +22,61 @@ __all__ = ["add_sums", "fold", "no_sums", "own_rows", "weights_of"]
 
 
 def no_sums(plan):
-    """Return empty sums: of the weights [M, 128]; of weights times minima, [M, 128] for every value slice; of weighted
-    values [slices*M, W]."""
+    """Return empty sums.
+
+    Returns:
+        (sums of the weights [M, 128], sums of weights times minima, [M, 128] for every value slice, sums of weighted
+        codes [slices*M, W]). Of the first two the 128 lanes are added up by `fold`."""
     zeros = jnp.zeros((plan.rows, LANES))
     return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
 
 
 def own_rows(ref, plan, place: Place, part: int, column):
-    """Load the value scales, or minima, of slice `part` of every head of the lane group, each on the rows of its head's
-    queries: [M, column]. `column` is the number of the first 128 tokens."""
+    """Load the value scales, or minima, of a column of tokens, each on the rows of its head's queries.
+
+    Args:
+        ref: Reference to scales or minima in lane order, [S/128 * C, 128].
+        plan: The call's plan.
+        place: The lane group.
+        part: Number of the value slice in every head.
+        column: Number of the column's first 128 tokens.
+
+    Returns:
+        [M, column] float32."""
     spec = plan.spec
+    # The number of the lane group's first value group, then the number of each head's counted from it.
     first = jax.lax.div(place.group * plan.lanes, jnp.int32(spec.value_group))
     groups = ((head * spec.head_dim + part * spec.value_slice) // spec.value_group for head in range(plan.shared))
     return of_heads(ref, plan, (first + number for number in groups), plan.value_rows, column)
 
 
 def weights_of(refs: Refs, plan, peak, blocks):
-    """Yield the softmax weights of these blocks, [M, column] at a time. `peak` is the running maximum, this tile's
-    included."""
+    """Yield the softmax weights of the tile's blocks number `blocks`, [M, column] at a time. `peak` [M, 1] is the
+    running maximum, this tile's scores included."""
     for index in blocks:
         for number in plan.columns(index):
             yield jnp.exp2(refs.scores[:, aligned(number, plan.column)] - peak)
 
 
 def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
-    """Add weights, weighted minima and weighted values of these blocks to `sums`, a column at a time. Yield the sums so
-    far."""
-    waiting = iter(weights)
+    """Add weights, weighted minima and weighted codes of the tile's blocks number `blocks` to `sums`, a column at a
+    time. Yield the sums so far.
+
+    Args:
+        refs: The kernel's references.
+        plan: The call's plan.
+        place: The lane group.
+        weights: Softmax weights as `weights_of` yields them.
+        blocks: Numbers of the blocks.
+        sums: As `no_sums` returns them."""
+    weights_left = iter(weights)
     total, lows, product = sums
     parts, bits = range(plan.value_slices), plan.spec.value_bits
     for index in blocks:
         code_columns = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
         for number, codes in zip(plan.columns(index), code_columns, strict=True):
-            weight, first = next(waiting), number * (plan.column // LANES)
-            if plan.spec.value_slots:
+            weight, first = next(weights_left), number * (plan.column // LANES)
+            if plan.spec.value_slots:  # `outlier_values` reads the weights once all lane groups have theirs
                 refs.weights[place.group, :, aligned(number, plan.column)] = weight
             total = total + lane_wise(jnp.add, weight)
             scaled = [weight * own_rows(refs.scales, plan, place, part, first) for part in parts]
@@ -58,15 +87,17 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
 
 
 def fold(refs: Refs, plan, place: Place, peak, sums):
-    """Add a tile's sums to the running ones of its lane group, after rescaling those to the new running maximum
-    `peak`."""
+    """Add a tile's sums to the running sums of its lane group, after rescaling the running sums to the new running
+    maximum `peak` [M, 1]."""
     total, lows, product = sums
     group = place.group
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
+    # The number of each lane's value slice within its head.
     part = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
     parts, names = jnp.split(product, plan.value_slices), list(range(plan.value_slices))
     update = pick(parts, part, names) + pick([low.sum(-1, keepdims=True) for low in lows], part, names)
-    # A row that has seen nothing yet adds rubbish here; its rescale factor is 0 once it sees a token.
+    # A row that has seen no token yet adds rubbish here: all its scores are NEVER, so that all its weights are 1. Its
+    # rescale factor is 0 once it sees a token.
     rescale = jnp.exp2(refs.peak[group] - peak)
     refs.peak[group] = peak
     refs.total[group] = refs.total[group] * rescale + total.sum(-1, keepdims=True)

@@ -1,8 +1,11 @@
-"""Prepare what all lane groups of a tile share: which tokens a row sees, and scales and minima laid out for the
-products.
+"""Prepare what all lane groups of a tile share: which tokens each query row sees, and scales and minima laid out for
+the products.
 
 Shapes as declared in `packed`: P lane groups, M query rows of a lane group, W its lanes, S tokens of the tile, N key
-groups of the tile, C rows of value scales. Lane order is the order in which unpacked tokens come (`unpack`)."""
+groups of the tile, C value scales of a token. Lane order is the order in which unpacked tokens come (`unpack`).
+
+Codes are unpacked to numbers that are too large by an offset (`unpack.offset`). A decoded number is s (c + offset) +
+(m - offset s), so that the offset is taken off every minimum m once, in advance."""
 
 import functools
 import math
@@ -19,13 +22,14 @@ from kvqjax.pallas_kernels.tpu.unpack import offset
 
 __all__ = ["NEVER", "order_scales", "prepare", "write_limits"]
 
-# How much is prepared at once, so that it fits the registers: tokens of value scales, numbers of key scales.
-TOKENS, NUMBERS = 2048, 16 * 1024
+# How much is prepared at once, so that it fits the registers.
+TOKENS = 2048  # of whose values scales are brought into lane order
+NUMBERS = 16 * 1024  # scales of keys
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 
 
 def prepare(refs: Refs, plan, tile) -> None:
-    """Write limits, scales and minima of tile number `tile`, and what its outliers add."""
+    """Write limits, scales and minima of tile number `tile`, its outliers, and what those of keys add to scores."""
     write_limits(refs, plan, tile)
     order_scales(refs, plan, tile)
     if not plan.spec.key_channels:
@@ -37,34 +41,43 @@ def prepare(refs: Refs, plan, tile) -> None:
 
 def write_limits(refs, plan, tile):
     """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. Scores are cut to them."""
-    first, last = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]
-    for base in range(0, plan.tile, plan.block):
-        token = refs.order[...] + (tile * plan.tile + base)
-        refs.limits[:, base : base + plan.block] = jnp.where((token >= first) & (token < last), jnp.inf, NEVER)
+    start, stop = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]  # [M, 1]
+    for first in range(0, plan.tile, plan.block):
+        token = refs.order[...] + (tile * plan.tile + first)  # [1, block]
+        refs.limits[:, first : first + plan.block] = jnp.where((token >= start) & (token < stop), jnp.inf, NEVER)
 
 
 def order_scales(refs, plan, tile):
-    """Bring this tile's value scales and minima into lane order, [C, S] to [S/128 * C, 128], and those or the factors
-    of its keys. The offset of the codes is taken off the minima."""
+    """Bring into lane order what this tile stores by token.
+
+    This is every value's scale and minimum, [C, S] to [S/128 * C, 128]. Where keys have numbers per token, it is also
+    their scales and minima, or their factors."""
     spec, count = plan.spec, plan.value_rows
-    key_count = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
-    # With keys' numbers beside the values' the results of all lanes would fill the registers. So lanes come in parts.
+    key_count = (
+        2 * spec.kv_heads if spec.key_channels else spec.key_factors
+    )  # of a token: scales and minima, or factors
+    # `width` tokens are ordered in one step of the loop, as stretches of `period` tokens, after which the order repeats
+    # itself. All stretches stand one below the other in one product with the one-hot matrix of the order.
     width = math.gcd(plan.tile, TOKENS // 2 if key_count and plan.wide else TOKENS)
+    # With keys' numbers beside the values' the results of all lanes would fill the registers. So lanes come in parts.
     parts = max(plan.period // (plan.chip.scale_columns * LANES), 1) if key_count else 1
 
-    def pieces(number, tokens, *stored):
-        """Load what is stored by token, in stretches of `period` tokens."""
+    def stretches_of(number, tokens, *stored):
+        """Load what is stored by token, in stretches of `period` tokens: [rows of all `stored`, period] each."""
         rows = from_bits(jnp.concatenate([ref[0, 0, :, tokens] for ref in stored]), plan.spec.scales)
         if plan.slots % plan.tile:
             rows = zero_beyond(rows, tile * plan.tile + number * width, plan.slots, 1)
         return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
 
     def write(number, stretches: int, rows, part):
+        """Order one part of the lanes of all stretches, and write it. `rows` has the 2C rows of values of every
+        stretch, then the rows of keys of every stretch."""
         product = dot(rows, refs.onehot[:, aligned(part, plan.period // parts)], 0)
         for i in range(stretches):
             column = number * (width // LANES) + (i * (plan.period // LANES) + part * (plan.period // parts // LANES))
             values = product[2 * i * count : 2 * (i + 1) * count]
-            keys = product[2 * count * stretches + i * key_count : 2 * count * stretches + (i + 1) * key_count]
+            first_key = 2 * count * stretches + i * key_count
+            keys = product[first_key : first_key + key_count]
             _write_pair(refs.scales, refs.lows, values, column, _offset(spec.value_bits, plan))
             if spec.key_channels:
                 scaled = keys * plan.spread
@@ -73,12 +86,16 @@ def order_scales(refs, plan, tile):
                 _write_columns(refs.token_factors, keys, column)
 
     def step(number):
+        """Order the numbers of `width` tokens."""
         tokens = aligned(number, width)
-        values = pieces(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
+        values = stretches_of(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
         keys = (refs.body.key_scale, refs.body.key_low) if spec.key_channels else (refs.body.key_factor,)
-        by_token = values + pieces(number, tokens, *keys) if key_count else values
-        part = functools.partial(write, number, len(values), jnp.concatenate(by_token))
-        part(0) if parts == 1 else loop(parts, part)
+        by_token = values + stretches_of(number, tokens, *keys) if key_count else values
+        write_part = functools.partial(write, number, len(values), jnp.concatenate(by_token))
+        if parts == 1:
+            write_part(0)
+        else:
+            loop(parts, write_part)
 
     loop(plan.tile // width, step)
 
@@ -96,7 +113,7 @@ def _write_columns(ref, x, first):
 
 
 def _write_pair(scales, lows, pair, first, lift: int):
-    """Write scales and minima [2C, lanes] as `_write_columns` does; the offset of their codes is taken off the
+    """Write scales and minima [2C, lanes] as `_write_columns` does. The offset `lift` of their codes is taken off the
     minima."""
     scale, low = jnp.split(pair, 2)
     _write_columns(scales, scale, first)
@@ -104,14 +121,18 @@ def _write_pair(scales, lows, pair, first, lift: int):
 
 
 def _fold_constants(refs: Refs, plan, tile):
-    """Write this tile's key scales and minima for the queries, or for the codes, to be multiplied by: [N, P*W] to
-    [P*W/128 * N, 128]. The offset of the codes is taken off the minima."""
+    """Write this tile's key scales and minima, and the channel factors of its values: [N, P*W] to [P*W/128 * N, 128].
+
+    Scales and minima of keys multiply the queries, or the codes (`Plan.multiplied`)."""
     spec, rows = plan.spec, plan.key_rows
+    # Lane groups that are written in one step of the loop: a power of two that divides their number, and so few that
+    # their scales fit the registers. A register has 8 rows, filled or not.
     most = max(NUMBERS // (max(rows, 8) * plan.lanes), 1)
     groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
     width = groups * plan.lanes
 
     def inside(x):
+        """Set to 0 what the last tile reads beyond the body's key groups."""
         return zero_beyond(x, tile * rows, plan.slots // spec.key_group, 0)
 
     def step(number):
@@ -119,8 +140,10 @@ def _fold_constants(refs: Refs, plan, tile):
         if spec.key_group:
             stored = (ref[0, 0, :, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
             key = (from_bits(x, spec.scales).astype(jnp.float32) for x in stored)
-        else:
+        else:  # constants of the layer, stored as float32
             key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
+        # Queries are multiplied by scale and `spread` at once. Where scales multiply the codes instead, the scores
+        # themselves, or the rotations of the queries, are multiplied by `spread`.
         scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
         if spec.key_group and plan.slots % plan.tile:
             scale, low = (inside(x) for x in (scale, low))
@@ -130,7 +153,7 @@ def _fold_constants(refs: Refs, plan, tile):
         _write_columns(refs.factors, scale, number * (width // LANES))
         _write_columns(refs.zeros, zero, number * (width // LANES))
 
-    def factors(stored, number):
+    def write_factors(stored, number):
         factor = from_bits(stored[0, 0, :, aligned(number, width)], spec.scales).astype(jnp.float32)
         if plan.slots % plan.tile:
             factor = inside(factor)
@@ -138,4 +161,4 @@ def _fold_constants(refs: Refs, plan, tile):
 
     loop(plan.lane_groups // groups, step)
     if refs.body.value_factor is not None:
-        loop(plan.lane_groups // groups, functools.partial(factors, refs.body.value_factor))
+        loop(plan.lane_groups // groups, functools.partial(write_factors, refs.body.value_factor))
