@@ -1,11 +1,15 @@
-"""Sum up weights and values in the TPU decode-attention kernel where values are multiplied by factors f per channel c
-of every group g of tokens (KVarN):
+"""Sum up weights and values in the TPU decode-attention kernel where values have factors (KVarN).
+
+A value is f (r e + n), with its code e, the scale r and minimum n of its token, and a factor f for each channel c of
+every group g of tokens. With softmax weights p:
 
     out_c = sum_g f_gc (sum_t p_t r_t e_tc + sum_t p_t n_t)         t over the tokens of group g
 
-A product of tokens meets several groups. So its weights are stacked once for every group, zero for the tokens of
-others, and meet the same codes. Minima are added lane by lane, because the groups of lanes alternate alike in many
-columns, and are told apart at the end of a block.
+A column, the tokens of one matrix product, has tokens of several groups. So the column's weights are stacked once for
+every group that it meets, with zeros for the tokens of other groups. The stacked weights meet the same codes.
+
+Minima are summed lane by lane. Which groups the tokens on 128 lanes belong to, and in which order, is alike in many
+columns. Weighted minima of such columns are added up first. Groups are told apart at the end of a block.
 
 Shapes as in `kernel`: M query rows of a lane group, W its lanes.
 """
@@ -25,8 +29,12 @@ __all__ = ["add_balanced_sums"]
 
 
 class Met(NamedTuple):
-    """The groups of tokens that one column meets, counted from its block's first. `lanes` lists the groups of the
-    tokens on every 128 lanes. `own` is 1 where a token belongs to the group of a row, else 0: [groups * M, column]."""
+    """The groups of tokens that one column meets, counted from its block's first group.
+
+    Attributes:
+        groups: Their numbers.
+        lanes: For every 128 lanes of the column, the groups of the tokens on these lanes.
+        own: [groups * M, column] float32: 1 where a token belongs to the group of the row, else 0."""
 
     groups: list[int]
     lanes: list[tuple[int, ...]]
@@ -39,25 +47,35 @@ def _add(sums: dict, key, x) -> None:
 
 
 def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
-    """List what each column of a block meets. Also return masks [M, 128], by the tuple of groups on 128 lanes and then
-    by group: columns whose lanes alternate alike share them."""
+    """Find the groups that each column of a block meets.
+
+    Returns:
+        (what each column meets, masks). masks[pattern][group] is a mask [M, 128] of the lanes whose tokens belong to
+        the group. `pattern` is the tuple of the groups on 128 lanes. Columns with the same pattern share masks."""
     masks: dict[tuple, dict] = {}
-    out = []
+    block_columns = []
     zeros = jnp.zeros((plan.rows, LANES))
+
+    def own_rows_of(group: int, patterns: list[tuple]):
+        """Make the M rows of `own` for one group, as a list of [M, 128]."""
+        return [jnp.where(masks[pattern][group], 1.0, zeros) if group in pattern else zeros for pattern in patterns]
+
     for i, numbers in enumerate((plan.order // plan.group).reshape(-1, plan.column // LANES, LANES)):
-        lanes, met = [tuple(map(int, x)) for x in numbers], groups_met(plan, i)
-        for n, names in enumerate(lanes):
-            if names not in masks:
-                row = jnp.broadcast_to(owners(refs, plan, i)[:, n * LANES : (n + 1) * LANES], (plan.rows, LANES))
-                masks[names] = {group: row == group for group in sorted(set(names))}
-        members = [[jnp.where(masks[x][group], 1.0, zeros) if group in x else zeros for x in lanes] for group in met]
-        out.append(Met(met, lanes, jnp.concatenate([jnp.concatenate(row, axis=1) for row in members])))
-    return out, masks
+        patterns, met = [tuple(map(int, x)) for x in numbers], groups_met(plan, i)
+        for n, pattern in enumerate(patterns):
+            if pattern not in masks:
+                owner = owners(refs, plan, i)[:, n * LANES : (n + 1) * LANES]
+                row = jnp.broadcast_to(owner, (plan.rows, LANES))
+                masks[pattern] = {group: row == group for group in sorted(set(pattern))}
+        members = [own_rows_of(group, patterns) for group in met]
+        own = jnp.concatenate([jnp.concatenate(row, axis=1) for row in members])
+        block_columns.append(Met(met, patterns, own))
+    return block_columns, masks
 
 
 def _stacked(scaled, plan, met: Met):
-    """Stack a column's weights once for every group that it meets, with zeros for tokens of the others: [groups * M,
-    column] bfloat16."""
+    """Stack a column's weights [M, column] once for every group that it meets, with zeros for the tokens of other
+    groups: [groups * M, column] bfloat16."""
     rows = jnp.concatenate([scaled] * len(met.groups))
     # Where the vector unit has bfloat16 it multiplies two rows at once.
     if plan.wide:
@@ -66,8 +84,13 @@ def _stacked(scaled, plan, met: Met):
 
 
 def _by_group(products: dict) -> dict:
-    """Add up, for every group, the parts of stacked products that belong to it. `products` [groups * M, W] come by the
-    tuple of their groups; the result is [M, W] by group."""
+    """Add up the products of every group.
+
+    Args:
+        products: Stacked products [groups * M, W], by the tuple of their groups.
+
+    Returns:
+        Sums [M, W], by group."""
     sums = {}
     for groups, stacked in products.items():
         for group, part in zip(groups, jnp.split(stacked, len(groups)), strict=True):
@@ -77,29 +100,40 @@ def _by_group(products: dict) -> dict:
 
 def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: dict, masks: dict):
     """Yield what each group of a block adds to the output, [M, W]: its channels' factors times the sum of its weighted
-    codes and of its weighted minima."""
+    codes and of its weighted minima.
+
+    Args:
+        refs: The kernel's references.
+        plan: The call's plan.
+        place: The lane group.
+        index: Number of the block in its tile.
+        products: Stacked products of weights and codes, by the tuple of their groups.
+        minima: Weighted minima [M, 128], by the pattern of groups on these lanes.
+        masks: As `_met` returns them."""
     sums = _by_group(products)
     for group, number in enumerate(plan.groups(index)):
-        terms = [jnp.where(masks[names][group], low, 0.0) for names, low in minima.items() if group in names]
+        terms = [jnp.where(masks[pattern][group], low, 0.0) for pattern, low in minima.items() if group in pattern]
         low = functools.reduce(operator.add, terms).sum(-1, keepdims=True)
         factor = load_row(refs.channel_factors, number, plan.key_rows, place.column, plan.lanes)
         yield filled(factor, plan) * (sums[group] + low)
 
 
 def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
-    """Do what `sums.add_sums` does. What minima add is in the product already."""
-    waiting, (block_columns, masks) = iter(weights), _met(refs, plan)
+    """Do what `sums.add_sums` does. What minima add is put into the sum of values, and `lows` stay as they are."""
+    weights_left = iter(weights)
+    block_columns, masks = _met(refs, plan)
     total, lows, product = sums
     for index in blocks:
         products, minima = {}, {}
         code_columns = columns(refs.body.value_codes, None, plan.spec.value_bits, place, index, plan, plan.mixed)
         for met, number, codes in zip(block_columns, plan.columns(index), code_columns, strict=True):
-            weight, first = next(waiting), number * (plan.column // LANES)
+            weight, first = next(weights_left), number * (plan.column // LANES)
             total = total + lane_wise(jnp.add, weight)
             scaled, low = (weight * own_rows(ref, plan, place, 0, first) for ref in (refs.scales, refs.lows))
-            for names, part in zip(met.lanes, jnp.split(low, len(met.lanes), axis=1), strict=True):
-                _add(minima, names, part)
+            for pattern, part in zip(met.lanes, jnp.split(low, len(met.lanes), axis=1), strict=True):
+                _add(minima, pattern, part)
             _add(products, tuple(met.groups), dot(_stacked(scaled, plan, met), codes, 0))
+            # After a block's last column its groups are complete.
             if met is block_columns[-1]:
                 terms = _block_sums(refs, plan, place, index, products, minima, masks)
                 product = functools.reduce(operator.add, terms, product)

@@ -1,6 +1,10 @@
 """The body of the TPU kernel on CommVQ's codes: one tile of tokens (see `commvq` for the mathematics and for the shapes
 of the operands).
 
+A tile has 32 planes of 32 tokens. In lane order it is 8 columns of 128 tokens. Column c has the planes c, c + 8, c + 16
+and c + 24 (`CommVQPlan.order`). `refs.places` [3, 8, 128] says of the token on every lane of every column which of the
+column's four planes it is in, which row of the plane it is, and the number of the column.
+
 Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its channels, S tokens of the tile,
 K KV heads of D channels, R rounds of V levels, N bits of values. Scores are base-2 logarithms."""
 
@@ -47,7 +51,10 @@ def _prepare(refs: Refs, plan, tile) -> None:
 
 
 def _write_factors(refs: Refs, plane):
-    """Bring prescale and gain of the tokens of plane number `plane` of all columns into lane order."""
+    """Bring prescale and gain of the tokens in the columns' plane number `plane`, of 0 to 3, into lane order: [1, S] to
+    [8, 128]."""
+    # These are 8 of the tile's planes, one for each column: 256 tokens in a row. The first 128 of them belong to
+    # columns 0 to 3, the others to columns 4 to 7.
     shape, early, in_plane = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
     lane = (refs.places[2] & 3) * PLANE + refs.places[1]
     for stored, ref in ((refs.prescale, refs.sizes), (refs.gain, refs.gains)):
@@ -62,21 +69,27 @@ def _lanes(x, index):
 
 
 def _order_words(refs: Refs, number: int, part: int, tile):
-    """Bring the words of plane set `number` into lane order, the planes of column 0 lowest. A block of 128 words holds
-    those of one tile or of several."""
-    words, planes = pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32), 32 // part
-    if words.shape[1] < LANES:
+    """Bring the words of plane set `number`, of `part` bits a code, into lane order.
+
+    Words are shifted right so that the codes of column 0 are lowest. Those of column c then lie c * part bits up, in
+    the same words. A block of 128 words holds the words of one tile or of several tiles."""
+    words, planes = pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32), 32 // part  # planes of a word
+    if words.shape[1] < LANES:  # a permutation takes 128 lanes
         words = jnp.concatenate([words] * (LANES // words.shape[1]), axis=1)
-    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (PLANE * part)
-    plane, count = 8 * refs.places[0], words.shape[0]
+    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (PLANE * part)  # the tile's first word in the block
+    plane, count = 8 * refs.places[0], words.shape[0]  # planes of column 0
     lane = first + quotient(plane, planes) * PLANE + refs.places[1]
-    lane, shift = (jnp.concatenate([x] * -(-count // 8))[:count] for x in (lane, (plane & (planes - 1)) * part))
+    shift = (plane & (planes - 1)) * part
+    # All 8 rows are equal: what differs from column to column is left out. They are repeated for every row of words.
+    lane, shift = (jnp.concatenate([x] * -(-count // 8))[:count] for x in (lane, shift))
     refs.words[number] = jax.lax.shift_right_logical(_lanes(words, lane), shift)
 
 
 def _write_levels(refs: Refs, plan, column):
-    """Write the levels of 128 tokens, column number `column`, as `_one_hot` wants them: which word of a one-hot column,
-    and which half of it."""
+    """Write the levels of 128 tokens, column number `column`, as `_one_hot` wants them.
+
+    A one-hot column has a bfloat16 number for each level, two to a word. `pairs` says which word holds the one, `ones`
+    is that word."""
     level, low = jnp.int32(0), 0
     for number, part in enumerate(split_bits(plan.spec.bits)):
         words = refs.words[number]
@@ -89,24 +102,26 @@ def _write_levels(refs: Refs, plan, column):
 
 
 def _score_group(refs: Refs, plan, group):
-    """Write the scores of one group of heads, and their maxima into `top`. The two steps are loops of their own: side
-    by side they would need more registers than there are."""
+    """Write the scores of one group of heads, and their maxima into `top`."""
+    # Two loops, one after the other: in one loop both steps would need more registers than there are.
     loop(plan.tile // plan.chunk, functools.partial(_multiply, refs, plan, group))
-    step, empty = functools.partial(_score, refs, plan, group), jnp.full((plan.rows, LANES), NEVER)
-    top = jax.lax.fori_loop(0, plan.tile // plan.slice, step, empty)
+    no_top = jnp.full((plan.rows, LANES), NEVER)
+    top = jax.lax.fori_loop(0, plan.tile // plan.slice, functools.partial(_score, refs, plan, group), no_top)
     refs.top[aligned(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _multiply(refs: Refs, plan, group, number):
-    """Make the keys of a group of heads for a chunk of tokens, before prescale and rotation, as two summands. So no
-    product waits for the sum of those before it."""
+    """Make the keys of a group of heads for a chunk of tokens, before prescale and rotation.
+
+    They are written as two sums, [2, W, S], to which products are added in turn. So no product waits for the one
+    before it."""
     dim, levels = plan.spec.head_dim, plan.spec.levels
     for member in range(plan.shared):
         head, tokens = group * plan.shared + member, aligned(number, plan.chunk)
         for step, codes in enumerate(plan.steps):
             lanes = slice(codes[0] * levels, (codes[-1] + 1) * levels)
             columns = _one_hot(refs, plan, head, number, codes)
-            product = dot(refs.matrix[aligned(head, dim), lanes], columns, 0)
+            product = dot(refs.matrix[aligned(head, dim), lanes], columns, 0)  # [D, chunk]
             place = step % plan.summands, slice(member * dim, (member + 1) * dim), tokens
             refs.products[place] = product if step < plan.summands else product + refs.products[place]
 
@@ -117,11 +132,13 @@ def _score(refs: Refs, plan, group, number, top):
     tokens, half = aligned(number, plan.slice), plan.spec.head_dim // 2
     cos, sin, scores = refs.cos[:, tokens], refs.sin[:, tokens], jnp.zeros((plan.rows, plan.slice))
     for head in range(plan.shared):
+        # The two halves of a head's channels are the members of its rotation pairs, [D/2, slice] each.
         parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
         first, second = (sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts)
         keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(jnp.bfloat16)
         lanes = slice(2 * head * half, 2 * (head + 1) * half)
         scores = scores + dot(refs.queries[0, 0, group, :, lanes], keys, 0)
+    # The prescale is the same for all channels of a token, and multiplies the scores.
     columns = plan.slice // LANES
     sizes = [refs.sizes[pl.ds(number * columns + i, 1)] for i in range(columns)]
     scores = jnp.minimum(scores * jnp.concatenate(sizes, axis=1), refs.limits[:, tokens])
@@ -130,12 +147,23 @@ def _score(refs: Refs, plan, group, number, top):
 
 
 def _one_hot(refs: Refs, plan, head, number, codes: range):
-    """Return one-hot columns of some levels of a head, one below the other, for a chunk of tokens: [len(codes) V,
-    chunk] bf16. Two neighbouring levels are the halves of one word."""
+    """Make one-hot columns for some of a head's codes, one below the other, for a chunk of tokens.
+
+    Two neighbouring levels are the halves of one word.
+
+    Args:
+        refs: The kernel's references.
+        plan: The call's plan.
+        head: Number of the KV head.
+        number: Number of the chunk in the tile.
+        codes: Numbers of the codes, of those that a token has for each head.
+
+    Returns:
+        [len(codes) * V, chunk] bfloat16."""
     words, shape = plan.spec.levels // 2, (8, LANES)
     row, columns = jax.lax.broadcasted_iota(jnp.int32, shape, 0), []
     for i in range(plan.chunk // LANES):
-        pieces = []
+        pieces = []  # 8 words of 128 tokens each
         for code in codes:
             at = (number * (plan.chunk // LANES) + i) * plan.key_rows + code * plan.spec.kv_heads + head
             pair, value = (jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones))
@@ -157,7 +185,10 @@ def _sum_bits(refs: Refs, plan, part):
     words = refs.value_bits[0, 0, :, lanes]
     pieces = [piece.astype(jnp.bfloat16) for piece in chunks([words], 1, 1, plan.ways)]
     columns = plan.tile // LANES
+    # With 4 ways a piece is a column of 128 tokens. With 2 ways it is half a column, whose other half comes 8 pieces
+    # later (`CommVQPlan.order`).
     bits = [jnp.concatenate(pieces[column::columns]) for column in range(columns)]
     product = dot(refs.weights[...], jnp.concatenate(bits), 0)
+    # Unpacked bits are too large by an offset. What it adds is the same for all channels.
     product = product - offset(1, plan.ways) * refs.weights[...].astype(jnp.float32).sum(-1, keepdims=True)
     refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + product

@@ -1,9 +1,10 @@
 """The body of the TPU kernel on HIGGS bodies: one tile of tokens (see `higgs` for the mathematics and for the shapes of
 the operands).
 
-Shapes in comments: N columns of 128 codes, M query rows (a multiple of 8), S tokens of the tile, C of a chunk. 2M rows
-are those for first channels, then for second ones. 2S or 2C rows or lanes are a token's first and second channels in
-turn. Scores are base-2 logarithms."""
+A code stands for a pair of channels, the first and the second one. Shapes in comments: N columns of 128 codes, M query
+rows (a multiple of 8), S tokens of the tile, C tokens of a chunk. Of 2M rows the first M are for first channels, the
+others for second channels. Of 2S or 2C rows or lanes the even ones are for a token's first channels, the odd ones for
+its second channels. Scores are base-2 logarithms."""
 
 import functools
 
@@ -37,7 +38,7 @@ def kernel(refs: Refs, ends, plan):
 
 
 def _doubled(x):
-    """Repeat [M, n] for the rows of first and of second channels: [2M, n]."""
+    """Give the rows of first and of second channels the same numbers: [M, n] to [2M, n]."""
     return jnp.concatenate([x, x])
 
 
@@ -46,11 +47,13 @@ def _spread_scales(refs: Refs, plan, tile):
     groups, body = plan.spec.groups, refs.body
 
     def spread(piece):
+        """Write the scales of SPREAD tokens, those of keys and of values in one product."""
         stored = (x[0, 0, :, aligned(piece, SPREAD)] for x in (body.key_scale, body.value_scale))
         scales = from_bits(jnp.concatenate(list(stored)), plan.spec.scales)
         if plan.slots % plan.tile:
             scales = zero_beyond(scales, tile * plan.tile + piece * SPREAD, plan.slots, 1)
         for first in range(0, SPREAD, LANES):
+            # [2 groups, 2*128]: a product with 0 and 1 moves numbers between lanes, and rounds nothing.
             wide = dot(scales[:, first : first + LANES], refs.onehot[...], 0)
             lanes = aligned(piece * (SPREAD // LANES) + first // LANES, 2 * LANES)
             refs.key_scales[:, lanes] = wide[:groups]
@@ -73,6 +76,7 @@ def _own_rows(scales, plan):
 def _score(refs: Refs, plan, tile):
     """Write the scores of the tile, and their maxima into `top`."""
 
+    # A score sums over all columns of 128 codes. The products of a chunk are summed until its last column is done.
     def begin(_):
         refs.products[...] = jnp.zeros(refs.products.shape)
 
@@ -83,28 +87,41 @@ def _score(refs: Refs, plan, tile):
 
 def _turned(refs: Refs, plan, chunk, part):
     """Rotate the queries back by the chunk's first position and give them the signs of a column: [2M, 2*128] bf16."""
-    cos, sin = (
-        jnp.concatenate([jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], (plan.rows, LANES)) for i in half])
-        for half in ((0, 1), (2, 3))
-    )
+
+    def turn_rows(row: int):
+        """Load row `row` of the chunk for first channels and the next one for second channels: [2M, 128]."""
+        shape = plan.rows, LANES
+        rows = [jnp.broadcast_to(refs.turns[0, pl.ds(4 * chunk + i, 1)], shape) for i in (row, row + 1)]
+        return jnp.concatenate(rows)
+
+    cos, sin = turn_rows(0), turn_rows(2)
     q, partner, signs = refs.queries[0, :, :LANES], refs.queries[0, :, LANES:], _doubled(refs.signs[part])
     turned = (q * cos + partner * sin) * signs, (partner * cos - q * sin) * signs
     return jnp.concatenate(turned, axis=1).astype(jnp.bfloat16)
 
 
 def _meet(refs: Refs, plan, chunk, part, words):
-    """Add what a column of the chunk's keys gives to the products: transform the keys within heads, rotate them by
-    their offsets, multiply by the queries."""
+    """Add what a column of the chunk's keys gives to the products.
+
+    The keys are transformed within heads, rotated by their offsets in the chunk, and multiplied by the queries.
+
+    Args:
+        refs: The kernel's references.
+        plan: The call's plan.
+        chunk: Number of the chunk in the tile.
+        part: Number of the column of 128 codes.
+        words: Reference to the column's numbers, [C, 128] uint32: both numbers of a code as halves of a word."""
     queries = _turned(refs, plan, chunk, part)
-    if plan.staged:
+    if plan.staged:  # all keys of the chunk go through memory, and not piece by piece through registers
         numbers = pltpu.bitcast(words[:, :LANES], jnp.bfloat16)
         refs.keys[...] = dot(numbers, refs.transform[...], 0).astype(refs.keys.dtype)
     for token in range(0, plan.chunk, plan.piece // 2):
         tokens, rows = slice(token, token + plan.piece // 2), slice(2 * token, 2 * token + plan.piece)
+        # cos | sin of the tokens' offsets, [piece, 2*128]. In bfloat16 two rows are stored as the halves of words.
         cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
         if plan.staged:
             keys = refs.keys[rows]
-        else:
+        else:  # [piece, 128]: words of [piece/2, 128] read as bfloat16 are rows of first and of second numbers in turn
             keys = dot(pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.transform[...], 0).astype(cells.dtype)
         waves = jnp.concatenate([keys * cells[:, :LANES], keys * cells[:, LANES:]], axis=1)
         refs.products[:, rows] = refs.products[:, rows] + dot(queries, waves.astype(jnp.bfloat16), 1)
@@ -114,6 +131,7 @@ def _write_scores(refs: Refs, plan, tile, chunk):
     """Scale and mask the chunk's products and write them as scores."""
 
     def write(piece):
+        """Write 128 lanes, which are the scores of 64 tokens."""
         lanes = pl.ds(pl.multiple_of(chunk * (2 * plan.chunk) + piece * LANES, LANES), LANES)
         scores = _paired(refs.products[:, aligned(piece, LANES)], plan) * _own_rows(refs.key_scales[:, lanes], plan)
         token = quotient(jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), 2) + tile * plan.tile
@@ -131,10 +149,12 @@ def _write_scores(refs: Refs, plan, tile, chunk):
 
 
 def _paired(products, plan):
-    """Add the products of first channels (even lanes) and of second ones (odd lanes); both lanes get the sum: [2M, 128]
-    to [M, 128]."""
+    """Add a token's product of first channels and that of second channels: [2M, 128] to [M, 128]. Both lanes of the
+    token get the sum."""
     odd = _odd(LANES)
+    # Only products of queries and keys of the same channels count: first ones on even lanes, second ones on odd lanes.
     sums = jnp.where(odd, products[plan.rows :], products[: plan.rows])
+    # Each lane adds its neighbour's number: the lane before it if it is odd, the lane after it if it is even.
     return sums + jnp.where(odd, pltpu.roll(sums, 1, 1), pltpu.roll(sums, LANES - 1, 1))
 
 
@@ -160,6 +180,7 @@ def _weigh(refs: Refs, plan, chunk):
         weights = jnp.exp2(refs.scores[:, lanes] - refs.peak[...])
         total = total + weights
         scaled = weights * _own_rows(refs.value_scales[:, lanes], plan)
+        # Rows for first channels must meet first numbers alone, which stand on even lanes. Likewise for second ones.
         rows = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
         refs.weights[:, first : first + LANES] = rows.astype(jnp.bfloat16)
     refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True) / 2  # every token was counted on two lanes
@@ -169,6 +190,7 @@ def _sum_values(refs: Refs, plan):
     """Add the tile's weighted values to the running sums."""
 
     def use(_, first, words):
+        """Add `value_columns` columns, from column `first` on."""
         for i in range(plan.value_columns):
             numbers = pltpu.bitcast(words[:, i * LANES : (i + 1) * LANES], jnp.bfloat16)
             lanes = aligned(first + i, LANES)

@@ -1,8 +1,11 @@
 """The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the mathematics and for the
 shapes of the operands).
 
+`plan.parts` is the plan of the latents alone: it takes every 128 channels of the R for a lane group, or part. The plan
+itself is that of the keys which are made from latents.
+
 Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S tokens of the tile, N
-key groups of the tile, C rows of value scales, R the rank. Scores are base-2 logarithms."""
+key groups of the tile, C value scales of a token, R the rank. Scores are base-2 logarithms."""
 
 import functools
 
@@ -55,17 +58,20 @@ def _prepare(refs: Refs, plan, tile) -> None:
 
 
 def _spread_scales(refs: Refs, plan, tile, part):
-    """Write key scales and minima of 128 channels on the 8 rows that repeat themselves in every chunk of unpacked
-    codes."""
+    """Write key scales and minima of 128 channels in lane order.
+
+    The key groups of the tokens in a chunk of unpacked codes repeat themselves after 8 rows. So each chunk has 8 rows
+    of scales (`LatentPlan.pattern`), [chunks * 8, 128]."""
     parts, place = plan.parts, place_of(part, plan.parts)
-    scale, low = (
-        from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in (refs.body.key_scale, refs.body.key_low)
-    )
+    stored = (refs.body.key_scale, refs.body.key_low)
+    scale, low = (from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in stored)  # [N, 128]
     if parts.slots % parts.tile:
         limit = parts.slots // parts.spec.key_group
         scale, low = (zero_beyond(x, tile * x.shape[0], limit, 0) for x in (scale, low))
+    # Each row of `spread` has a single 1: it picks the scales of one group.
     factor = dot(refs.spread[...], scale, 0)
     refs.factors[:, place.lanes] = factor
+    # The offset of unpacked codes is taken off the minima.
     zero = dot(refs.spread[...], low, 0) - offset(parts.spec.key_bits, parts.ways) * factor
     refs.zeros[:, place.lanes] = zero
 
@@ -75,12 +81,12 @@ def _unpack_latents(refs: Refs, plan, part):
     parts, place = plan.parts, place_of(part, plan.parts)
     for index in range(parts.tile // parts.block):
         for i, codes in enumerate(_codes(refs, plan, place, index)):
-            count = codes.shape[0]
-            at = index * (parts.block // count) + i
+            count = codes.shape[0]  # tokens of a chunk of unpacked codes
+            at = index * (parts.block // count) + i  # number of the chunk in the tile
             factor, zero = (ref[8 * at : 8 * at + 8, place.lanes] for ref in (refs.factors, refs.zeros))
-            wide = codes.astype(jnp.float32).reshape(-1, 8, LANES)
-            wide = (wide * factor[None] + zero[None]).reshape(codes.shape)
-            refs.latents[at * count : (at + 1) * count, place.lanes] = wide.astype(jnp.bfloat16)
+            by_eights = codes.astype(jnp.float32).reshape(-1, 8, LANES)
+            latents = (by_eights * factor[None] + zero[None]).reshape(codes.shape)
+            refs.latents[at * count : (at + 1) * count, place.lanes] = latents.astype(jnp.bfloat16)
 
 
 def _codes(refs: Refs, plan, place, index: int):
@@ -90,8 +96,8 @@ def _codes(refs: Refs, plan, place, index: int):
 
 
 def _score_group(refs: Refs, plan, group):
-    """Write the scores of one group of heads, and their maxima into `top`. The two steps are loops of their own: side
-    by side they would need more registers than there are."""
+    """Write the scores of one group of heads, and their maxima into `top`."""
+    # Products and scores have loops of their own: in one loop they would need more registers than there are.
     for piece in range(plan.lanes // plan.columns):
         loop(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
     step = functools.partial(_score, refs, plan, group)
@@ -109,8 +115,10 @@ def _turned_back(refs: Refs, plan, group, number):
 
 
 def _multiply(refs: Refs, plan, group, piece: int, chunk):
-    """Make keys of a group of heads, before bias and rotation, for one chunk of tokens: as many columns, and as many
-    latents at a time, as the matrix unit has."""
+    """Make keys of a group of heads, before bias and rotation, for one chunk of tokens.
+
+    `plan.columns` channels, those of number `piece`, are made from `plan.columns` latents at a time: as many as the
+    matrix unit has."""
     tokens, lanes = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
     group_lanes = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
@@ -124,15 +132,19 @@ def _score(refs: Refs, plan, group, number, top):
     scores. Return the maxima so far, [M, 128]."""
     tokens, lanes = aligned(number, plan.slice), aligned(group, plan.lanes)
     cos, sin = refs.cos[tokens], refs.sin[tokens]
-    keys = refs.products[tokens] + refs.maps[0:1, lanes]
+    keys = refs.products[tokens] + refs.maps[0:1, lanes]  # the bias
     size = None
-    if plan.spec.epsilon:  # the norm is one number per token and head: it waits for the scores
+    # QK-norm divides a head's key by its root mean square and multiplies it by weights. The divisor is one number per
+    # token and head, and so multiplies the scores.
+    if plan.spec.epsilon:
+        # `own` has ones in every query row on the channels of the row's head: sums of squares, [M, slice].
         square = dot(refs.own[...], (keys * keys).astype(jnp.bfloat16), 1)
         size, keys = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon), keys * refs.maps[1:2, lanes]
     first, second = keys[:, : plan.half], keys[:, plan.half :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
-    scores = jnp.minimum(scores if size is None else scores * size, refs.limits[:, tokens])
+    scores = scores if size is None else scores * size
+    scores = jnp.minimum(scores, refs.limits[:, tokens])
     refs.scores[aligned(group, plan.rows), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))
 
@@ -152,15 +164,16 @@ def _minima(refs: Refs, parts, part, begin: int):
 def _sum_minima(refs: Refs, plan, part):
     """Rescale the running sums of 128 channels and add the tile's weighted minima."""
     parts, lanes = plan.parts, place_of(part, plan.parts).lanes
-    lows = jnp.zeros((parts.rows, LANES))
+    lows = jnp.zeros((parts.rows, LANES))  # summed over lanes once, at the end
     for begin in range(0, parts.tile, parts.column):
         lows = lows + _minima(refs, parts, part, begin)
     refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + lows.sum(-1, keepdims=True)
 
 
 def _sum_latents(refs: Refs, plan, part):
-    """Add 128 channels of the tile's weighted value latents to the running sums: all of them, or without the minima
-    where those are summed apart."""
+    """Add 128 channels of the tile's weighted value latents to the running sums.
+
+    Where `_sum_minima` has run (`LatentPlan.apart`), it has rescaled the running sums and added the minima."""
     parts, place = plan.parts, place_of(part, plan.parts)
     lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
     for index in range(parts.tile // parts.block):
@@ -170,6 +183,7 @@ def _sum_latents(refs: Refs, plan, part):
             weights = refs.scores[:, begin : begin + parts.column] * _own_rows(refs.scales, parts, part, begin)
             lows = lows if plan.apart else lows + _minima(refs, parts, part, begin)
             product = product + dot(weights.astype(jnp.bfloat16), column, 0)
-    before = refs.out[0, :, place.lanes]
-    before = before if plan.apart else before * refs.top[...] + lows.sum(-1, keepdims=True)
-    refs.out[0, :, place.lanes] = before + product
+    sums = refs.out[0, :, place.lanes]
+    if not plan.apart:
+        sums = sums * refs.top[...] + lows.sum(-1, keepdims=True)
+    refs.out[0, :, place.lanes] = sums + product
