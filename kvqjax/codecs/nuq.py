@@ -1,28 +1,33 @@
 """KVQuant's dense-and-sparse quantisation of keys per channel and values per token (arXiv 2401.18079, sections 3.1 to
 3.4).
 
-    u = (x - z) / s        code = nearest signpost of u        x_hat = s * signpost[code] + z, outliers as they were
+    u = (x - z) / s        code = index of the signpost nearest to u        x_hat = s * signpost[code] + z
 
-Keys (before RoPE): z and s of every channel are fixed offline, `upper` and `lower` being its thresholds. What lies
-beyond them is an outlier.
+z is the centre of a range and s half of its width, so that the numbers in the range have u from -1 to 1. The signposts
+are 2^bits numbers in these units. Outliers are stored exactly and replace x_hat.
 
-Values: z and s of every token come from the token itself, over all KV heads. Its n/2 largest and n/2 smallest entries
-are the outliers, and the next largest and smallest are its range. This is the top-k rule of the released kernels. The
-quantile rule of the released simulation flags the same entries but for ties, of which it may flag any number.
+Keys (before RoPE): z and s of every channel are fixed offline. They follow from the channel's thresholds `upper` and
+`lower`. A number beyond a threshold is an outlier.
 
-An outlier is stored in 32 bits: the value in bfloat16 and the channel in int16. A token has a fixed number of slots
-for them. A key with more outliers than slots keeps those that are farthest out in normalised units, on whichever side.
-The others saturate at the outermost signposts, and `excess` counts them. Unused slots carry the channel W, which no
-read reaches.
+Values: z and s of every token come from the token itself, over all KV heads. With n outlier slots, the n/2 largest and
+the n/2 smallest entries of the token are its outliers. The next largest and the next smallest entry are the ends of its
+range. This is the top-k rule of the released kernels. The quantile rule of the released simulation flags the same
+entries, except that it may flag any number of equal entries at the limit.
 
-Codes are computed against the *stored* z and s. Before that z is rounded to the storage dtype, and s upwards, so that
-rounding costs range and never bias. A token or channel of one repeated value has s = 0 and reads as z.
+An outlier is stored in 32 bits: the value in bfloat16 and the channel in int16. A token has a fixed number of slots for
+outliers. A key with more outliers than slots keeps those that lie farthest out in units of u, on either side. Its other
+outliers saturate at the outermost signposts, and `excess` counts them. Unused slots carry the channel W, which does not
+exist and is never written.
 
-If KV heads are sharded over devices, codes, thresholds and ranges of keys belong to the shard of their channel. What
-is stored per token (a value's z and s, the outlier slots of both) speaks for all heads, and slots name channels over
-all heads: it belongs on every shard. Encoding needs the whole token: a value's range and top-k and the choice of a
-key's outliers span the shards (n + 2 extremes of each shard would decide them). Reading needs no exchange: a shard sets
-the slots that name its own channels.
+Codes are computed against the *stored* z and s. First z is rounded to the storage dtype, then s is rounded upwards, so
+that the range still covers all numbers. Rounding makes steps a little longer, but adds no bias. A token or channel of
+one repeated value has s = 0 and reads as z.
+
+If KV heads are sharded over devices, each shard has the codes, thresholds and ranges of its own channels of keys. What
+is stored per token holds for all heads and belongs on every shard: z and s of values, and the outlier slots of keys and
+values, which number channels over all heads. Encoding needs the whole token, because the range of a value and the
+choice of outliers span the shards. (The n + 2 extremes of each shard would be enough.) Reading needs no exchange: a
+shard takes the slots that name its own channels.
 """
 
 import dataclasses
@@ -45,17 +50,25 @@ from kvqjax.ops.packing.words import slot_rows
 __all__ = ["Nuq", "read_signposts", "signposts"]
 
 FIT = Fit("kvqjax.calibrate.kvquant")
-MAX_WIDTH = 32767  # channel numbers, and the width itself for an unused slot, are int16
+MAX_WIDTH = 32767  # the largest int16: slots store channel numbers, and the width itself where they are unused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nuq:
-    """`per="channel"`: keys, with offline thresholds. `per="token"`: values, with online range and outliers.
+    """KVQuant's codec for keys or for values.
 
-    `outliers` is the fraction of a token's channels kept exactly, rounded up to whole `slots` (0: from the fraction;
-    even for values, half for each end); `datatype` is "nuq", "nf" or "int"; `q_norm` reads signposts through a
-    calibrated scale and offset (the released code's Q-Norm, meant for 2 bits); `dtype` stores the values' scales and
-    `outlier_dtype` the outliers (bfloat16 keeps bfloat16 sources exact).
+    Attributes:
+        bits: of a code: 2, 3 or 4.
+        per: "channel" for keys, whose thresholds are calibrated; "token" for values, whose range and outliers are found
+            in the token.
+        outliers: the fraction of a token's channels that is stored exactly.
+        slots: outliers that a token can have; 0: as many as the fraction asks for. Values have an even number, half of
+            them for each end.
+        datatype: "nuq", "nf" or "int" (kvqjax.codecs.nuq_table).
+        q_norm: whether signposts are read through a calibrated scale and offset: the released code's Q-Norm, meant for
+            2 bits.
+        dtype: of the values' scales and centres.
+        outlier_dtype: of the outliers; bfloat16 stores bfloat16 vectors exactly.
     """
 
     bits: int
@@ -86,18 +99,21 @@ class Nuq:
     def slot_count(self, width: int) -> int:
         """Count the outlier slots of a token of W channels. At each end there are half as many as the fraction asks
         for, rounded up."""
+        # Rounded to 9 digits first: 0.07 / 2 * 200 is 7.000000000000001 as a float, and means 7.
         return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
 
     def build(self, width: int) -> Codec:
         if width > MAX_WIDTH:
             raise UserError(f"width={width}; KVQuant's codes have at most {MAX_WIDTH} channels")
-        if (slots := self.slot_count(width)) > width - 2:
+        slots = self.slot_count(width)
+        if slots > width - 2:  # two entries of a value beside its outliers are the ends of its range
             cause = f"slots={self.slots}" if self.slots else f"outliers={self.outliers}"
             raise UserError(f"{cause}: {slots} outliers in a width of {width} channels; at least 2 must be none")
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
 
 def _fields(spec: Nuq, width: int) -> dict[str, Field]:
+    """Describe the fields that keys and values have in common."""
     fields = {"codes": Field(kind="codes", width=width, bits=spec.bits, role="payload")}
     if count := spec.slot_count(width):
         rows = slot_rows(count, spec.outlier_dtype)
@@ -106,6 +122,7 @@ def _fields(spec: Nuq, width: int) -> dict[str, Field]:
 
 
 def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
+    """Name the constants that keys and values have in common, with their shapes."""
     needs: dict[str, tuple[int, ...]] = {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
     return needs | ({"norm": (2,)} if spec.q_norm else {})
 
@@ -124,6 +141,7 @@ def read_signposts(spec: Nuq, constants) -> Float[Array, " M"]:
 
 
 def _per_channel(spec: Nuq, width: int) -> Codec:
+    """Build the codec of keys."""
     count = spec.slot_count(width)
 
     def encode(constants, x: Float[Array, "u W"]) -> dict[str, Num[Array, "rows lanes"]]:
@@ -131,15 +149,15 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         u, outside = normalise_keys(constants, x)
         tile = {"codes": nearest(u, signposts(spec, constants))}
         if count:
-            # Of the numbers outside the thresholds the largest get the slots; `width` marks a slot that stays empty.
-            peak, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)
-            channels = jnp.where(peak >= 0, channels, width)
+            # The outliers that lie farthest out get the slots. Other numbers rank below them all, by -1.
+            size, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)  # [u, count]
+            channels = jnp.where(size >= 0, channels, width)  # `width` marks a slot that stays empty
             tile["outliers"] = store_outliers(x, channels, spec.outlier_dtype)
         return tile
 
     def decode(constants, tile):
         centre, scale = channel_range(constants)
-        lead = (1,) * (tile["codes"].ndim - 1)
+        lead = (1,) * (tile["codes"].ndim - 1)  # any number of leading axes
         u = look_up(tile["codes"], read_signposts(spec, constants))
         dense = u * scale.reshape(*lead, width) + centre.reshape(*lead, width)
         return _restored(spec, dense, tile)
@@ -149,6 +167,7 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
 
 
 def _per_token(spec: Nuq, width: int) -> Codec:
+    """Build the codec of values."""
     count = spec.slot_count(width)
     number = {"kind": "token", "width": 1, "dtype": spec.dtype}
     fields = _fields(spec, width)
@@ -158,7 +177,7 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         x = wide(x)
         high, low, channels = token_range(x, count // 2)
         centre, scale = stored_range(high, low, spec.dtype)
-        # By the range as it is stored, which is all that decoding has.
+        # Normalised by the range as it is stored, because decoding knows no other.
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
         tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
         return tile if channels is None else tile | {"outliers": store_outliers(x, channels, spec.outlier_dtype)}
