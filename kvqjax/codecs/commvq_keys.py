@@ -1,22 +1,26 @@
 """CommVQ keys: additive codes over a RoPE-commutative codebook (arXiv 2506.18879, section 4.2), in complex form.
 
-Rotation pair i of a head is the complex number k_i = x_i + j x_{i+D/2}; RoPE multiplies it by exp(j theta_i pos).
-The paper's 2x2 blocks [[x, -y], [y, x]] are complex numbers too, so they commute with RoPE. With codebooks C_r of L
-levels a group of g pairs is coded, round after round, by a pair of levels (A_r, B_r) found greedily on the residual:
+RoPE turns the channels i and i + D/2 of a head together. This pair is the complex number k_i = x_i + j x_{i+D/2}, which
+RoPE multiplies by exp(j theta_i pos). The paper's 2x2 blocks [[x, -y], [y, x]] are complex numbers too. Complex
+multiplications commute, so the codebook may be rotated instead of the decoded keys.
 
-    k_hat = prescale * sum_r ( C_r[A_r] + j C_r[B_r] )                                    L^2 centres from L vectors
+A group of g pairs is coded in R rounds. Round r has a codebook C_r of L rows. It codes what the rounds before it left
+over, the residual, by two levels A_r and B_r:
+
+    k_hat = prescale * sum_r ( C_r[A_r] + j C_r[B_r] )
 
     R rounds, L levels, g pairs per group, C groups of all heads (C g = K D/2), u tokens of a tile
 
-A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs; multiplication by j
-is then a quarter turn, (x | y) -> (-y | x). `prescale` is the token's norm over all heads; codes are computed against
-its stored value. A key of zeros has prescale 0 and codes that decode to zeros; an infinite key stays non-finite.
+A level is the number of a codebook row. A centre is C_r[A] + j C_r[B], one of the L^2 vectors that a round can add.
+
+A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs. Multiplication by j
+is then a quarter turn, (x | y) -> (-y | x). `prescale` is the norm of a token's key over all heads. Codes are computed
+against its stored value. A key of zeros has prescale 0 and decodes to zeros; an infinite key stays non-finite.
 
     encode    x [u, K*D] -> / prescale -> groups [C, u, 2g] -> each round: nearest centre, residual -> levels [u, 2 R C]
     decode    levels -> rows of the codebook -> sum over rounds [u, C, 2g] -> channels [u, K*D] -> * prescale
 
-A level is the number of a codebook row. A centre is C_r[A] + j C_r[B], one of the L^2 vectors that a round can add.
-Decoding has three forms with one result but for rounding, each for one kind of chip (`_decode`).
+Decoding has three forms, each for one kind of chip (`_decode`). Their results differ in rounding only.
 """
 
 import dataclasses
@@ -128,7 +132,7 @@ def quarter_turn(x: Float[Array, "*n g2"]) -> Float[Array, "*n g2"]:
 
 def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]) -> Float[Array, "*n g2"]:
     """Look up the cluster centres C[A] + j C[B] in one group's codebook of one round."""
-    # Levels come from `nearest`, so they are rows of the codebook and need no check.
+    # Levels come from `nearest`, so that they name rows of the codebook. Out-of-bounds checks are left out.
     row = book.at[a].get(mode="promise_in_bounds")
     return row + quarter_turn(book.at[b].get(mode="promise_in_bounds"))
 
@@ -136,8 +140,10 @@ def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"])
 def split_distances(
     x: Float[Array, "n g2"], book: Float[Array, "L g2"]
 ) -> tuple[Float[Array, "n L"], Float[Array, "n L"], Float[Array, "L L"]]:
-    """Split the squared distances to all centres into terms of A, of B and of both. That takes two inner products with
-    L vectors instead of L^2 centres.
+    """Split the squared distances to all centres into terms of A, of B and of both.
+
+    So a vector needs inner products with 2L vectors, and not with L^2 centres. The terms of both are the same for all
+    vectors.
 
     Args:
         x: vectors of one group.
@@ -178,8 +184,9 @@ def _encode(spec: CommVQKeys, codebook, x):
     x = wide(x)
     prescale = jnp.sqrt((x * x).sum(-1)).astype(spec.dtype)
     stored = prescale.astype(jnp.float32)[:, None]
-    # Groups come first: each has a codebook of its own.
-    residual = jnp.swapaxes(group_pairs(x / jnp.where(stored > 0, stored, 1.0), spec.head_dim, spec.pairs), 0, 1)
+    unit = x / jnp.where(stored > 0, stored, 1.0)
+    # Groups come first, [C, u, 2g]: each has a codebook of its own.
+    residual = jnp.swapaxes(group_pairs(unit, spec.head_dim, spec.pairs), 0, 1)
 
     def search(target, book):
         """Quantize what the rounds before left, [C, u, 2g], by one round's codebook [C, L, 2g]."""
@@ -191,14 +198,14 @@ def _encode(spec: CommVQKeys, codebook, x):
 
 
 def _indices(codebook, codes) -> Int[Array, "R 2 *B n C"]:
-    """Say which rows the codes name.
+    """Number the codebook rows that codes name.
 
     Args:
-        codebook: [R, C, L, 2g]; its rows are numbered in this order, as R*C*L rows.
+        codebook: [R, C, L, 2g]. Its R*C*L rows are numbered in this order.
         codes: [.., n, 2 R C], as `_encode` gives them.
 
     Returns:
-        The number of the row of each level, for the A and the B of every round and group.
+        The row's number, for the level A and the level B of every round and group.
     """
     rounds, groups, levels, _ = codebook.shape
     codes = codes.astype(jnp.int32)
@@ -216,7 +223,7 @@ def _rows_of(codebook, indices) -> Float[Array, "*B C g2"]:
 
 def _gathered(codebook, codes):
     """Sum C[A] + j C[B] over all rounds, [..., n, C, 2g] float32: one round after the other."""
-    # All A and all B are summed apart, and the sum of the B is turned once at the end.
+    # The rows of all A and of all B are summed apart. The sum for B is turned once, at the end.
     indices = _indices(codebook, codes)
     start = jnp.zeros((*indices.shape[1:], codebook.shape[-1]), jnp.float32)
     total = jax.lax.scan(lambda total, at: (total + _rows_of(codebook, at), None), start, indices)[0]
@@ -224,8 +231,8 @@ def _gathered(codebook, codes):
 
 
 def _at_once(codebook, codes):
-    """Do as `_gathered` in one sum over rounds, which XLA for GPUs makes in one kernel; a loop would write its partial
-    sums."""
+    """Do as `_gathered`, but in one sum over rounds. XLA for GPUs makes one kernel of it. A loop would write its
+    partial sums to memory."""
     total = _rows_of(codebook, _indices(codebook, codes)).sum(0)
     return total[0] + quarter_turn(total[1])
 
@@ -244,7 +251,8 @@ def _decode(spec: CommVQKeys, constants, tile):
 
     def multiplied(constants, codes):
         """Choose rows by products with one-hot columns: XLA for TPUs gathers row by row."""
-        return summed_columns(constants["columns"] if "columns" in constants else columns(constants["codebook"]), codes)
+        book = constants["columns"] if "columns" in constants else columns(constants["codebook"])
+        return summed_columns(book, codes)
 
     def gathered(constants, codes):
         """Look rows up, one round after the other."""
@@ -252,7 +260,7 @@ def _decode(spec: CommVQKeys, constants, tile):
 
     def fused(constants, codes):
         """Look rows up in one kernel, which writes float16: float32 would be twice the bytes."""
-        # Keys over their norm are parts of unit vectors, whose numbers fit float16.
+        # A key over its norm is a unit vector, whose numbers fit float16. `kept_apart` makes XLA write float16.
         total = _at_once(constants["codebook"], codes)
         return kept_apart(total.astype(jnp.float16)).astype(jnp.float32)
 
