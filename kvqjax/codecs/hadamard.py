@@ -1,16 +1,18 @@
-"""Hadamard matrices, and the transform M x that HIGGS takes, which for most models is one between heads and one within.
+"""Hadamard matrices, and the matrix M of the transform M x that HIGGS takes.
 
-A Hadamard matrix of order q * 2^k with odd q > 1 is H_base (x) H_(2^j). The base is Paley's, over a prime p: of order
-p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So 96, 80, 112 and 768 need no zero padding.
+A Hadamard matrix of order q * 2^k with odd q > 1 is a Kronecker product H_base (x) H_(2^j). The base is one of Paley's
+matrices, which exist for a prime p: of order p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So the orders
+96, 80, 112 and 768 need no zero padding.
 
-Of three heads of 64 (192 = 12 * 16) the base of order 12 spans the heads and four parts of each. So the transform is
-not one between heads after one within each, and queries cannot take its part between heads (`Fast.mixed` of
-kvqjax.methods.layer_cache). HIGGS therefore takes another matrix of the odd orders 3 and 5, and of their products:
+For most models M is one matrix between heads times one within each head. Then queries can take the part between heads
+(`Fast.mixed` of kvqjax.methods.layer_cache). This does not hold for Paley's matrices. With three heads of 64 channels
+(192 = 12 * 16), the base of order 12 spans the heads and four parts of each. HIGGS therefore takes other matrices for
+the odd orders 3 and 5, and for their products:
 
     M_p = p I - 2 J        M_p M_p^T = p^2 I        J all ones
 
-Its integers are not all of one size: 1 and 2 for three heads, 3 and 2 for five. Order 7 would have 5 and 2, and keeps
-Paley's.
+Their integers are not all of one size: 1 and 2 for three heads, 3 and 2 for five. For order 7 they would be 5 and 2,
+which differ too much, so that order 7 keeps Paley's matrix.
 """
 
 import functools
@@ -67,8 +69,10 @@ def has_hadamard(order: int) -> bool:
 
 
 def _paley(order: int) -> np.ndarray:
+    """Build Paley's Hadamard matrix of an order that has one."""
     prime = order - 1 if _paley_kind(order) == 1 else order // 2 - 1
     squares = {i * i % prime for i in range(1, prime)}
+    # The Legendre symbol: 1 for squares modulo the prime, -1 for other numbers, 0 for 0.
     residue = np.array([0] + [1 if i in squares else -1 for i in range(1, prime)])
     core = np.zeros((prime + 1, prime + 1), np.int64)
     core[1:, 1:] = residue[(np.arange(prime)[None, :] - np.arange(prime)[:, None]) % prime]
@@ -82,13 +86,14 @@ def _paley(order: int) -> np.ndarray:
 
 
 def _sylvester_factors(power: int) -> list[np.ndarray]:
-    """Factorise Sylvester's matrix of order 2^power. No factor is of an order above 2^FACTOR. There are as few as that
-    allows, of sizes as equal as possible."""
+    """Factorise Sylvester's matrix of order 2^power into as few matrices as possible, of orders up to 2^FACTOR and as
+    equal as possible."""
     count = -(-power // FACTOR)
     return [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
 
 
 def _hadamard_factors(order: int) -> list[np.ndarray]:
+    """Give matrices whose Kronecker product is a Hadamard matrix. Raises UserError where none is known."""
     parts = _split(order)
     if parts is None:
         raise UserError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
@@ -97,6 +102,7 @@ def _hadamard_factors(order: int) -> list[np.ndarray]:
 
 
 def _product(factors: list[np.ndarray]) -> np.ndarray:
+    """Build the Kronecker product, first factor to last."""
     return functools.reduce(np.kron, factors, np.ones((1, 1), np.int8))
 
 
@@ -122,7 +128,7 @@ def transform_factors(order: int) -> list[np.ndarray]:
     odd, quotient = _odd_factors(order)
     if quotient.bit_count() > 1:  # 7, 11 or another odd number is left
         return _hadamard_factors(order)
-    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
+    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]  # M_p of the module's docstring
     return between + _sylvester_factors(quotient.bit_length() - 1)
 
 
@@ -150,7 +156,17 @@ def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*
 
 
 def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) -> Float[Array, "*B W"]:
-    """Multiply along the last axis by the Kronecker product of `parts` and an identity, as `transform` does."""
+    """Multiply along the last axis by the Kronecker product of `parts` and an identity.
+
+    Args:
+        x: vectors.
+        parts: the factors, first to last. The identity fills what their orders leave of W.
+        inverse: multiplies by the transpose.
+
+    Returns:
+        The products, float32.
+    """
+    # The axis of W channels is split in three: the factors that are done, this factor, and those that are left.
     shape, done, left = x.shape, 1, x.shape[-1]
     for factor in parts:
         size = factor.shape[0]

@@ -1,11 +1,11 @@
-"""HIGGS decoding for GPUs: one product instead of a chain of float32 ones. Equal to kvqjax.codecs.higgs's own form but
-for the order of its sums.
+"""HIGGS decoding for GPUs, by one matrix product. kvqjax.codecs.higgs's own form is a chain of small products in
+float32, which takes fewer operations, but writes every intermediate result to memory.
 
 Grid numbers have 11 significant bits, so that float16 holds them. The matrix has small integers times 2^n. So a product
-of float16 numbers with float32 sums rounds nothing but the sums. The sums are written as float16, whose 11 bits are
-more than a key in bfloat16 keeps of them. In float32 a quarter more bytes would be read and written in all. A chain of
-small products takes fewer operations, but it writes what is between them to memory in float32, which takes longer. With
-y_j the j-th channels of all vectors, M^T y = sum_j M[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
+of float16 numbers with float32 sums rounds nothing but the sums. The sums are written as float16, whose 11 significant
+bits are more than a key in bfloat16 keeps. In float32 a quarter more bytes would be read and written in all.
+
+With y_j the j-th channels of all vectors, M^T y = sum_j M[j::p]^T y_j, as in kvqjax.codecs.higgs_tpu.
 """
 
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     matrix = _matrix(plan)
     y = y.reshape(*codes.shape[:-1], -1, len(matrix))
     x = jnp.einsum("...gv,vc->...gc", y, matrix, preferred_element_type=jnp.float32).astype(jnp.float16)
-    # Kept apart, or XLA would write the float32 sums.
+    # Without `kept_apart`, XLA would write the float32 sums.
     return kept_apart(x).astype(jnp.float32).reshape(*codes.shape[:-1], -1)
 
 

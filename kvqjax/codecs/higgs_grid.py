@@ -21,6 +21,7 @@ BLOCK = 16  # grid points compared in one unrolled pass: the fastest on CPU amon
 
 @functools.cache
 def _grids() -> dict[str, np.ndarray]:
+    """Load all grids of the package, by their names."""
     with importlib.resources.files("kvqjax.codecs").joinpath("grids.npz").open("rb") as file:
         return {name: grid.astype(np.float32) for name, grid in np.load(file).items()}
 
@@ -57,21 +58,24 @@ def points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[
 
 
 def nearest(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
-    """Index of the grid point nearest to each vector: the first maximum of 2 y.g - |g|^2, float32. Products of depth
-    p <= 6 would waste a matrix unit."""
+    """Find the index of the grid point g nearest to each vector y: the first maximum of 2 y.g - |g|^2, in float32."""
+    # Products and sums are written out number by number: a matrix product of depth p <= 6 would waste a matrix unit.
     return jax.lax.platform_dependent(grid, y, cuda=by_table, default=by_blocks)
 
 
 def by_table(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
-    """Do as `nearest` by an argmax over all scores, which XLA for GPUs makes in the kernel that compares them."""
+    """Do as `nearest` by an argmax over the scores of all points. XLA for GPUs computes the scores within the kernel of
+    the argmax."""
     lead = (1,) * (y.ndim - 1)
     scores = sum(y[..., i, None] * (2 * grid[:, i]).reshape(*lead, -1) for i in range(grid.shape[1]))
     return jax.lax.argmax(scores - (grid * grid).sum(1).reshape(*lead, -1), y.ndim - 1, jnp.uint32)
 
 
 def by_blocks(grid: Float[Array, "n p"], y: Float[Array, "*B p"]) -> UInt[Array, "*B"]:
-    """Do as `nearest` by a running maximum over unrolled blocks of points: XLA for CPUs writes a table of scores, which
-    took 3 to 30 times longer (128 tokens of 1024 channels)."""
+    """Do as `nearest` by a running maximum over unrolled blocks of points.
+
+    With an argmax, XLA for CPUs writes the table of all scores to memory, which took 3 to 30 times longer (128 tokens
+    of 1024 channels)."""
     count, dim = grid.shape
     block = min(BLOCK, count)
     bias = (grid * grid).sum(1)

@@ -1,14 +1,15 @@
-"""HIGGS decoding for TPUs: no gathers, no narrow axes. Equal to kvqjax.codecs.higgs's own form but for rounding.
+"""HIGGS decoding for TPUs, without gathers. Results equal those of kvqjax.codecs.higgs's own form but for rounding.
 
-XLA gathers from a table row by row, and the p channels of a vector, which a row yields side by side, are not side by
-side on the lanes that the codes lie on. So the table is a tree of selects on a code's bits, whose leaves are words that
-hold two channels, and the channels of a vector never meet: with y_j the j-th channels of all vectors, M the matrix,
+A code names a grid point, a vector of p channels. XLA for TPUs gathers from a table row by row. A row would yield the p
+channels of a point side by side, but the codes themselves lie side by side on the lanes. So points are chosen by a tree
+of selects on the bits of a code. The leaves of the tree are words that hold two channels. The channels of a vector
+never come to lie side by side. With y_j the j-th channels of all vectors and M the matrix of the transform:
 
     M^T y = sum_j M[j::p]^T y_j,        M = M_outer (x) M_inner.
 
-The inner transform is one product for a tile of vectors (as many as fill the lanes and a matrix unit), the outer one
-adds and subtracts whole tiles. Grid numbers have 11 significant bits, so that two bfloat16 numbers hold each exactly,
-and the matrix has small integers: only float32 sums and the scale round.
+The inner transform is one product for a tile of vectors, which are as many as fill the lanes and a matrix unit. The
+outer transform adds and subtracts whole tiles. A grid number has 11 significant bits, so that the sum of two bfloat16
+numbers is exactly equal to it. M has small integers. So only the float32 sums and the scale round.
 """
 
 import functools
@@ -27,13 +28,22 @@ __all__ = ["Plan", "inverse", "plan"]
 
 LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
-MOST_POINTS = 256  # a select each: many more take long to compile
+MOST_POINTS = 256  # of a grid: each takes a select, and many more selects take long to compile
 HALF = np.finfo(np.float16)
 
 
 class Plan(NamedTuple):
-    """`words` uint32 [p/2 rounded up, n]: the grid times 2^`raised` as float16, two of `dim` channels each. `tile`
-    vectors at a time are multiplied by `matrix` [2 p tile, p tile]; `outer` [o, o] mixes o consecutive tiles."""
+    """How codes of one grid and group size are decoded.
+
+    Attributes:
+        words: the grid's n points times 2^`raised`, as float16 numbers in words of two channels: uint32
+            [p/2 rounded up, n].
+        raised: makes the grid's numbers so large that none of them is subnormal in float16.
+        dim: p, the channels of a point.
+        tile: how many vectors one product transforms.
+        matrix: of this product, [2 p tile, p tile]: two rows for each number, which comes as two bfloat16 numbers.
+        outer: M_outer [o, o], which mixes o consecutive tiles.
+    """
 
     words: np.ndarray
     raised: int
@@ -44,46 +54,77 @@ class Plan(NamedTuple):
 
 
 def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
-    """Say how to decode `groups` groups of `group` channels with the grid `points` float32 [n, p]; None where it cannot
-    be done this way."""
+    """Plan how to decode a token's codes.
+
+    Args:
+        points: the grid's n points, float32 [n, p].
+        group: channels that are transformed together.
+        groups: how many groups a token has.
+
+    Returns:
+        The plan; None for grids that are too large or whose numbers float16 does not hold, and for groups that are not
+        whole vectors.
+    """
     count, dim = points.shape
-    raised = HALF.maxexp - 1 - math.frexp(float(np.abs(points).max()))[1]  # so that no number is subnormal
+    # So that the largest number comes to lie between 2^14 and 2^15; float16 ends just below 2^16.
+    raised = HALF.maxexp - 1 - math.frexp(float(np.abs(points).max()))[1]
     halves = np.ldexp(points, raised).astype(np.float16)
-    if group % dim or count > MOST_POINTS or not (np.ldexp(halves.astype(np.float32), -raised) == points).all():
+    is_exact = (np.ldexp(halves.astype(np.float32), -raised) == points).all()
+    if group % dim or count > MOST_POINTS or not is_exact:
         return None
-    fields = np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)
+    fields = np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)  # [n, p rounded up to even]
     tile, inner, outer = _factors(group // dim, groups, dim)
-    rows = [inner[j::dim] for j in range(dim) for _ in range(2)]
-    return Plan((fields[:, 0::2] | fields[:, 1::2] << 16).T, raised, dim, tile, np.concatenate(rows), outer)
+    words = (fields[:, 0::2] | fields[:, 1::2] << 16).T
+    rows = [inner[j::dim] for j in range(dim) for _ in range(2)]  # twice, for the two pieces of a number
+    return Plan(words, raised, dim, tile, np.concatenate(rows), outer)
 
 
 def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """Choose (tile, inner, outer): a part of a group, or whole groups side by side until they fill the lanes."""
+    """Choose how many vectors one product transforms, and split the transform's matrix accordingly.
+
+    Args:
+        vectors: of a group.
+        groups: of a token.
+        dim: p, the channels of a vector.
+
+    Returns:
+        (tile, M_inner, M_outer). A tile is a part of a group, or else whole groups side by side, as many as fill the
+        lanes; M_outer is then [[1]].
+    """
     part, group = max(LANES, CHANNELS // dim), vectors * dim
     if vectors % part == 0 and has_transform(vectors // part) and has_transform(part * dim):
         outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
         if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
             return part, inner, outer
-    beside = LANES // vectors if vectors < LANES and LANES % vectors == 0 else 1
-    beside = beside if groups % beside == 0 else 1
-    return beside * vectors, np.kron(np.eye(beside, dtype=np.int8), transform_matrix(group)), transform_matrix(1)
+    beside = LANES // vectors if vectors < LANES and LANES % vectors == 0 else 1  # groups of a tile
+    if groups % beside:
+        beside = 1
+    inner = np.kron(np.eye(beside, dtype=np.int8), transform_matrix(group))
+    return beside * vectors, inner, transform_matrix(1)
 
 
 def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"]:
-    """Look up table[codes] by selects, for tables of a power of two."""
-    level = [jnp.uint32(word) for word in table]
+    """Look up table[codes] by selects, for tables whose length is a power of two."""
+    candidates = [jnp.uint32(word) for word in table]
+    # Each bit halves the candidates: the lowest bit decides between neighbours.
     for bit in range(len(table).bit_length() - 1):
         is_set = (codes & jnp.uint32(1 << bit)) != 0
-        level = [jnp.where(is_set, high, low) for low, high in zip(level[0::2], level[1::2], strict=True)]
-    return jnp.broadcast_to(level[0], codes.shape)
+        candidates = [
+            jnp.where(is_set, high, low) for low, high in zip(candidates[0::2], candidates[1::2], strict=True)
+        ]
+    return jnp.broadcast_to(candidates[0], codes.shape)
 
 
 def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]]:
-    """Split a float16 number, given in the low half of a word, over 2^raised, into two bfloat16 numbers that add up to
-    it."""
-    wide = (half & jnp.uint32(0x8000)) << 16 | (
-        half & jnp.uint32(0x7FFF)
-    ) << 13  # float32, but for its exponent's offset
+    """Split numbers into two bfloat16 numbers each that add up to them.
+
+    Args:
+        half: bits of float16 numbers, in the low halves of words: the numbers times 2^raised.
+        raised: as in `Plan`.
+    """
+    sign, magnitude = (half & jnp.uint32(0x8000)) << 16, (half & jnp.uint32(0x7FFF)) << 13
+    # Bits of a float32 number, too small by a power of two: exponents of float16 and float32 have different offsets.
+    wide = sign | magnitude
     offset = jnp.finfo(jnp.float32).maxexp - HALF.maxexp
     number = jax.lax.bitcast_convert_type(wide, jnp.float32) * jnp.float32(2.0 ** (offset - raised))
     top = jax.lax.bitcast_convert_type(number, jnp.uint32) & jnp.uint32(0xFFFF0000)
@@ -92,7 +133,7 @@ def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]
 
 
 def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[Array, "*B W"]:
-    """Apply the inner transform to one tile of vectors."""
+    """Apply the inner transform to one tile of vectors, given as words of two channels."""
     halves = [half for word in words for half in (word & jnp.uint32(0xFFFF), word >> 16)][: plan.dim]
     y = jnp.concatenate([piece for half in halves for piece in _pieces(half, plan.raised)], axis=-1)
     matrix = jnp.asarray(plan.matrix, jnp.bfloat16)
@@ -102,13 +143,14 @@ def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[A
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     """Compute M^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
     width."""
-    # Kept apart, or XLA may select anew for every product.
+    # Without `kept_apart`, XLA may select anew for every product.
     words = kept_apart([_chosen(table, codes) for table in plan.words])
     tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]
     parts = [_tile_product(plan, words) for words in zip(*tiles, strict=True)]
     size = len(plan.outer)
 
     def mixed(parts, column):
+        """Sum tiles, each times its number in a column of M_outer."""
         return functools.reduce(jnp.add, [jnp.float32(x) * part for part, x in zip(parts, column, strict=True)])
 
     groups = [parts[first : first + size] for first in range(0, len(parts), size)]
