@@ -1,18 +1,18 @@
 """Tiles whose variances are balanced along both axes before uniform codes are taken (KVarN, arXiv 2606.03458,
 algorithm 1).
 
-A tile is one KV head's g tokens. Its columns and rows are divided by their standard deviations in turn, which brings
-all deviations towards 1 (`balance`). The product of a column's or row's divisors is its factor. The factor along the
-axis of the codes' scales (a key's channel, a value's token) disappears in their scale and minimum; the other one is
-stored, and divided out as stored:
+A tile is g tokens of one KV head. Its columns, then its rows, are divided by their standard deviations, again and
+again, which brings all deviations towards 1 (`balance`). The factor of a column or row is the product of all its
+divisors. Uniform codes have scales and minima along one axis: a key's channel, a value's token. The factors along that
+axis need not be stored, because scales and minima take them up. The factors along the other axis are stored:
 
     keys:   x_hat = (code scale_c + low_c) token_t          values:  x_hat = (code scale_t + low_t) channel_c
 
     encode    x [u, W] -> tiles [n, K, g, D] -> factors -> x / stored factor -> uniform codes    (kvqjax.codecs.uniform)
     decode    uniform codes -> numbers -> * stored factor
 
-Released code keeps every log factor above -0.3: what varies little (most models' values) can then hardly be balanced.
-`floor` is that bound; None lets factors be as small as they come.
+The released code bounds the logarithm of every factor from below by -0.3. Numbers that vary little, as most models'
+values do, can then hardly be balanced. `floor` is this bound; None leaves it out.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from kvqjax.ops.layout import Field
 
 __all__ = ["Balanced", "balance", "imbalance"]
 
-LEAST, MOST = 1e-3, 1e3  # what one division may divide by
+LEAST, MOST = 1e-3, 1e3  # bounds of what is divided by in one round
 CEILING = 10.0  # the largest logarithm of a factor
 LOWEST = -40.0  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
 
@@ -44,7 +44,8 @@ def _deviation(x: Tile, axis: int) -> Float[Array, "*B n"]:
 
 
 def imbalance(x: Tile) -> Float[Array, "*B"]:
-    """Add the ratios of largest to smallest deviation, of columns and of rows: 2 for a balanced tile."""
+    """Measure how unbalanced a tile is: the largest deviation over the smallest one, of columns plus of rows. It is 2
+    for a balanced tile."""
 
     def ratio(deviation):
         # A column or row of equal numbers has deviation 0, and the ratio stays finite.
@@ -78,7 +79,7 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
         return tile / jnp.exp(columns)[..., None, :] / jnp.exp(rows)[..., :, None]
 
     def step(_, state):
-        columns, rows, best, kept = state
+        columns, rows, best, kept = state  # logarithms so far, the least imbalance, and the logarithms that gave it
         # Rows are divided by the deviations that they have after the columns were divided.
         columns = grown(columns, over(columns, rows), -2)
         rows = grown(rows, over(columns, rows), -1)
@@ -149,7 +150,8 @@ def _keys(spec: Balanced, width: int) -> Codec:
     field = Field(kind="token", width=spec.heads, role="scales", dtype=spec.dtype)
 
     def encode(_, x: Float[Array, "u W"]):
-        # Rows are channels, so that columns, whose factors are stored, are tokens, as in `_values` they are channels.
+        # The first result of `balance` is stored: the factors of columns. Keys are transposed, so that their columns
+        # are tokens. (The columns of values are channels.)
         tiles = jnp.swapaxes(_tiles(spec, x), -1, -2)
         factor = saturated(balance(tiles, spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, g]
         factor = jnp.swapaxes(factor, 1, 2).reshape(x.shape[0], spec.heads)

@@ -23,11 +23,16 @@ Constants = dict  # constant name -> array of one layer
 
 
 class Fit(NamedTuple):
-    """What finds calibrated constants: a `module` by its full name, imported when it is asked for.
+    """What finds the calibrated constants of a codec.
 
-    From `source` "text" its `calibrate(model, method, tokens, state=, advance=)` gives an artifact
-    (kvqjax.calibrate.centre is the shortest example); from "weights" its `constants(params, config, method)` computes
-    them of the model alone. `also` names modules whose constants it finds beside its own."""
+    Attributes:
+        module: the full name of a module, which is imported when constants are asked for.
+        source: what the constants come from. "text": the module's function
+            `calibrate(model, method, tokens, state=, advance=)` gives an artifact (kvqjax.calibrate.centre is the
+            shortest example). "weights": its function `constants(params, config, method)` computes them from the model
+            alone.
+        also: names of modules whose constants it finds beside its own.
+    """
 
     module: str
     source: str = "text"
@@ -35,12 +40,20 @@ class Fit(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """What stores vectors of `width` channels: `fields`, and how `encode` and `decode` fill and read them, at least
-    `unit` tokens at a time.
+    """What stores vectors.
 
-    `needs` maps each calibrated constant's name to its shape without the layer axis, empty for codecs without
-    calibration; `fit` says what finds them. `apart`: every group is encoded by itself and without products of matrices,
-    whose rounding depends on their shapes, so that many units at once give the same bits as one after the other."""
+    Attributes:
+        width: channels of a vector.
+        unit: tokens are encoded in multiples of so many.
+        fields: what is stored, by name.
+        encode: encode(constants, x [u, W]) fills the fields.
+        decode: decode(constants, tile) reads them.
+        needs: the name of each calibrated constant -> its shape without the axis of layers; empty for codecs without
+            calibration.
+        fit: what finds the constants.
+        apart: whether many units can be encoded at once with the same bits as one after the other. This holds where
+            every group is encoded by itself, without matrix products, whose rounding depends on their shapes.
+    """
 
     width: int
     unit: int
@@ -70,13 +83,16 @@ class Open(Protocol):
 
 @runtime_checkable
 class Linear(Protocol):
-    """A spec whose vectors are an affine map of numbers that codes stand for, so that the mean of tokens can be taken
-    before the map."""
+    """A spec whose decoding ends with an affine map, so that the mean of tokens can be taken before the map."""
 
     def summed_form(self, width: int) -> tuple[int, Callable, Callable] | None:
-        """Describe vectors of `width` channels as they are summed: (N, read, finish). read(tile) gives the numbers
-        [..., n, N]; finish(constants, means [..., N]) maps their weighted mean to that of what `decode` gives,
-        [..., width]. None where the map comes first."""
+        """Describe how vectors of `width` channels are summed.
+
+        Returns:
+            (N, read, finish). read(tile) gives n tokens' numbers [..., n, N] before the map. finish(constants, means
+            [..., N]) maps their weighted means to the means of what `decode` gives, [..., width]. None where
+            decoding does not end with the map.
+        """
         ...
 
 
@@ -85,8 +101,12 @@ class BetweenHeads(Protocol):
     """A spec whose decoding ends with a matrix between heads, the same for every channel of a head."""
 
     def mixed_form(self, heads: int, head_dim: int) -> tuple[np.ndarray, Callable] | None:
-        """Describe keys of `heads` heads before that matrix: (matrix [heads, heads], read), read(tile) giving
-        [..., n, heads * head_dim]. None where decoding has no such end."""
+        """Describe keys of `heads` heads before that matrix.
+
+        Returns:
+            (matrix [heads, heads], read). read(tile) gives the keys [..., n, heads * head_dim]. None where decoding
+            does not end with such a matrix.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """Any codec around tokens whose largest numbers are clipped (OSCAR, arXiv 2605.17757, section 3.3).
 
-The bound is an order statistic of the sizes in a part of a token's channels (one KV head): the (ratio D)-th of D. It
-costs no stored bit.
+Each part of a token's channels, usually one KV head, has a bound of its own: the size that a share `ratio` of its D
+numbers does not exceed. The bound is not stored, because decoding does not need it.
 """
 
 import dataclasses
@@ -20,14 +20,20 @@ __all__ = ["Clipped", "thresholds"]
 
 def thresholds(parts: Float[Array, "u n D"], ratio: float) -> Float[Array, "u n"]:
     """Find for each part of D numbers the size that the share `ratio` of them does not exceed."""
-    place = min(math.floor(ratio * parts.shape[-1]), parts.shape[-1] - 1)
+    dim = parts.shape[-1]
+    place = min(math.floor(ratio * dim), dim - 1)  # in the order of sizes
     return jnp.sort(jnp.abs(parts), axis=-1)[..., place]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """`inner` on tokens clipped in each of `parts` equal parts of their channels (0: in each KV head); `ratio` 1 clips
-    nothing."""
+    """The codec `inner` of tokens whose largest numbers are clipped.
+
+    Attributes:
+        inner: the spec of that codec.
+        parts: equal parts of the channels, each clipped by a bound of its own; 0: the KV heads.
+        ratio: the share of numbers that is not clipped; 1 clips nothing.
+    """
 
     inner: CodecSpec
     parts: int

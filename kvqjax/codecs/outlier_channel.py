@@ -1,7 +1,8 @@
 """Some channels kept as they are beside any codec for the rest (XQuant, arXiv 2508.10395, Table B.1: the first latent).
 
-The inner codec still sees every channel, each kept one overwritten by a neighbour, so its lanes stay aligned and a kept
-channel never widens a group. That costs the kept channels' codes: 16/W bits per value for one, against (16-e)/W.
+The inner codec still sees vectors of all channels, in which a neighbour's numbers stand in a kept channel's place. So
+its lanes stay aligned, and a kept channel does not widen the range of a group. The price is that kept channels have
+codes too, which nobody reads: with e bits a code, a kept channel costs 16/W bits per number instead of (16 - e)/W.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ __all__ = ["OutlierChannels"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutlierChannels:
-    """`channels` are stored in `dtype`; `inner` stores the others."""
+    """Store `channels` in `dtype`, and the other channels by the codec `inner`."""
 
     channels: tuple[int, ...]
     inner: CodecSpec
@@ -29,7 +30,8 @@ class OutlierChannels:
         kept = sorted(set(self.channels))
         if not kept or kept[0] < 0 or kept[-1] >= width or len(kept) == width:
             raise UserError(f"channels={self.channels}; wanted some, not all, of 0 to {width - 1}")
-        # A neighbour shares the kept channel's group along channels, except at a group's edge.
+        # Where `inner` finds the numbers for each channel: in the channel itself, or for a kept channel in the next one
+        # that is not kept. That one shares the kept channel's group along channels, except at a group's edge.
         source = [next(c % width for c in range(i, i + width) if c % width not in kept) for i in range(width)]
         inner = self.inner.build(width)
         kept_channels, neighbour = np.asarray(kept), np.asarray(source)

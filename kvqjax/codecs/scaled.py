@@ -1,9 +1,10 @@
-"""Vectors of one length: any codec around tokens that were divided by their norm (OScaR, arXiv 2605.19660, section 3).
+"""Any codec around tokens that were divided by their norm (OScaR, arXiv 2605.19660, section 3).
 
-    n_t = |x_t|        encode(x) = inner(x / n)        decode = n inner^-1
+    n_t = |x_t|        encode: inner.encode(x_t / n_t), n_t        decode: n_t inner.decode(..)
 
-Groups of tokens that share a scale then hold tokens of one size. The norm is divided out as stored, so that rounding
-it costs nothing; a token of zeros has norm 0 and decodes to zeros.
+Tokens that share a scale in the inner codec then have the same size, and none of them is coded coarsely because of a
+larger one. Vectors are divided by the norm as it is stored, so that rounding the norm adds no error. A token of zeros
+has norm 0 and decodes to zeros.
 """
 
 import dataclasses
@@ -33,8 +34,13 @@ def times_parts(x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]) -> Fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """`inner` on tokens over their norm, which is stored in `dtype`: one of each of `parts` equal parts of the channels
-    (0: of each KV head)."""
+    """The codec `inner` of tokens over their norms.
+
+    Attributes:
+        inner: the spec of that codec.
+        parts: equal parts of the channels, each of which has a norm of its own; 0: the KV heads.
+        dtype: of the stored norms.
+    """
 
     inner: CodecSpec
     parts: int = 1
@@ -51,7 +57,7 @@ class Scaled:
         def encode(constants, x: Float[Array, "u W"]):
             x = wide(x)
             parts = x.reshape(x.shape[0], self.parts, -1)
-            norm = saturated(jnp.sqrt((parts * parts).sum(-1)), self.dtype)
+            norm = saturated(jnp.sqrt((parts * parts).sum(-1)), self.dtype)  # [u, parts]
             return inner.encode(constants, over_parts(x, norm.astype(jnp.float32))) | {"factor": norm.T}
 
         def decode(constants, tile):

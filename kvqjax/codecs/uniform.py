@@ -3,8 +3,9 @@ baseline).
 
     q = clip(round((x - m) / s), 0, 2^b - 1)        x_hat = q * s + m
 
-with m the group's minimum and s its range over 2^b - 1, both as *stored*. Before codes are computed, m is rounded down
-and s up to the storage dtype, so that rounding costs range and never bias. Round half to even.
+m is the group's minimum, s its range over 2^b - 1, both as *stored*. Before codes are computed, m is rounded down and s
+up to the storage dtype, so that the codes still cover the whole group. Rounding makes steps a little longer, but adds
+no bias. `round` rounds halves to even.
 """
 
 import dataclasses
@@ -28,27 +29,32 @@ GROUPS = (128, 64, 32)  # channels, as the papers have them
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
-    """Round float32 numbers to the nearest value of `dtype` that is not below (`up`) or not above (down) them."""
+    """Round float32 numbers to values of `dtype`, upwards (`up`) or downwards: to the nearest value that is not below
+    the number, or not above it."""
     nearest = x.astype(dtype)
     stored = nearest.astype(jnp.float32)
-    overshoots = stored < x if up else stored > x
-    # The bits of a float count its distance from zero; `jnp.nextafter` gives the same by three times the operations.
+    # Where the nearest value lies on the wrong side of the number, its neighbour on the other side is taken.
+    is_wrong = stored < x if up else stored > x
+    # The bits of a float, without its sign, count values away from zero. So the neighbour's bits are one more or one
+    # less. `jnp.nextafter` takes three times the operations.
     width = 8 * nearest.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(nearest, f"uint{width}")
-    nearer = bits >> width - 1 == int(up)  # the first bit is that of negative numbers
-    neighbour = jnp.where(nearer, bits - 1, bits + 1)
-    return jnp.where(overshoots, jax.lax.bitcast_convert_type(neighbour, nearest.dtype), nearest)
+    sign = bits >> width - 1  # 1 for negative numbers
+    towards_zero = sign == int(up)  # up from a negative number, or down from a positive one
+    neighbour = jnp.where(towards_zero, bits - 1, bits + 1)
+    return jnp.where(is_wrong, jax.lax.bitcast_convert_type(neighbour, nearest.dtype), nearest)
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):
-    """Compute the stored scale and minimum of each group along `axis` (kept with size 1), in `dtype`."""
+    """Compute the scale and minimum of each group along `axis`, as they are stored in `dtype`. The axis is kept with
+    size 1."""
     low = round_toward(x.min(axis, keepdims=True), dtype, up=False)
     reach = x.max(axis, keepdims=True) - low.astype(jnp.float32)
     return round_toward(reach / (2**bits - 1), dtype, up=True), low
 
 
 def _quantise(x, scale, low, bits: int):
-    """Compute codes against the stored parameters; a constant group has scale 0 and code 0."""
+    """Compute codes against the stored parameters. A group of equal numbers has scale 0 and codes 0."""
     scale, low = scale.astype(jnp.float32), low.astype(jnp.float32)
     steps = (x - low) / jnp.where(scale > 0, scale, 1.0)
     return jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint32)
@@ -56,9 +62,16 @@ def _quantise(x, scale, low, bits: int):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """`along="tokens"`: one scale and minimum per channel for `group` consecutive tokens (KIVI's keys).
-    `along="channels"`: one per token for `group` consecutive channels (KIVI's values), 0 for those of a head. With
-    `fit` the group becomes smaller where the model's channels ask for it (`fitting_group`)."""
+    """Uniform codes with a scale and a minimum for each group.
+
+    Attributes:
+        bits: of a code.
+        along: "tokens": a group is `group` consecutive tokens of one channel (KIVI's keys). "channels": a group is
+            `group` consecutive channels of one token (KIVI's values).
+        group: how many numbers share a scale; 0 along channels: those of a head.
+        dtype: of scales and minima.
+        fit: whether the group becomes smaller where the model's channels ask for it (`fitting_group`).
+    """
 
     bits: int
     along: str
@@ -88,6 +101,7 @@ class Uniform:
 
 
 def _per_channel(spec: Uniform, width: int) -> Codec:
+    """Build the codec with groups along tokens."""
     size = {"kind": "group", "width": width, "group": spec.group, "dtype": spec.dtype}
     fields = {
         "codes": Field(kind="codes", width=width, bits=spec.bits, role="payload"),
@@ -111,21 +125,29 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
 
 
 def at_least_one(group: int) -> int:
-    """Give back a number of channels that share a scale. Raises UserError for less than one."""
+    """Return `group`, a number of channels that share a scale. Raises UserError for less than one."""
     if group < 1:
         raise UserError(f"group={group}; a group has at least 1 channel")
     return group
 
 
 def fitting_group(width: int, most: int = GROUPS[0]) -> int:
-    """Choose how many channels share a scale where nobody says: the largest of 128, 64 and 32, up to `most`, that
-    divides `width` or exceeds it. `most` where none does."""
+    """Choose how many channels share a scale, for a user who names no number.
+
+    Args:
+        width: channels of a vector.
+        most: the largest number that may be chosen.
+
+    Returns:
+        The largest of 128, 64 and 32 that is not above `most` and that divides `width` or exceeds it; `most` where none
+        does.
+    """
     return next((group for group in GROUPS if group <= most and width % min(group, width) == 0), most)
 
 
 def check_group(group: int, width: int, least: int = 1) -> None:
-    """Raise UserError unless `group` channels divide `width` or exceed it, naming a smaller group that does: a power
-    of two of `least` at least."""
+    """Raise UserError unless `group` channels divide `width` or exceed it. The message names a smaller group that does:
+    a power of two, at least `least`."""
     if width % min(at_least_one(group), width) == 0:
         return
     fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
@@ -134,6 +156,7 @@ def check_group(group: int, width: int, least: int = 1) -> None:
 
 
 def _per_token(spec: Uniform, width: int) -> Codec:
+    """Build the codec with groups along channels."""
     check_group(spec.group, width)
     group = min(spec.group, width)
     count = width // group
@@ -150,14 +173,17 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         return {"codes": codes.reshape(x.shape), "scale": scale[..., 0].T, "low": low[..., 0].T}
 
     def by_groups(tile):
+        """Decode group by group."""
         codes = tile["codes"]
         groups = codes.reshape(*codes.shape[:-1], count, group).astype(jnp.float32)
         scale, low = (jnp.swapaxes(tile[name], -1, -2)[..., None].astype(jnp.float32) for name in ("scale", "low"))
         return (groups * scale + low).reshape(codes.shape)
 
     def by_products(tile):
-        """Give the same bits by products with 0 and 1, which spread a group's scale over its channels. A TPU would move
-        every group of channels to lanes of its own and back. A sum of one bfloat16 number and zeros is exact."""
+        """Decode to the same bits by products with 0 and 1, which spread a group's scale over its channels.
+
+        With an axis of groups, a TPU would move every group of channels to lanes of its own and back. The products are
+        exact: each sums one bfloat16 number and zeros."""
         members = jnp.asarray(np.repeat(np.eye(count), group, axis=1), jnp.bfloat16)
         spread = functools.partial(jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32)
         return tile["codes"].astype(jnp.float32) * spread(tile["scale"], members) + spread(tile["low"], members)
