@@ -131,11 +131,14 @@ def _over_pages(
         low, high = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (start, stop))
 
         def step(j, state):
-            number = floor_divide(j, turns)
+            """Attend to the tokens of turn j, which are of one page."""
+            number = floor_divide(j, turns)  # of the page, among those of the row
             # Tokens are numbered from the page's first one on.
-            first_new, begin, end = (j - number * turns) * size, low - number * page, high - number * page
+            first_new = (j - number * turns) * size
+            begin, end = low - number * page, high - number * page
+            token = jnp.minimum(first_new, page - size)
             # A row that lacks a page holds no tokens there; the clip keeps the read within the array.
-            token, place = jnp.minimum(first_new, page - size), jnp.maximum(pages[row, number], 0)
+            place = jnp.maximum(pages[row, number], 0)
             block = _Block(body, layer, token, size, spec, begin.min(1), end.max(1), place)
             return _attend_block(state, queries, block, _seen(block, begin, end, first_new), softcap)
 
@@ -145,7 +148,10 @@ def _over_pages(
         first = low.min() // span * span_turns
         last = jnp.minimum(-(-high.max() // span) * span_turns, pages.shape[1] * turns)
         state = jax.lax.fori_loop(first, last, step, _unseen(queries, spec))
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0)  # noqa: E731
+
+        def put(x, new):
+            return jax.lax.dynamic_update_slice_in_dim(x, new, row, 0)
+
         return jax.tree.map(put, rows, state)
 
     return jax.lax.fori_loop(0, batch, attend_row, _unseen(grouped, spec))
