@@ -1,8 +1,10 @@
-"""What kernels need of the codecs that they read: which spec of a kernel describes two codecs, and under which names
-its body holds their stored fields. A codec itself knows numbers only.
+"""Adapters between codecs and kernels.
 
-Each adapter takes the spec of keys and gives None where no kernel reads them beside those values. A codec of another
-package brings its adapter as a method `packed` of its own (`Packable`)."""
+A codec knows nothing of kernels. A kernel wants two things: a spec that describes how keys and values are stored, and a
+body that holds the stored fields under the kernel's names. An adapter makes both for a pair of codecs.
+
+There is one adapter for each type of key codec. It gives None where no kernel reads such keys beside the given values.
+A codec of another package brings its adapter as a method `packed` of its own (`Packable`)."""
 
 import dataclasses
 import functools
@@ -32,13 +34,17 @@ __all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike", "unifo
 
 
 class Packed(NamedTuple):
-    """A body that a kernel can read as it is stored: what is static about it, and its arrays as kernels take them,
+    """How a kernel reads a body as it is stored.
 
-        body(weights, constants, stored, positions) -> the body of the spec's kind, such as PackedBody for PackedSpec
-
-    from `stored` {source: {field: arrays}} and where each stretch of its tokens begins in the sequence [n]. `trusted`:
-    the chip itself checked the kernel, or the user forces it, so that the table of kernels is not asked. `straight`:
-    something reads the words themselves, a kernel of the cache's chip or the plain form of uniform codes."""
+    Attributes:
+        spec: what is static about the body.
+        body: body(weights, constants, stored, positions) makes the body of the spec's kind, such as PackedBody for
+            PackedSpec. `weights` are the layer's, `constants` those of its sources' codecs. `stored` is {source:
+            {field: arrays}}. `positions` [n] say where each of n equal stretches of tokens begins in the sequence.
+        trusted: the chip itself checked the kernel, or the user forces it. The table of kernels is not asked then.
+        straight: something reads the stored words without decoding all of them first: a kernel of the cache's chip, or
+            the plain form of uniform codes.
+    """
 
     spec: Spec
     body: Callable
@@ -87,8 +93,15 @@ def rope_of(shape: KVShape) -> Rope:
 
 
 def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **fields: Any) -> PackedSpec:
-    """Describe keys and values that have `bits` each and values' scales of `value.dtype`. `fields` are those of
-    `PackedSpec` that differ from codec to codec."""
+    """Describe packed keys and values.
+
+    Args:
+        key: the codec of keys; has `bits`.
+        value: the codec of values; has `bits` and `dtype`, that of the scales.
+        rope: as in `packed_form`.
+        shape: the model's.
+        fields: those of `PackedSpec` that differ from codec to codec.
+    """
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     before = rope_of(shape) if rope == "pre" else None
     return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **fields)
@@ -119,8 +132,8 @@ def uniform_body(weights, constants, stored, positions) -> PackedBody:
 
 
 def _uniform(key: Uniform, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-    """Keys per channel (KIVI), or per token with one group a head (OSCAR), beside uniform values per token with scales
-    of the same dtype."""
+    """Keys with scales per channel (KIVI), or per token and head (OSCAR). Values are uniform too, with scales per token
+    and of the same dtype."""
     if not isinstance(value, Uniform) or (value.along, value.dtype) != ("channels", key.dtype):
         return None
     groups = {"key_group": key.group, "value_group": min(value.group, shape.kv_width)}
@@ -137,9 +150,18 @@ def _clipped(key: Clipped, value: CodecSpec, rope: str, shape: KVShape) -> Packe
 
 
 def _with_factors(plain: Packed | None, dtype: str, parts: int, values: bool = False) -> Packed | None:
-    """Add factors stored in `dtype` to the kernel form of uniform keys after RoPE: `parts` per token of the keys and,
-    with `values`, those of values. None for other forms: no kernel reads factors of signposts or grids, or of keys that
-    it rotates."""
+    """Add factors to the form of uniform codes with keys after RoPE.
+
+    Args:
+        plain: the form without factors, or None.
+        dtype: of the factors.
+        parts: factors of a token's keys.
+        values: whether values have factors too, one for each channel and group of tokens.
+
+    Returns:
+        The form with factors; None for other forms: no kernel reads factors of signposts or grids, or of keys that it
+        rotates itself.
+    """
     if plain is None or not isinstance(plain.spec, PackedSpec):
         return None
     if plain.spec.datatype != "uniform" or plain.spec.rope is not None or plain.spec.scales != dtype:
@@ -202,9 +224,11 @@ def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
     parameters = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
     group = key.size(shape.kv_width)
     whole_heads = group % shape.head_dim == 0 and shape.kv_width % group == 0
-    if parameters[0] != parameters[1] or parameters[0][:2] != (2, None):
+    # Kernels read points of two numbers, and undo the transform without random signs.
+    if parameters[0] != parameters[1] or (key.dim, key.seed) != (2, None):
         return None
-    if not (whole_heads and group.bit_count() == shape.head_dim.bit_count() == 1):  # powers of two
+    powers_of_two = group.bit_count() == shape.head_dim.bit_count() == 1
+    if not (whole_heads and powers_of_two):
         return None
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "rope": rope_of(shape)}
     bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}

@@ -1,4 +1,4 @@
-"""The chips that attention kernels know: how their names begin, and what the plans of TPU kernels ask of each.
+"""The chips that attention kernels know: how their names begin, and what the plans of TPU kernels need to know of each.
 
 A new TPU is two lines here, a column of `kvqjax.pallas_kernels.support.TABLE`, and a line in
 `kvqjax.hardware.devices`, which plans memory. A new GPU is a line here and one there.
@@ -14,7 +14,8 @@ from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT_IN_TU
 __all__ = ["KINDS", "TARGETS", "TPUS", "Tpu", "family", "target_of"]
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100")
-# How the chips' names begin (`device_kind`), longer ones first; any other gets the path that runs everywhere.
+# How the chips' names begin (`device_kind`) -> target. Where one name begins another, the longer one stands first.
+# Chips with other names get the plain path, which runs everywhere.
 KINDS = {
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -33,18 +34,22 @@ KINDS = {
 
 
 class Tpu(NamedTuple):
-    """What plans ask of a TPU. The first three are the chip's; the others were chosen by compiling kernels for it
-    (`benchmarks/tpu_bundles.py`), and no chip has confirmed them.
+    """What plans need to know of a TPU.
 
-    - `vector_bfloat16`: whether its vector units compute with bfloat16. Without that, kernels use float32.
-    - `matrix_lanes`: lanes that its matrix unit multiplies at once.
-    - `narrow_products`: whether the matrix unit takes 8-bit codes beside bfloat16 queries at full speed.
-    - `usual_work`: how a tile is worked off where `support.TABLE` says nothing and 128 tokens share a key scale.
-    - `exact_tile_bytes`: bytes of a tile of exact keys and values together. Larger tiles take fewer bundles a token,
-      which counts where bundles are the bound. Smaller ones leave less of a row's last tile empty.
-    - `scale_columns`: 128-token columns of scales that are ordered at once. More of them spill registers.
-    - `pairs_3_bits`: whether signposts of 3 bits are gathered two at a time, because comparing codes spills registers.
-    - `sums_3_bit_minima_apart`: whether minima of 3-bit latents get a loop of their own, for the same reason."""
+    The first three are properties of the chip. The others were chosen by compiling kernels for it
+    (`benchmarks/tpu_bundles.py`), and were not confirmed on a chip.
+
+    Attributes:
+        vector_bfloat16: Whether its vector units compute with bfloat16. If not, kernels use float32.
+        matrix_lanes: Lanes that its matrix unit multiplies at once.
+        narrow_products: Whether the matrix unit takes 8-bit codes beside bfloat16 queries at full speed.
+        usual_work: How a tile is worked off where `support.TABLE` says nothing and 128 tokens share a key scale.
+        exact_tile_bytes: Bytes of a tile of exact keys and values together. Larger tiles take fewer bundles a token,
+            which counts where instructions are the bound and not memory. Smaller tiles leave less of a row's last tile
+            empty.
+        scale_columns: 128-token columns of scales that are ordered at once. More of them spill registers.
+        pairs_3_bits: Whether signposts of 3 bits are gathered two at a time, because comparing codes spills registers.
+        sums_3_bit_minima_apart: Whether minima of 3-bit latents get a loop of their own, for the same reason."""
 
     vector_bfloat16: bool
     matrix_lanes: int

@@ -11,9 +11,12 @@ KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 
 class Kernels(NamedTuple):
-    """Say which kernels may run, and why. `asked` is the user's word. `forms` are the kernel forms that may run, SPLASH
-    and CUDNN among them; None leaves it to the table. `basis` is "table" (not checked), "checked" (on this very chip),
-    "forced" or "off"."""
+    """Which kernels may run, and why.
+
+    Attributes:
+        asked: What the user asked for, one of KERNELS.
+        forms: The kernel forms that may run, SPLASH and CUDNN among them; None: those that the table trusts.
+        basis: Why these: "table" (none was checked), "checked" (on this very chip), "forced" or "off"."""
 
     asked: str = "auto"
     forms: tuple[KernelForm, ...] | None = None
@@ -29,8 +32,13 @@ class Kernels(NamedTuple):
             reason = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
             return f"kernels {self.asked} for {target} ({reason})"
         ours = [str(form) for form in self.forms if form not in (SPLASH, CUDNN)]
-        runs = [f"Pallas for {', '.join(ours)}"] * bool(ours)
-        runs += ["splash for chunks"] * (SPLASH in self.forms) + ["cuDNN for prompts"] * (CUDNN in self.forms)
+        runs = []
+        if ours:
+            runs.append(f"Pallas for {', '.join(ours)}")
+        if SPLASH in self.forms:
+            runs.append("splash for chunks")
+        if CUDNN in self.forms:
+            runs.append("cuDNN for prompts")
         return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
 
 

@@ -16,10 +16,11 @@ __all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
 
 
 class CommVQBody(NamedTuple):
-    """The stored fields of one run of layers as `kvqjax.ops.packing` writes them, S slots. Words of key codes lie along
-    the lanes in rows (round, A or B, head), one array per plane set; words of value bits along the rows. bfloat16
-    numbers are the integers that hold their bits. `matrix` is from `decoding_matrix`; `positions` as in
-    `PackedBody`."""
+    """The stored fields of one run of layers, as `kvqjax.ops.packing` writes them, with S slots.
+
+    Words of key codes lie along the lanes, one array per plane set. Their rows are the levels of a token, in the order
+    (round, A or B, head). Words of value bits lie along the rows. bfloat16 numbers are stored as the integers that hold
+    their bits. `matrix` is from `decoding_matrix`, `positions` are as in `PackedBody`."""
 
     key_codes: tuple[UInt[Array, "L B R2K _"], ...]
     prescale: UInt[Array, "L B _ S"]
@@ -35,8 +36,16 @@ class CommVQBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommVQSpec:
-    """R `rounds` of V = `levels` levels, N = `value_width` bits of values. `target` names the chip, as in
-    `PackedSpec`."""
+    """Everything static about a call.
+
+    Attributes:
+        rounds: Of a key's codes, R.
+        levels: Of a round, V.
+        value_width: Bits of a token's value, N.
+        kv_heads: KV heads, K.
+        head_dim: Channels of a head, D.
+        rope: How keys are rotated.
+        target: The chip, as in `PackedSpec`."""
 
     rounds: int
     levels: int
@@ -58,8 +67,9 @@ class CommVQSpec:
 
 
 def decoding_matrix(codebook: Float[Array, "R K V D"]) -> Float[Array, "KD R2V"]:
-    """Return the matrix that turns one-hot columns of a token's levels into its keys, bfloat16. Rows are every head's
-    channels; columns are, round after round, the levels of A and then those of B."""
+    """Make the matrix that turns one-hot columns of a token's levels into its keys, bfloat16.
+
+    Its rows are the channels of every head. Its columns are, round after round, the levels of A and then those of B."""
     rounds, heads, levels, dim = codebook.shape
     codebook = codebook.astype(jnp.bfloat16)
     real, imag = jnp.split(codebook, 2, axis=-1)

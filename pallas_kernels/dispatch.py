@@ -1,8 +1,9 @@
 """Attend to packed bodies on the chip that a program is compiled for: by a kernel where there is one, else in jnp.
 
-The caller brings the computation in plain jnp that equals a body's kernels. `spec.target` decides at trace time, so a
-program for a TPU or GPU can be compiled on a machine without one. The platform only guards: a program traced for one
-and lowered for something else gets the plain computation."""
+The caller brings a plain computation in jnp with the same result. `spec.target` chooses between the two while the
+program is traced, so that a program for a TPU or GPU can be compiled on a machine without one. When the program is
+lowered, the platform is checked as well: a program that was traced for one chip and is lowered for another platform
+gets the plain computation."""
 
 import functools
 import importlib
@@ -27,8 +28,9 @@ from kvqjax.pallas_kernels.support import COMPILED, lookup
 
 __all__ = ["MODULES", "at_once", "least_page", "packed_attention", "path", "takes_pages"]
 
-MOST_CALLS = 8  # of a kernel, for query rows of a KV head that it takes one after the other
-TILE, LANES = 1024, 128  # tokens of a tile that every TPU kernel takes; numbers side by side in a TPU's register
+MOST_CALLS = 8  # of a kernel, where it cannot take all query rows of a KV head at once
+TILE = 1024  # tokens of a tile that every TPU kernel takes
+LANES = 128  # numbers side by side in a TPU's register
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
 MODULES: dict[type, str] = {
@@ -42,20 +44,39 @@ MODULES: dict[type, str] = {
 
 
 def at_once(spec: Spec, group: int, length: int = 1) -> int:
-    """Return how many of the G = `group` query heads of a KV head one call of the kernel takes, with T = `length` new
-    tokens. It takes no more query rows than it was compiled for. 0 means no kernel, or too many calls; a kernel that
-    passes what flows from layer to layer through a layer is called once."""
+    """Choose how many query heads of a KV head one call of the kernel takes.
+
+    Args:
+        spec: The form of the body.
+        group: Query heads of a KV head, G.
+        length: New tokens, T.
+
+    Returns:
+        The number of query heads, the same for every call but the last. A call has no more query rows than the kernel
+        was compiled for. 0 where there is no kernel, or where too many calls would be needed."""
     entry = lookup(form_of(spec), spec.target)
-    most = entry.most_rows // length if entry is not None else 0
-    number = -(-group // most) if most else MOST_CALLS + 1
-    return -(-group // number) if number <= (1 if isinstance(spec, PredictedSpec) else MOST_CALLS) else 0
+    most_heads = entry.most_rows // length if entry is not None else 0
+    # AQUA-KV's kernel rewrites the carry that flows from layer to layer, and so can be called only once.
+    most_calls = 1 if isinstance(spec, PredictedSpec) else MOST_CALLS
+    if not most_heads:
+        return 0
+    calls = -(-group // most_heads)
+    return -(-group // calls) if calls <= most_calls else 0
 
 
 def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = False) -> str:
-    """Name what computes a call with `length` new tokens and `group` query heads of a KV head on a body of `slots`
-    tokens: "tpu", "gpu" or "reference". A kernel is taken only for the shapes that it was compiled ahead of time for.
-    The table's level decides whether it is trusted; `trusted` overrides it: this chip checked the kernel, or the user
-    forces it."""
+    """Name what computes a call: "tpu" or "gpu" for a kernel, or "reference".
+
+    Args:
+        spec: The form of the body.
+        group: Query heads of a KV head.
+        slots: Slots of the body.
+        length: New tokens.
+        trusted: True takes the kernel whatever its level in the table: this chip checked it, or the user forces it.
+            False takes it only where the table's level says that it is right.
+
+    Returns:
+        The name. A kernel is taken only for shapes for which it was compiled ahead of time."""
     if spec.target == "cpu":
         return "reference"
     kernel, entry = family(spec.target), lookup(form_of(spec), spec.target)
@@ -67,20 +88,22 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
 
 
 def least_page(spec: Spec) -> int:
-    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages: a tile's, which is of one
-    page.
+    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages. A tile lies in one page, so
+    that this is a tile's.
 
-    By estimate a grid step takes a third of a microsecond by itself, in which a v6e's memory brings the codes of 1000
-    keys and values of 1024 channels at 2 bits. Smaller tiles would wait for the grid."""
+    By estimate a grid step has an overhead of a third of a microsecond, in which a v6e's memory brings the codes of
+    1000 keys and values of 1024 channels at 2 bits. Smaller tiles would wait for the grid."""
     if not isinstance(spec, CommVQSpec):
         return TILE
-    # Words of key codes lie along the lanes. XLA lays out anew what has fewer than 128 of them, at every call.
+    # Words of key codes lie along the lanes. XLA would copy arrays with fewer than 128 of them to another layout, at
+    # every call.
     return max(TILE, LANES * PLANE // split_bits(spec.bits)[-1])
 
 
 def takes_pages(spec: Spec, chip: str | None, page: int) -> bool:
-    """Say whether the kernel of this kind of chip, "tpu" or "gpu", goes from page to page of `page` tokens. A page is
-    whole tiles of every kernel, and whole blocks of 128 words of CommVQ's, only where it is a power of two."""
+    """Say whether the kernel of this kind of chip, "tpu" or "gpu", reads pages of `page` tokens by the table of pages.
+
+    A page must be whole tiles of every kernel, and for CommVQ whole blocks of 128 words. Powers of two are."""
     return chip == "tpu" and page >= least_page(spec) and page.bit_count() == 1
 
 
@@ -89,7 +112,7 @@ def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Calla
     puts the results together."""
 
     def attend(q, *arguments) -> Partial:
-        q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])
+        q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])  # [B, T, K, G, D]
         results = []
         for first in range(0, q.shape[3], count):
             part = q[:, :, :, first : first + count]
@@ -117,9 +140,9 @@ def packed_attention(
     Args:
         without_kernel: Computes the same where no kernel runs.
         trusted: As in `path`.
-        also: `recent` tokens beside the body, which a TPU's kernel for exact bodies attends to as well; the `carry` of
-            layers that feed each other; the table of `pages` [B, N] in which a row's tokens lie, where the body's rows
-            are pages (`takes_pages`). A page that is not there is -1.
+        also: What some kernels get as well. `recent`: tokens beside the body, to which a TPU's kernel for exact bodies
+            attends too. `carry`: what layers pass on to each other. `pages` [B, N]: the pages in which a row's tokens
+            lie, -1 where there is none, for bodies whose rows are pages (`takes_pages`).
 
     Returns:
         What `without_kernel` returns: attention, or with a carry (attention, carry)."""
@@ -128,8 +151,9 @@ def packed_attention(
     if chosen == "reference":
         return without_kernel()
 
-    # Imported where it is wanted: not every jaxlib has the compiler of the other's kernels.
+    # Imported only here: a jaxlib for TPUs need not have the compiler of GPU kernels, nor the other way round.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
-    kernel, count = functools.partial(module.packed_attention, spec=spec, **also), at_once(spec, group, length)
+    kernel = functools.partial(module.packed_attention, spec=spec, **also)
+    count = at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if count == group else _shared_out(kernel, count, spec)}
     return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=lambda *_: without_kernel())

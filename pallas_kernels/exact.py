@@ -11,7 +11,7 @@ ROOM = 16  # tokens: whole registers of bfloat16
 
 
 def room(tokens: int) -> int:
-    """Count the tokens for which `Recent.seen` has room where a part has so many."""
+    """Count the tokens for which `Recent.seen` has room, for a part of so many tokens."""
     return -(-tokens // ROOM) * ROOM
 
 
@@ -28,9 +28,13 @@ class ExactBody(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """Keys and values beside a body, in bfloat16: what all layers hold, part by part (sinks, window), and the layer's
-    new tokens. `seen` is 1 where a query sees a token; the parts follow each other in it, each with `room` for its
-    tokens."""
+    """Keys and values of tokens beside a body, in bfloat16.
+
+    Attributes:
+        held: (keys, values) of all layers, part by part: sinks, window.
+        new: (keys, values) of the layer's new tokens.
+        seen: 1 where a query sees a token, else 0. The parts `held` and then `new` follow each other along the last
+            axis, each with `room` for its tokens."""
 
     held: tuple[tuple[Float[Array, "L B n W"], Float[Array, "L B n W"]], ...]
     new: tuple[Float[Array, "B T W"], Float[Array, "B T W"]]
@@ -39,8 +43,14 @@ class Recent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactSpec:
-    """Keys are stored after RoPE. `dtype` is that of what is stored, "compute" until a cache's is known. `target` names
-    the chip, as in `PackedSpec`."""
+    """Everything static about a call. Keys are stored after RoPE.
+
+    Attributes:
+        kv_heads: KV heads, K.
+        head_dim: Channels of a head, D.
+        dtype: Of the stored vectors; "compute" until the cache's is known.
+        target: The chip, as in `PackedSpec`.
+        rope: None, as in a `PackedSpec` of keys after RoPE."""
 
     kv_heads: int
     head_dim: int

@@ -1,6 +1,8 @@
-"""Kernel forms: which kernel reads which body. A form is the key of everything that is known of a kernel: its row of
-the table (`support`), what a cache may use (`choice`), its verdicts (`kvqjax.kernel_checks`) and its recorded
-bundles."""
+"""Kernel forms: which kernel reads which body.
+
+A form names one kernel. All that is known of the kernel is found by its form: its row of the table (`support`), whether
+a cache may use it (`choice`), its verdicts (`kvqjax.kernel_checks`) and its recorded bundles. The constants below are
+the shapes with which kernels were compiled; other shapes have no form."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,23 +20,29 @@ __all__ = ["CUDNN", "SPLASH", "KernelForm", "Spec", "form_of"]
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
 EXACT = 16  # bits of keys and values that are not coded
-EXACT_HEAD_DIMS, LANES = (64, 128), 128  # of exact bodies, and what their width is a multiple of, likewise
-MOST_SLOTS = 12  # outliers of a token's keys, or values, with which kernels were compiled
-# Rank, channels of the keys and head_dim of latents with which kernels were compiled.
-LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)
-HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim and channels that share a scale, likewise
-PREDICTED_SHAPES = ((8, 128, 1024),)  # the same of AQUA-KV's codes
-# Levels, KV heads and head_dim of CommVQ; for each the bits of its values and the rounds of its keys, likewise.
+EXACT_HEAD_DIMS, LANES = (64, 128), 128  # of exact bodies: head_dim, and what their width is a multiple of
+MOST_SLOTS = 12  # outliers of a token's keys, or of its values
+LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
+HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
+PREDICTED_SHAPES = ((8, 128, 1024),)  # the same numbers of AQUA-KV's codes
+# (levels, KV heads, head_dim) of CommVQ -> {bits of its values per channel: rounds of its keys}
 COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelForm:
-    """Name one kernel form: a method, the bits of its codes per channel, and what else its kernel was compiled for.
+    """Name one kernel form. `str` gives the printed name.
 
-    `group` is for uniform codes (KIVI, OScaR, KVarN): 128 means key groups of 128 tokens and value groups of one head's
-    channels, 32 means 32 of each; OSCAR's groups are a head's channels. `outliers` is for KVQuant, `qk_norm` for
-    XQuant. `str` gives the printed name."""
+    Attributes:
+        method: The method's name.
+        key_bits: Bits of a key's codes per channel; EXACT where keys are not coded.
+        value_bits: Bits of a value's codes likewise.
+        head_dim: Channels of a head.
+        group: Of uniform codes (KIVI, OScaR, KVarN). 128: key groups of 128 tokens, value groups of one head's
+            channels. 32: key groups of 32 tokens, value groups of 32 channels. OSCAR's groups are a head's channels,
+            whatever this says.
+        outliers: Whether KVQuant keeps outliers.
+        qk_norm: Whether XQuant's keys have QK-norm."""
 
     method: str
     key_bits: int = EXACT
@@ -50,30 +58,38 @@ class KernelForm:
             words.append(f"{self.key_bits} and {self.value_bits} bits")
         elif self.key_bits != EXACT:
             words.append(f"{self.key_bits} bit{'s' * (self.key_bits > 1)}")
-        parts = [" ".join(words)] + [f"head_dim {self.head_dim}"] * (self.head_dim != 128)
-        parts += [f"groups of {self.group}"] * (self.group != 128)
-        return ", ".join(parts + ["outliers"] * self.outliers + ["QK-norm"] * self.qk_norm)
+        parts = [" ".join(words)]
+        if self.head_dim != 128:
+            parts.append(f"head_dim {self.head_dim}")
+        if self.group != 128:
+            parts.append(f"groups of {self.group}")
+        if self.outliers:
+            parts.append("outliers")
+        if self.qk_norm:
+            parts.append("QK-norm")
+        return ", ".join(parts)
 
 
-# Kernels of others, which read no body.
+# Kernels of other libraries, which attend to exact keys and values of a prompt and read no body.
 SPLASH = KernelForm("splash")  # JAX's, for prompts and chunks on TPUs
 CUDNN = KernelForm("cudnn")  # NVIDIA's, for prompts on GPUs
 
 
 def _packed_form(spec: PackedSpec) -> KernelForm | None:
     bits = spec.key_bits, spec.value_bits
-    groups = spec.key_group, spec.value_group
+    groups = spec.key_group, spec.value_group  # a key group of 0: scales that hold for all tokens, or per token
     if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
         return None
     if spec.datatype == "nuq":
         fits = spec.rope is not None and groups == (0, spec.width)
         outliers = spec.key_slots > 0 or spec.value_slots > 0
         return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if fits else None
-    factors = spec.key_factors, spec.value_factors
+    factors, no_factors = (spec.key_factors, spec.value_factors), (0, False)
     if spec.key_channels:
-        fits = spec.rope is None and factors == (0, False) and groups == (0, spec.head_dim) == (0, spec.key_channels)
+        by_head = groups == (0, spec.head_dim) and spec.key_channels == spec.head_dim
+        fits = spec.rope is None and factors == no_factors and by_head
         return KernelForm("oscar", *bits, spec.head_dim) if fits else None
-    if factors == (0, False):
+    if factors == no_factors:
         method = "kivi" if spec.rope is None else "kivi_star"
     elif spec.rope is None and factors in ((1, False), (spec.kv_heads, True)):
         method = "kvarn" if spec.value_factors else "omniscale"
@@ -93,7 +109,7 @@ def _latent_form(spec: LatentSpec) -> KernelForm | None:
 
 
 def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
-    shape, bits = (spec.kv_heads, spec.head_dim, spec.group), spec.key_bits // 2
+    shape, bits = (spec.kv_heads, spec.head_dim, spec.group), spec.key_bits // 2  # a code stands for two channels
     fits = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
     return KernelForm("higgs", bits, bits, spec.head_dim) if fits else None
 

@@ -1,8 +1,8 @@
 """What a kernel on HIGGS bodies is given (arXiv 2411.17525, section 3; AQUA-KV, arXiv 2501.19392).
 
-A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in Sylvester's natural order, y
-the grid points that the codes of consecutive pairs of entries index, s the scale of the token and group. Groups hold
-whole heads; keys are stored before RoPE."""
+A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in Sylvester's natural order,
+and s the scale of the token and group. y are h numbers: each code names a grid point, which is two of them in a row.
+Groups hold whole heads. Keys are stored before RoPE."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,8 +15,8 @@ __all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
 
 
 class HiggsStored(NamedTuple):
-    """The stored fields of one run of layers: V = K*D/2 codes of a token, in planes (`kvqjax.ops.packing`), one array
-    per plane set; a scale per group, as the integer that holds its bits."""
+    """The stored fields of one run of layers. A token has V = K*D/2 codes in planes (`kvqjax.ops.packing`), one array
+    per plane set. Each group has a scale, stored as the integer that holds its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]
     key_scale: UInt[Array, "L B groups S"]
@@ -43,8 +43,17 @@ class HiggsBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiggsSpec:
-    """`key_bits` and `value_bits` are per code, that is per pair of channels. `group` channels share a scale of the
-    dtype `scales`. `target` names the chip, as in `PackedSpec`."""
+    """Everything static about a call.
+
+    Attributes:
+        key_bits: Bits of a key's code, for two channels.
+        value_bits: Bits of a value's code, for two channels.
+        group: Channels that share a scale, h.
+        kv_heads: KV heads, K.
+        head_dim: Channels of a head, D.
+        rope: How keys are rotated.
+        scales: Dtype of the scales.
+        target: The chip, as in `PackedSpec`."""
 
     key_bits: int
     value_bits: int

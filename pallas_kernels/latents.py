@@ -1,8 +1,9 @@
 """What a kernel on packed latents is given (XQuant, arXiv 2508.10395, section 3.3).
 
-A body holds two latents of every token: x = X U_k with a scale per channel of a group of tokens, and y = X U_v with a
-scale per token. Keys are rematerialised from x: k = RoPE(norm(x F + b)), F [R, K*D]. Values are not: a kernel returns
-the means of y, which all heads share, and the caller multiplies them (kvqjax.methods.layer_cache.SharedValues)."""
+A body holds two latents of every token, made from the layer's input X: x = X U_k with a scale per channel and group of
+tokens, and y = X U_v with a scale per token. Keys are made from x by the kernel: k = RoPE(norm(x F + b)), F [R, K*D].
+Values are not made. A kernel returns the means of y, which all heads share, and the caller multiplies the means by a
+matrix (kvqjax.methods.layer_cache.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,8 +16,14 @@ __all__ = ["LatentBody", "LatentSpec"]
 
 
 class LatentBody(NamedTuple):
-    """The stored latents of keys and of values, and what keys are made with: `up` is F, `bias` b, `gain` that of
-    QK-norm (None where the model has none). `positions` as in `PackedBody`."""
+    """The stored latents, and what keys are made with.
+
+    Attributes:
+        stored: Latents of keys and of values.
+        positions: As in `PackedBody`.
+        up: F.
+        bias: b; None where the model has none.
+        gain: The weights of QK-norm; None where the model has none."""
 
     stored: PackedBody
     positions: Int[Array, " n"]
@@ -31,8 +38,15 @@ class LatentBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """`stored` describes the latents as keys and values of one head of R channels. `kv_heads` and `head_dim` are the
-    model's; `epsilon` is that of its QK-norm, 0 without one. `target` names the chip, as in `PackedSpec`."""
+    """Everything static about a call.
+
+    Attributes:
+        stored: The latents, described as keys and values of one head of R channels.
+        kv_heads: The model's KV heads, K.
+        head_dim: Channels of a head, D.
+        rope: How keys are rotated.
+        epsilon: That of the model's QK-norm; 0 without one.
+        target: The chip, as in `PackedSpec`."""
 
     stored: PackedSpec
     kv_heads: int

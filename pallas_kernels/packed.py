@@ -1,17 +1,20 @@
 """What a kernel on packed keys and values is given: a body's arrays and a static description.
 
+There are two kinds of codes:
+
 - uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low. Keys have one scale and minimum per channel for
-  `key_group` consecutive tokens, values one per token for `value_group` consecutive channels. Keys may have theirs as
-  values do, for `key_channels` channels (OSCAR).
-- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low, with one table of 2^b signposts for keys and
-  one for values. Scale and centre (`low`) of a key channel are constants of the layer, those of a value its token's.
-  `key_slots` and `value_slots` outliers per token then replace what their codes say.
+  `key_group` consecutive tokens. Values have one per token for `value_group` consecutive channels. Keys may also have
+  one per token for `key_channels` channels (OSCAR).
+- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low. One table of 2^b signposts is for keys, another
+  one for values. A channel of keys has a scale and a centre (`low`) that are constants of the layer. A value has those
+  of its token. `key_slots` and `value_slots` outliers per token replace what their codes say.
 
-Uniform keys may be multiplied by factors of their token, one for all KV heads (OScaR) or one of each (KVarN), and
-values by factors per channel of every `key_group` tokens (KVarN).
+Uniform keys may be multiplied by factors of their token: one factor for all KV heads (OScaR), or one for each (KVarN).
+Values may then be multiplied by a factor for each channel and `key_group` tokens (KVarN).
 
-Keys may be stored before RoPE (`PackedSpec.rope`); the body then says where each stretch of tokens begins. The arrays
-lie in planes (`kvqjax.ops.packing.planes`), all KV heads side by side: head h lies in lanes h*D to (h+1)*D - 1."""
+Keys may be stored before RoPE (`PackedSpec.rope`). The body then says where each stretch of tokens begins in the
+sequence. The arrays lie in planes (`kvqjax.ops.packing.planes`), all KV heads side by side: head h lies in lanes h*D to
+(h+1)*D - 1."""
 
 import dataclasses
 import math
@@ -28,8 +31,11 @@ __all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check"]
 
 
 class Rope(NamedTuple):
-    """How keys stored before RoPE are rotated: the angle per position of each pair of channels (i, i + D/2), and the
-    factor of cos and sin."""
+    """How keys stored before RoPE are rotated.
+
+    Attributes:
+        frequencies: Angle per position of each pair of channels (i, i + D/2), in radians.
+        factor: Multiplies cos and sin."""
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
@@ -43,16 +49,16 @@ class Signposts(NamedTuple):
 
 
 class PackedBody(NamedTuple):
-    """The stored fields of one run of layers; W = K*D lanes, S slots.
+    """The stored fields of one run of layers: L layers, B rows, S slots, W = K*D lanes.
 
-    Codes of b bits have S*b/32 rows of words, one array per plane set (`split_bits`). Where the spec
-    is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and
-    minima have the dtype `scales` of the spec, 16-bit ones as the integers that hold their bits. Where `key_group` is
-    0, those of keys are the layer's constants, [W] float32.
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`split_bits`). Where the spec is `striped`, keys
+    are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and minima have the dtype
+    `scales` of the spec. Those of 16 bits are stored as the integers that hold their bits. Where `key_group` and
+    `key_channels` are 0, scales and minima of keys are constants of the layer, [W] float32.
 
-    `positions` are given for keys before RoPE: the position of the first token of every S/n slots. The others follow it
-    one by one. n divides S into multiples of the spec's `unit`. Outliers are 16-bit words: the values of a token's
-    slots, then their channels (kvqjax.codecs.nuq_outliers)."""
+    `positions` are given for keys before RoPE. The slots are cut into n equal stretches, each a multiple of the spec's
+    `unit`. Each stretch has consecutive positions, of which the first one is given. Outliers are 16-bit words: the
+    values of a token's slots, then their channels (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B ..."], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
@@ -74,11 +80,26 @@ class PackedBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSpec:
-    """Everything static about a call. `target` names the chip that the program is compiled for. `rope` is None for
-    keys after RoPE. `datatype` is "uniform" or "nuq". `key_group` is 0 where all tokens share the keys' scales,
-    and where `key_channels` channels of a token do. `key_factors` numbers of a token multiply its keys: 0, 1, or one of
-    each KV head. `value_factors` says whether values are multiplied too. `striped`: keys lie in lines and values in
-    stripes, as only the plain computation reads them."""
+    """Everything static about a call.
+
+    Attributes:
+        key_bits: Bits of a key's code.
+        value_bits: Bits of a value's code.
+        key_group: Tokens that share a scale of a channel of keys; 0 where all tokens share it, and where keys have
+            scales per token.
+        value_group: Channels that share a scale of a token's value.
+        kv_heads: KV heads, K.
+        head_dim: Channels of a head, D.
+        scales: Dtype of scales and minima.
+        target: The chip that the program is compiled for.
+        rope: How keys are rotated; None for keys after RoPE.
+        datatype: "uniform" or "nuq".
+        key_slots: Outliers of a token's keys.
+        value_slots: Outliers of a token's values.
+        key_factors: How many factors a token has that multiply its keys: 0, 1, or one for each KV head.
+        value_factors: Whether values have factors too.
+        key_channels: Channels that share a scale of a token's key; 0 where keys have scales per channel.
+        striped: Whether keys lie in lines and values in stripes. Only the plain computation reads these."""
 
     key_bits: int
     value_bits: int
@@ -111,7 +132,7 @@ class PackedSpec:
 
     @property
     def unit(self) -> int:
-        """Tokens after which every array starts a fresh block."""
+        """The least number of tokens that is a whole number of blocks, or groups, of every array."""
         if self.striped:
             return math.lcm(1024, self.key_group)
         key, value = split_bits(self.key_bits), split_bits(self.value_bits)
@@ -130,8 +151,8 @@ class PackedSpec:
 
 
 def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
-    """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The value scales say how many slots
-    there are."""
+    """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The number of slots is taken from
+    the value scales."""
     slots = body.value_scale.shape[-1]
     for name, codes, bits in (("key", body.key_codes, spec.key_bits), ("value", body.value_codes, spec.value_bits)):
         parts = split_bits(bits)
@@ -163,8 +184,8 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
 
 
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B N"] | None = None) -> None:
-    """Raise ValueError at trace time unless the query and every array have the shapes that `spec` says. Where a table
-    of `pages` is given, the body's rows are pages, of which each of the query's rows may have N."""
+    """Raise ValueError, while the program is traced, unless the query and every array have the shapes that `spec` says.
+    Where a table of `pages` is given, the body's rows are pages, and each of the query's rows may have N of them."""
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
         raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")

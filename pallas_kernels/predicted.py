@@ -1,11 +1,12 @@
 """What a kernel on AQUA-KV's bodies is given (arXiv 2501.19392, Algorithm 1).
 
-A body holds HIGGS codes of what a linear map of the layer below misses of keys and values:
+Linear maps predict a layer's keys and values from those of the layer below. A body holds HIGGS codes of the residuals,
+which are what the predictions miss:
 
     Kr = Kr_prev A + a + residual        Vr = [Kr, Vr_prev] B + b + residual
 
-all before RoPE and over all KV heads, rounded to bfloat16. Kr and Vr are attended to, and flow on to the layer above.
-The first layer has no maps: its codes are of keys and values themselves."""
+Kr and Vr are the reconstructed keys and values, before RoPE, over all KV heads, rounded to bfloat16. Queries attend to
+them, and they flow on to the layer above. The first layer has no maps: its codes are of keys and values themselves."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,7 +20,7 @@ __all__ = ["Maps", "PredictedBody", "PredictedSpec"]
 
 
 class Maps(NamedTuple):
-    """The layer's linear maps; inputs of that of values are keys, then the values below."""
+    """The layer's linear maps. Inputs of the values' map are this layer's keys, then the values of the layer below."""
 
     key: Float[Array, "W W"]
     key_bias: Float[Array, " W"]
@@ -28,7 +29,7 @@ class Maps(NamedTuple):
 
 
 class PredictedBody(NamedTuple):
-    """The stored codes, and the maps; None in a layer without."""
+    """The stored codes, and the layer's maps; None in a layer without maps."""
 
     codes: HiggsBody
     maps: Maps | None
@@ -44,8 +45,13 @@ class PredictedBody(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictedSpec:
-    """`codes` describes the codes as a HIGGS body. `mapped` layers have maps. `dtype` is that of what flows from layer
-    to layer, "compute" until a cache's is known. `target` names the chip, as in `PackedSpec`."""
+    """Everything static about a call.
+
+    Attributes:
+        codes: The codes, described as a HIGGS body.
+        mapped: Whether the layer has maps.
+        dtype: Of the keys and values that flow from layer to layer; "compute" until the cache's is known.
+        target: The chip, as in `PackedSpec`."""
 
     codes: HiggsSpec
     mapped: bool

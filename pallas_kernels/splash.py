@@ -1,5 +1,7 @@
-"""Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention. Which blocks of keys a
-block of queries sees is data, so one program serves every offset and length."""
+"""Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention.
+
+Splash attention takes queries and keys in blocks, and skips blocks of keys that a block of queries does not see. Here
+it gets these blocks as arrays, so that one program serves every offset and length."""
 
 import functools
 from collections.abc import Callable
@@ -13,14 +15,17 @@ from kvqjax.ops.attention import Partial, oldest_seen
 __all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
 
 LANES = 128
-MOST_QUERIES, MOST_KEYS, MOST_AT_ONCE = 1024, 2048, 1024  # of a block, and of one product within it
-LIMIT_BITS = 15  # of the newest key, where the oldest one shares its number
+MOST_QUERIES, MOST_KEYS = 1024, 2048  # of a block
+MOST_AT_ONCE = 1024  # keys of one product within a block
+# Splash asks which keys a query sees with one int32 number for each query. Where that number must hold the oldest and
+# the newest key, the newest one has the lower bits, so many.
+LIMIT_BITS = 15
 MOST_LIMITED = 2**LIMIT_BITS
-HEAD_DIMS = (64, 96, 128, 256)  # that were compiled
+HEAD_DIMS = (64, 96, 128, 256)  # for which the kernel was compiled
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a block, and keys of one product."""
+    """Sizes of blocks: queries of a block, keys of a block, and keys of one product within a block."""
 
     queries: int
     keys: int
@@ -46,8 +51,19 @@ def fits(queries: int, keys: int, head_dim: int) -> bool:
 def seen_blocks(
     newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None, chunked: bool = False
 ):
-    """Return which blocks of keys each of N blocks of queries sees: the first [N], and one past the last [N], 0 where
-    it sees none. Query t sees the keys `newest[t] - sliding < s <= newest[t]`, or those from `oldest[t]` on."""
+    """Find the blocks of keys that each block of queries sees.
+
+    Args:
+        newest: The newest key that each query sees; -1: it sees none.
+        keys: How many keys there are.
+        blocks: The sizes of blocks.
+        sliding: Tokens of a sliding window, or None.
+        oldest: The oldest key that each query sees, or None.
+        chunked: Whether `sliding` are chunks instead of windows, as in `splash_attention`.
+
+    Returns:
+        (number of the first block of keys, one past the last), [N] each for N blocks of queries. A block that sees no
+        key has 0 as its last one."""
     by_block = newest.reshape(-1, blocks.queries)
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
@@ -59,22 +75,27 @@ def seen_blocks(
 
 
 def _sees(sliding: int | None, chunked: bool, newest, key):
-    """Say which keys a query sees, in the way splash asks: `newest` and `key` have one shape."""
+    """Say whether queries see keys. Splash calls this with arrays `newest` and `key` of one shape."""
     if chunked and sliding is not None:
         return (key <= newest) & (key >= newest // sliding * sliding)
     return key <= newest if sliding is None else (key <= newest) & (key > newest - sliding)
 
 
 def _sees_both(limits, key):
-    """Say the same where one number holds the oldest key above the newest one."""
+    """Say the same where one number holds the oldest key in its upper bits and the newest key in its lower ones."""
     return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits >> LIMIT_BITS)
 
 
 def _limits(
     newest: Int[Array, " T"], keys: int, sliding: int | None, oldest, chunked: bool
 ) -> tuple[Callable, Int[Array, " T"]]:
-    """Return splash's question, which keys a query sees, and the number [T] that it asks with. Raise ValueError where
-    there are too many keys for two limits in one number."""
+    """Choose how splash finds out which keys a query sees.
+
+    Returns:
+        (the function that it calls, the number [T] of each query that it calls it with).
+
+    Raises:
+        ValueError: Too many keys for two limits in one number."""
     if oldest is None:
         return functools.partial(_sees, sliding, chunked), newest
     if keys >= MOST_LIMITED:
@@ -85,11 +106,12 @@ def _limits(
 def _mask(
     newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest, chunked: bool
 ) -> tuple[Array, Array]:
-    """Return the block of keys to fetch, and whether it is seen, for every block of queries and of keys: [1, N, M]
-    both."""
+    """Say for every one of N blocks of queries and M blocks of keys which block of keys is fetched, and whether it is
+    seen: [1, N, M] each."""
     first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest, chunked))
     every = jnp.arange(keys // blocks.keys)[None]
-    # A block that is not seen names one that is fetched already, so nothing is moved for it.
+    # In place of a block that is not seen the nearest one that is seen is named. It is fetched anyway, so that nothing
+    # more is moved.
     nearest = jnp.clip(every, first, jnp.maximum(last - 1, first))
     seen = (every >= first) & (every < last)
     return nearest[None], seen.astype(jnp.int32)[None]
@@ -106,18 +128,32 @@ def splash_attention(
     softcap: float | None = None,
     chunked: bool = False,
 ) -> Partial:
-    """Attend with T queries of every row to S keys, by head: N = B * K. Query t sees the keys up to `newest[t]` (-1:
-    none), and of these the last `sliding`, those of its chunk of `sliding` keys if `chunked`, or those from `oldest[t]`
-    on. `oldest` is possible with fewer than MOST_LIMITED keys. `softcap` as in `kvqjax.ops.attention.ScoreOptions`. The
-    output is rounded to the queries' dtype."""
-    # Imported where it is wanted: not every jaxlib has the compiler of TPU kernels.
+    """Attend with T queries of every row to S keys.
+
+    Args:
+        q: The queries.
+        k: Keys by head: N = B * K.
+        v: Values likewise.
+        newest: The newest key that each query sees; -1: it sees none.
+        sliding: Each query sees only the newest `sliding` of these keys; None: all.
+        interpret: As in `pl.pallas_call`.
+        oldest: Each query sees only keys from this one on; None: all. Only with fewer than MOST_LIMITED keys.
+        softcap: As in `kvqjax.ops.attention.ScoreOptions`.
+        chunked: Each query sees only the keys from the latest multiple of `sliding` on.
+
+    Returns:
+        Attention to these keys. Before it is returned, it is rounded to the queries' dtype.
+
+    Raises:
+        ValueError: Too many keys for `oldest`."""
+    # Imported only here: not every jaxlib has the compiler of TPU kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     batch, length, heads, dim = q.shape
     blocks, keys = block_sizes(length, k.shape[1]), k.shape[1]
     by_head = (q * jnp.asarray(dim**-0.5, q.dtype)).transpose(0, 2, 1, 3).reshape(batch * heads, length, dim)
-    # Below 128 lanes, tokens along them: otherwise XLA pads and copies.
+    # Heads of fewer than 128 channels have tokens on the lanes. With channels there, XLA would pad and copy them.
     layout = splash.QKVLayout.SEQ_MINOR if dim < LANES else splash.QKVLayout.HEAD_DIM_MINOR
     newest = newest.astype(jnp.int32)
     nearest, seen = _mask(newest, keys, blocks, sliding, oldest, chunked)

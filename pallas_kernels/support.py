@@ -1,11 +1,11 @@
 """The table of kernels: what is known of each kernel form on each chip. `python -m kvqjax.pallas_kernels` prints it.
 
-Levels:
+Levels, each of which includes the ones before it:
 
 - compiled: the kernel compiles for the chip without spills and copies (benchmarks/records; AQUA-KV's spills a register
-  for every forty bundles at most). An interpreter ran it only with stand-ins for what it does in registers.
-- simulated: as compiled, and the kernel as it is equals the plain path in Pallas' interpreter.
-- verified on <chip>: as simulated, and `kvqjax doctor` found it right on a chip of that name.
+  for every forty bundles at most). An interpreter ran it with stand-ins for what it does in registers.
+- simulated: the kernel as it is equals the plain path in Pallas' interpreter.
+- verified on <chip>: `kvqjax doctor` found the kernel right on a chip of that name.
 
 A chip that is there uses a kernel only after checking it (`kvqjax.kernel_checks`), or where the user forces it. The
 table decides for programs that are compiled ahead of time: they take kernels of every level but `compiled`.
@@ -43,8 +43,12 @@ def verified(chip: str) -> str:
 
 
 class Entry(NamedTuple):
-    """One kernel on one chip. `most_rows` query rows of a KV head are the most that were compiled without spills.
-    `work` says how a TPU kernel works a tile off, where that was chosen for this form."""
+    """What is known of one kernel on one chip.
+
+    Attributes:
+        level: How far it was tested.
+        most_rows: The most query rows of a KV head with which it was compiled without spills.
+        work: How a TPU kernel works a tile off, where this was chosen for the form."""
 
     level: str
     most_rows: int
@@ -70,6 +74,7 @@ def _without_v5(v6e: Work, v7x: Work) -> Row:
     return {chip: Entry(SIMULATED, 8, work) for chip, work in (("v6e", v6e), ("v7x", v7x))}
 
 
+# The most query rows on v5e and v5p, v6e, v7x.
 FEW, TWO, MANY = (4, 4, 4), (2, 2, 2), (16, 16, 16)
 HOPPER = {"sm90": Entry(COMPILED, 8)}
 # Right, and 1.5 to 7 times as fast as XLA's path (docs/speed.md).

@@ -1,5 +1,6 @@
-"""How the TPU decode-attention kernel works a tile off, as data. `benchmarks/tpu_bundles.py --attempt` found what takes
-the fewest bundles without spills; `support.TABLE` has the choice for each kernel form and chip.
+"""How the TPU decode-attention kernel works a tile off, as data. `benchmarks/tpu_bundles.py --attempt` compiled kernels
+with different choices. `support.TABLE` has, for each kernel form and chip, the choice that took the fewest bundles
+(instruction words) without spilling registers.
 
 Every lane group (`tpu.plan`) of a tile has two steps: its scores, then its values. They are worked off
 
@@ -15,15 +16,19 @@ __all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE"
 class Work(NamedTuple):
     """How a kernel works off a tile.
 
-    - `tile` tokens of a tile, which every lane group works off in `pieces`.
-    - `ahead`: by how many turns of 512 tokens scores are ahead of values (negative: behind), where lane groups are
-      interleaved. None: they are not interleaved."""
+    Attributes:
+        tile: Tokens of a tile.
+        pieces: Parts in which every lane group works off the tile.
+        ahead: By how many turns of 512 tokens scores are ahead of values (negative: behind), where lane groups are
+            interleaved. None: they are not interleaved."""
 
     tile: int
     pieces: int = 1
     ahead: int | None = None
 
 
+# By their names: pieces of a tile (SHORT: a tile of 1024 tokens), and whether scores are in turn with values, ahead of
+# them or behind them.
 SHORT, WHOLE, HALVES, QUARTERS = Work(1024), Work(2048), Work(2048, 2), Work(2048, 4)
 IN_TURN, AHEAD, BEHIND = Work(2048, 1, 0), Work(2048, 1, 1), Work(2048, 1, -4)
 SHORT_IN_TURN, SHORT_AHEAD = Work(1024, 1, 0), Work(1024, 1, 1)
