@@ -60,8 +60,10 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
         """Make the M rows of `own` for one group, as a list of [M, 128]."""
         return [jnp.where(masks[pattern][group], 1.0, zeros) if group in pattern else zeros for pattern in patterns]
 
-    for i, numbers in enumerate((plan.order // plan.group).reshape(-1, plan.column // LANES, LANES)):
-        patterns, met = [tuple(map(int, x)) for x in numbers], groups_met(plan, i)
+    group_of_token = (plan.order // plan.group).reshape(-1, plan.column // LANES, LANES)
+    for i, numbers in enumerate(group_of_token):
+        patterns = [tuple(map(int, x)) for x in numbers]
+        met = groups_met(plan, i)
         for n, pattern in enumerate(patterns):
             if pattern not in masks:
                 owner = owners(refs, plan, i)[:, n * LANES : (n + 1) * LANES]
@@ -124,14 +126,16 @@ def add_balanced_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     block_columns, masks = _met(refs, plan)
     total, lows, product = sums
     for index in blocks:
-        products, minima = {}, {}
+        products, minima = {}, {}  # of this block, as `_block_sums` wants them
         code_columns = columns(refs.body.value_codes, None, plan.spec.value_bits, place, index, plan, plan.mixed)
         for met, number, codes in zip(block_columns, plan.columns(index), code_columns, strict=True):
-            weight, first = next(weights_left), number * (plan.column // LANES)
+            weight = next(weights_left)  # [M, column]
+            first = number * (plan.column // LANES)
             total = total + lane_wise(jnp.add, weight)
             scaled, low = (weight * own_rows(ref, plan, place, 0, first) for ref in (refs.scales, refs.lows))
             for pattern, part in zip(met.lanes, jnp.split(low, len(met.lanes), axis=1), strict=True):
                 _add(minima, pattern, part)
+            # Columns that meet the same groups share one sum of products.
             _add(products, tuple(met.groups), dot(_stacked(scaled, plan, met), codes, 0))
             # After a block's last column its groups are complete.
             if met is block_columns[-1]:

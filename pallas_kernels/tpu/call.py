@@ -1,7 +1,11 @@
-"""One declaration per operand of a TPU kernel: its array, which block of it a grid step sees, and its name.
+"""Declare the operands of TPU kernels, and call the kernels.
 
-The grid of every kernel is (row, tile) or (row, split, tile). `invoke` gives a kernel its operands, results and scratch
-memory as attributes of one value, `Refs`. Shapes in the declarations are those of the block that the kernel sees.
+A declaration (`Operand`) has an operand's array and says which block of it a grid step sees. The grid of every kernel
+is (row, tile) or (row, split, tile). `invoke` gives a kernel its operands, results and scratch memory as attributes of
+one value, `Refs`. Shapes in the declarations are those of the block that the kernel sees.
+
+Functions that choose a block get the numbers of the grid step, then two arrays in scalar memory: `layer` [1] and `ends`
+from `rows.tile_ends`.
 """
 
 from collections.abc import Callable
@@ -19,9 +23,10 @@ from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 __all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
 __all__ += ["constant", "lies_at", "memory", "of_body", "of_layer", "scalars"]
 
-KEYS_BY_TOKEN = ("key_scale", "key_low")
 BOUNDS = 3  # numbers of a row in `rows.tile_ends` that are no pages
+# Fields of a body that have tokens on the lanes, in every form, and where keys have their scales per token.
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
+KEYS_BY_TOKEN = ("key_scale", "key_low")
 
 
 class Refs(SimpleNamespace):
@@ -44,14 +49,14 @@ class InPlace(NamedTuple):
 
 
 def fetched(row, number, ends):
-    """Return the tile to fetch where tile `number` is due: the nearest one that the row sees, so that no tile is
-    fetched in vain. `ends` is from `rows.tile_ends`."""
+    """Return the tile to fetch where tile `number` is due: the nearest one that the row sees. A block that is the same
+    as in the step before is not fetched again, so that no tile is fetched in vain."""
     return jnp.clip(number, ends[row, 0], ends[row, 2])
 
 
 def lies_at(row, number, ends, tiles: int):
-    """Return where tile `number` of a row lies in a body's arrays: (row, tile). Where `ends` names a row's pages, of
-    `tiles` tiles each, the arrays' rows are pages."""
+    """Return where tile `number` of a row lies in a body's arrays: (row of the arrays, tile). Where `ends` names the
+    row's pages, of `tiles` tiles each, the rows of the arrays are pages."""
     if ends.shape[1] == BOUNDS:
         return row, number
     # A tile's number is not negative: division and remainder need not look at its sign.
@@ -59,7 +64,7 @@ def lies_at(row, number, ends, tiles: int):
 
 
 def _spec(array, lead: Callable) -> pl.BlockSpec:
-    """Make a spec of blocks of one along the first axis: number `lead(*step, layer, ends)` of them."""
+    """Make a spec of blocks of size 1 along the first axis. `lead(*step, layer, ends)` is the number of the block."""
     zeros = (0,) * (array.ndim - 1)
     return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *zeros))
 
@@ -75,7 +80,7 @@ def by_row(array) -> Operand:
 
 
 def of_layer(array) -> Operand:
-    """Declare an array [L, B, ...] of which a grid step sees that of its layer and row, [1, 1, ...]."""
+    """Declare an array [L, B, ...] of which a grid step sees its layer and row, [1, 1, ...]."""
     zeros = (0,) * (array.ndim - 2)
     return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros)))
 
@@ -91,22 +96,34 @@ def scalars(array) -> Operand:
 
 
 def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY_TOKEN) -> Operand:
-    """Declare a body's fields [L, B, ...]: a grid step sees those of its layer, row and tile, [1, 1, ...], by the
-    tables of pages where `ends` has them. Fields `by_token` have tokens on the lanes, others on the rows. Constants of
-    a layer, [1, W], are seen whole."""
+    """Declare a body's fields [L, B, ...], of which a grid step sees its layer, row and tile, [1, 1, ...].
+
+    Args:
+        body: A named tuple of fields. Constants of a layer, [1, W], are seen whole.
+        plan: Has `tile`, the tokens of a tile.
+        tile: `tile(*step, ends)` is the number of the tile that is fetched.
+        by_token: Names of the fields that have tokens on the lanes. Others have tokens on the rows.
+
+    Returns:
+        One operand, whose references are a named tuple like `body`."""
     slots = body.slots  # of a row, or of a page
 
     def place(at):
+        """Find (layer, row of the arrays, tile) for a grid step."""
         *step, layer, ends = at
         return layer[0], *lies_at(step[0], tile(*step, ends), ends, slots // plan.tile)
 
     def rows(array):
+        """Make the spec of a field with tokens on the rows."""
         if array.ndim == 2:
             return constant(array).spec
+        # A row may hold several tokens (words, scales of groups): a tile has its share of the rows.
         block = (1, 1, plan.tile * array.shape[2] // slots, array.shape[3])
         return pl.BlockSpec(block, lambda *at: (*place(at), 0))
 
     def tokens(array):
+        """Make the spec of a field with tokens on the lanes."""
+
         def index(*at):
             layer, row, number = place(at)
             return layer, row, 0, number
@@ -141,17 +158,35 @@ def invoke(
     name: str,
     interpret: object,
 ) -> tuple[Array, ...]:
-    """Run `kernel(refs, ends, plan)` on a grid whose last axis are the tiles, in order. `ends` is from
-    `rows.tile_ends`. `results` are the shapes of `refs.out` and `refs.lse` for one step of the other axes. These axes
-    come first in what is returned, both float32. Names in `scratch` are names in `refs`. Arrays `in_place` are returned
-    after the results; their names in `refs` stand for pairs, what is read and what is written."""
+    """Run a kernel.
+
+    Args:
+        kernel: Called as `kernel(refs, ends, plan)` for every step of the grid.
+        plan: What the kernel gets.
+        grid: Its last axis are the tiles, which are worked off in order.
+        layer: Number of the layer in the operands.
+        ends: Which tiles the rows see, from `rows.tile_ends`.
+        operands: What the kernel reads, by its name in `refs`; None: the kernel gets None.
+        results: Shapes of `refs.out` and `refs.lse` for one step of the grid's other axes.
+        scratch: Declarations of working memory, by its name in `refs`.
+        in_place: Arrays that are read and written. Their names in `refs` stand for pairs of references: what is read
+            and what is written.
+        name: The kernel's name in the program.
+        interpret: As in `pl.pallas_call`.
+
+    Returns:
+        `out` and `lse`, float32, with all axes of the grid but the last one before the shapes in `results`; then the
+        arrays `in_place`."""
     used, lead = {name: operand for name, operand in operands.items() if operand is not None}, grid[:-1]
-    kept, first = list(in_place.values()), 2  # after the scalars
+    kept = list(in_place.values())
+    first = 2  # inputs before the arrays: `layer` and `ends`
 
     def body(_, ends, *refs):
+        # In order: arrays in place as they are read, operands, results, arrays in place as they are written, scratch.
+        read, written = refs[: len(kept)], refs[-1 - len(kept) : -1]
         *inputs, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
         by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
-        by_name |= dict(zip(in_place, zip(refs[: len(kept)], refs[-1 - len(kept) : -1], strict=True), strict=True))
+        by_name |= dict(zip(in_place, zip(read, written, strict=True), strict=True))
         kernel(Refs(**by_name, out=out, lse=lse), ends, plan)
 
     call = pl.pallas_call(
@@ -168,7 +203,8 @@ def invoke(
             *(jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in kept),
         ],
         input_output_aliases={first + number: len(results) + number for number in range(len(kept))},
-        # Bounds checks would be scalar work for every copy of every step: what `fetched` names lies within the arrays.
+        # All tiles that `fetched` names lie within the arrays. Bounds checks would be scalar work for every copy of
+        # every step.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY],
             vmem_limit_bytes=VMEM_BYTES,

@@ -5,13 +5,14 @@ The grid is (row, tile). Per tile of S tokens, with tokens on the lanes, the lev
 for each KV head
 
     K^T = matrix @ one-hot columns          on the matrix unit, [D, S], float32 sums over 2R levels a token
-    k   = K * cos + swap(K) * sin           tables of offsets inside a tile: the same for every tile
-    scores = prescale * (q . k)             the query being rotated back by the tile's first position
+    k   = K * cos + swap(K) * sin           cos and sin of offsets in a tile: the same for every tile
+    scores = prescale * (q . k)             q: the query rotated back by the tile's first position
 
-and, after the online softmax of all query heads, out = sum_t p_t gain_t bits_t.
+After the softmax of all query heads, out = sum_t p_t gain_t bits_t.
 
-The one-hot columns are what a product holds still, so that the codebook passes by once for 256 tokens. They are made as
-pairs of halves of 32-bit words: one comparison and one choice for sixteen levels of 128 tokens.
+The matrix unit holds one operand of a product still while the other one passes by. It holds the one-hot columns still,
+so that the codebook passes by once for 256 tokens. One-hot columns are made as halves of 32-bit words: one comparison
+and one choice make sixteen levels of 128 tokens.
 
 Codebook rows are rounded to bfloat16, so a key is off by 2^-9 of the sum of its rows' sizes at most. Key and query are
 rounded once more before they are multiplied."""
@@ -75,12 +76,13 @@ def _queries(q, positions, plan: CommVQPlan) -> Float[Array, "B tiles P M W"]:
     first = (positions[:, None] + jnp.arange(tiles)[None] * plan.tile).reshape(-1)
     cos, sin = (jnp.tile(x, (1, 2))[None, :, None, None] for x in _cos_sin(first, plan))
     q = (q.astype(jnp.float32) * (LOG2E * dim**-0.5 * plan.spec.rope.factor))[:, None]
+    # Only these queries depend on a tile's position: all tiles share one table for keys.
     q = (q * cos + swapped(q) * sin).astype(jnp.bfloat16)  # [B, tiles, T, H, D]
     q = q.reshape(batch, plan.tiles, length, plan.groups, plan.shared, count // plan.spec.kv_heads, dim)
+    q = q.transpose(0, 1, 3, 4, 2, 5, 6)  # [B, tiles, P, shared, T, G, D]
+    # A row is put in the lanes of all heads of its group, and kept in those of its own head only.
     head_mask = jnp.eye(plan.shared, dtype=q.dtype).reshape(1, 1, 1, plan.shared, 1, 1, plan.shared, 1)
-    rows = (q.transpose(0, 1, 3, 4, 2, 5, 6)[..., None, :] * head_mask).reshape(
-        *q.shape[:2], plan.groups, plan.used, -1
-    )
+    rows = (q[..., None, :] * head_mask).reshape(batch, plan.tiles, plan.groups, plan.used, -1)
     return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
 
 
@@ -96,10 +98,13 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
 
     stored = body.slots // plan.tile  # tiles of a row of the arrays, or of a page
 
+    # In what follows b and j are the row and the tile of a grid step.
     def place(b, j, ends):
+        """Find (row of the arrays, tile) of what is fetched."""
         return lies_at(b, fetched(b, j, ends), ends, stored)
 
-    def columns(array):  # a block of words on the lanes may hold several tiles
+    def columns(array):
+        """Make the spec of words on the lanes. A block of 128 words may hold several tiles."""
         lanes = min(LANES, array.shape[3])
         tiles = lanes * stored // array.shape[3]
 
@@ -110,6 +115,7 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
         return pl.BlockSpec((1, 1, array.shape[2], lanes), index)
 
     def on_lanes(b, j, layer, ends):
+        """Choose the block of an array with one number for each token."""
         row, tile = place(b, j, ends)
         return layer[0], row, 0, tile
 

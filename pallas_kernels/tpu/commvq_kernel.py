@@ -113,8 +113,8 @@ def _score_group(refs: Refs, plan, group):
 def _multiply(refs: Refs, plan, group, number):
     """Make the keys of a group of heads for a chunk of tokens, before prescale and rotation.
 
-    They are written as two sums, [2, W, S], to which products are added in turn. So no product waits for the one
-    before it."""
+    They are written as `plan.summands` sums, [summands, W, S], to which products are added in turn. So no product waits
+    for the one before it."""
     dim, levels = plan.spec.head_dim, plan.spec.levels
     for member in range(plan.shared):
         head, tokens = group * plan.shared + member, aligned(number, plan.chunk)
@@ -130,12 +130,14 @@ def _score(refs: Refs, plan, group, number, top):
     """Rotate the keys of a slice of tokens by their offsets in the tile, multiply them by the queries and write the
     scores. Return the maxima so far, [M, 128]."""
     tokens, half = aligned(number, plan.slice), plan.spec.head_dim // 2
-    cos, sin, scores = refs.cos[:, tokens], refs.sin[:, tokens], jnp.zeros((plan.rows, plan.slice))
+    cos, sin = refs.cos[:, tokens], refs.sin[:, tokens]
+    scores = jnp.zeros((plan.rows, plan.slice))
     for head in range(plan.shared):
         # The two halves of a head's channels are the members of its rotation pairs, [D/2, slice] each.
         parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
         first, second = (sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts)
         keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(jnp.bfloat16)
+        # Rows of other heads have zeros on this head's lanes.
         lanes = slice(2 * head * half, 2 * (head + 1) * half)
         scores = scores + dot(refs.queries[0, 0, group, :, lanes], keys, 0)
     # The prescale is the same for all channels of a token, and multiplies the scores.

@@ -17,9 +17,17 @@ TILE = 1024  # tokens of a block of value bits
 
 @dataclasses.dataclass(frozen=True)
 class CommVQPlan:
-    """Static choices of one call: `shared` KV heads are scored together and have `used` query rows. Value bits come
-    `ways` to a word (`unpack`). Keys are made for `chunk` tokens from `depth` levels at a time, and rotated for `slice`
-    tokens."""
+    """Static choices of one call.
+
+    Attributes:
+        spec: The form of the body.
+        slots: Slots of a row.
+        shared: KV heads that are scored together, a group.
+        used: Query rows of a group.
+        ways: Fields into which words of value bits are cut (`unpack`).
+        chunk: Tokens whose keys are made at a time.
+        depth: Rows of the codebook that one product sums over.
+        slice: Tokens whose keys are rotated at a time."""
 
     spec: CommVQSpec
     slots: int
@@ -68,8 +76,10 @@ class CommVQPlan:
 
     @property
     def order(self) -> np.ndarray:
-        """Token at each position of a tile, [columns, 128]. Unpacked value bits are put together such that the planes
-        of column c are c, c + 8, c + 16 and c + 24 for every `ways`. Words of keys are brought into this order."""
+        """Token at each position of a tile, [columns, 128].
+
+        The planes of column c are c, c + 8, c + 16 and c + 24, for every `ways`. Unpacked value bits come in this order
+        once pieces of columns are put together. Keys are brought into it."""
         pieces = token_order(1, self.ways, TILE).reshape(4 // self.ways, TILE // LANES, -1)
         return np.concatenate(list(pieces), axis=1)
 
@@ -82,12 +92,24 @@ class CommVQPlan:
 
 
 def plan_commvq(spec: CommVQSpec, slots: int, stretch: int, per_head: int) -> CommVQPlan:
-    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
-    follow each other."""
+    """Make the plan of a call.
+
+    Args:
+        spec: The form of the body.
+        slots: Slots of a row.
+        stretch: Tokens that are known to have consecutive positions.
+        per_head: Query rows of a KV head, T*G.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: A body that the kernel does not read."""
     if slots % TILE or stretch % TILE:
         raise ValueError(f"{slots} slots in stretches of {stretch}; want multiples of {TILE}")
     if spec.head_dim % 16 or split_bits(spec.bits)[0] > 4 or spec.levels % 16 or spec.value_width % LANES:
         raise ValueError(f"{spec}: want head_dim and levels in 16s, 128 levels at most, value bits in {LANES}s")
+    # As few KV heads as have whole registers of query rows.
     heads = next((n for n in (1, 2, 4, 8) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), 1)
     ways, chunk = (4, 512) if TPUS[spec.target].vector_bfloat16 else (2, 256)
     return CommVQPlan(spec, slots, heads, heads * per_head, ways, chunk, 8 * spec.levels, LANES)

@@ -8,7 +8,7 @@ Memory is the bound on a v5e and v6e, where a tile takes fewer bundles than the 
 a v7x both are about equal (benchmarks/kernels.md).
 
 Before the first tile a row may attend to tokens that lie outside the body (`Recent`). One call is then all of a layer's
-attention. XLA would make some thirty small operations of attending to these tokens and of merging.
+attention. Otherwise XLA would need some thirty small operations to attend to these tokens and to merge the results.
 
 Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile.
 Scores are base-2 logarithms."""
@@ -44,9 +44,10 @@ def packed_attention(
     pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, and to `recent` tokens as well, with queries and softmax weights
-    rounded to bfloat16."""
-    plan, (batch, length, heads, dim) = make_plan(q, body, spec, row_slots(body, pages)), q.shape
+    """Attend as `reference.packed_attention` does, and to `recent` tokens as well. Queries and softmax weights are
+    rounded to bfloat16. `pages` are those of each row, where the body's rows are pages."""
+    batch, length, heads, dim = q.shape
+    plan = make_plan(q, body, spec, row_slots(body, pages))
     rows = plan.lane_groups * plan.rows
     operands: dict[str, Operand | None] = {
         "queries": by_row(q.astype(jnp.bfloat16)),  # [1, T, H, D]
@@ -55,9 +56,15 @@ def packed_attention(
         "body": of_body(body, plan),  # [1, 1, S, P*W] u16
         "recent": None if recent is None else _of_recent(recent),
     }
-    scratch = {name: memory(rows, 1) for name in ("peak", "total", "top")}  # so far; this tile's maximum
-    scratch |= {"limits": memory(plan.rows, plan.tile), "scores": memory(rows, plan.tile)}
-    scratch |= {"sums": memory(1, rows, plan.lanes), "q": memory(rows, plan.lanes)}
+    scratch = {
+        "peak": memory(rows, 1),  # running maximum
+        "total": memory(rows, 1),  # running sum of the softmax weights
+        "top": memory(rows, 1),  # maximum of this tile's scores, then the rescale factor
+        "limits": memory(plan.rows, plan.tile),  # NEVER where a row must not look, else infinite
+        "scores": memory(rows, plan.tile),  # scores, then softmax weights
+        "sums": memory(1, rows, plan.lanes),  # running sums of the values
+        "q": memory(rows, plan.lanes),  # the queries, each head's in its own lanes
+    }
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
     name, grid = f"packed_attention_exact_{plan.tile}", (batch, plan.slots // plan.tile)
     results = (length, heads, dim), (rows, 1)
@@ -68,7 +75,7 @@ def packed_attention(
 
 
 def _of_recent(recent: Recent) -> Operand:
-    """Declare the tokens outside the body."""
+    """Declare the tokens outside the body, as one operand whose references are a `Recent`."""
     operands = tuple(tuple(of_layer(x) for x in pair) for pair in recent.held)
     spec = Recent(
         tuple(tuple(x.spec for x in pair) for pair in operands),
@@ -79,23 +86,27 @@ def _of_recent(recent: Recent) -> Operand:
 
 
 def _by_query(plan: ExactPlan, choose):
-    """Give every query row `choose(t)` of its new token t."""
-    row, chosen = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0), choose(0)
+    """Give every query row the `choose(t)` of its new token t, [M, n]."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
+    chosen = choose(0)
     for t in range(1, plan.length):
         chosen = jnp.where(row >= t * plan.heads, choose(t), chosen)
     return chosen
 
 
 def _kernel(refs: Refs, ends, plan: ExactPlan):
-    """Attend to one tile."""
-    # Sums of rows that are laid out for the products are results only after the last tile.
+    """Attend to one tile. `refs` as declared in `packed_attention`, `ends` from `rows.tile_ends`."""
+    # The functions of `softmax` sum into `out`, [1, P*M, W]. The kernel's result has its heads in order, and is written
+    # after the last tile: here it is `found`.
     refs = Refs(**(vars(refs) | {"out": refs.sums, "found": refs.out}))
-    query = pl.program_id(0) * plan.length
+    query = pl.program_id(0) * plan.length  # number of the row's first query in the batch
 
     def stored(name: str, group, tokens=slice(None)):
+        """Load the tile's keys or values of a lane group, [S, W] bfloat16."""
         return from_bits(getattr(refs.body, name)[0, 0, tokens, aligned(group, plan.lanes)], "bfloat16")
 
     def score(group):
+        """Write the scores of a lane group, and their maximum into `top`."""
         rows, top = aligned(group, plan.rows), NEVER
         for tokens in plan.columns:
             scores = _scores(refs, plan, rows, stored("keys", group, tokens))
@@ -105,11 +116,13 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
         refs.top[rows] = top
 
     def add(group):
+        """Add the weighted values of a lane group to the running sums."""
         rows = aligned(group, plan.rows)
         product = dot(refs.scores[rows].astype(jnp.bfloat16), stored("values", group), 0)
         refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + product
 
     def in_parts(step):
+        """Call step(refs, rows) for all query rows, in as many parts as registers need."""
         loop(plan.parts, lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)))
 
     def work(tile):
@@ -133,13 +146,13 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
 
 
 def _scores(refs, plan: ExactPlan, rows, keys):
-    """Multiply the queries of a lane group with keys."""
+    """Multiply the queries of a lane group with keys: base-2 logarithms of softmax weights."""
     return dot(refs.q[rows].astype(jnp.bfloat16), keys, 1) * (LOG2E * plan.spec.head_dim**-0.5)
 
 
 def _write_limits(refs, plan: ExactPlan, query, tile):
-    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the first one's number
-    in the batch."""
+    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the number of the row's
+    first query in the batch."""
     first, last = (_by_query(plan, lambda t, ref=ref: ref[query + t]) for ref in (refs.first, refs.last))
     for tokens in plan.columns:
         shape = plan.rows, tokens.stop - tokens.start
@@ -148,12 +161,20 @@ def _write_limits(refs, plan: ExactPlan, query, tile):
 
 
 def _pieces(plan: ExactPlan, t: int):
-    """Say which queries of new token t are which rows and lanes: (its heads, rows, lanes)."""
+    """Say where the queries of new token t lie among the rows and lanes of the products.
+
+    Yields:
+        (query heads, rows, lanes), as slices, for every KV head."""
     for p in range(plan.lane_groups):
         for head in range(plan.shared):
-            first, row = p * plan.heads + head * plan.group, p * plan.rows + t * plan.heads + head * plan.group
-            places = (first, plan.group), (row, plan.group), (head * plan.spec.head_dim, plan.spec.head_dim)
-            yield (slice(at, at + count) for at, count in places)
+            first_query_head = p * plan.heads + head * plan.group
+            first_row = p * plan.rows + t * plan.heads + head * plan.group
+            first_lane = head * plan.spec.head_dim
+            yield (
+                slice(first_query_head, first_query_head + plan.group),
+                slice(first_row, first_row + plan.group),
+                slice(first_lane, first_lane + plan.spec.head_dim),
+            )
 
 
 def _lay_out_queries(refs, plan: ExactPlan):
@@ -166,7 +187,7 @@ def _lay_out_queries(refs, plan: ExactPlan):
 
 
 def _bring_back(refs, plan: ExactPlan):
-    """Take every head's own lanes of the result."""
+    """Write the result: every head's own lanes of the running sums."""
     for t in range(plan.length):
         for heads, rows, lanes in _pieces(plan, t):
             refs.found[0, t, heads] = refs.out[0, rows, lanes]
@@ -178,6 +199,7 @@ def _attend_recent(refs, plan: ExactPlan):
     seen = _by_query(plan, lambda t: jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER))
 
     def every(part: int, lanes):
+        """Put the keys (`part` 0) or values (1) of all tokens outside the body one below the other."""
         parts = [*(x[part][0, 0, :, lanes] for x in recent.held), recent.new[part][0, :, lanes]]
         return jnp.concatenate([_filled(x) for x in parts])
 
@@ -193,6 +215,6 @@ def _attend_recent(refs, plan: ExactPlan):
 
 
 def _filled(x):
-    """Pad tokens with zeros to the room that they have."""
+    """Pad tokens [n, W] with zeros to the room that they have in `Recent.seen`."""
     missing = room(x.shape[0]) - x.shape[0]
     return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)]) if missing else x

@@ -9,13 +9,21 @@ from kvqjax.pallas_kernels.tpu.plan import lane_groups
 __all__ = ["ExactPlan", "make_plan", "tile_of"]
 
 UNIT = 256  # tokens of the smallest tile
-SCORES, MOST_ROWS = 2**15, 64  # numbers, and query rows of 128 tokens, that the registers hold beside others
+# What the registers hold beside other numbers.
+SCORES = 2**15  # scores of a lane group
+MOST_ROWS = 64  # query rows, of 128 tokens each
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactPlan:
-    """Static choices of one call: slots of a row, tokens of a tile (a divisor of them), new tokens, and query heads
-    of a KV head."""
+    """Static choices of one call.
+
+    Attributes:
+        spec: The form of the body.
+        slots: Slots of a row.
+        tile: Tokens of a tile, a divisor of the slots.
+        length: New tokens, T.
+        group: Query heads of a KV head, G."""
 
     spec: ExactSpec
     slots: int
@@ -44,7 +52,7 @@ class ExactPlan:
 
     @property
     def used(self) -> int:
-        """Query rows of a lane group: its heads' of every new token, in the order of the tokens."""
+        """Query rows of a lane group: all its query heads for the first new token, then for the second, and so on."""
         return self.length * self.heads
 
     @property
@@ -54,7 +62,7 @@ class ExactPlan:
 
     @property
     def columns(self) -> list[slice]:
-        """Tokens of a tile whose scores of a lane group fit the registers, part by part."""
+        """The tile's tokens in parts, so that the scores of a lane group and a part fit the registers."""
         most = max(SCORES // self.rows, 128)
         return [slice(first, min(first + most, self.tile)) for first in range(0, self.tile, most)]
 
@@ -65,14 +73,15 @@ class ExactPlan:
 
 
 def tile_of(spec: ExactSpec, slots: int) -> int:
-    """Return the tokens of a tile of a body of so many slots. Raise ValueError for slots that are no multiple of
-    UNIT."""
+    """Choose the tokens of a tile of a body with so many slots. Raise ValueError unless UNIT divides the slots."""
     if slots % UNIT:
         raise ValueError(f"a body of {slots} slots; want a multiple of {UNIT}")
-    most = max(UNIT, TPUS[spec.target].exact_tile_bytes // (4 * spec.width))
+    token_bytes = 4 * spec.width  # a key and a value in bfloat16
+    most = max(UNIT, TPUS[spec.target].exact_tile_bytes // token_bytes)
     return max(n for n in range(UNIT, most + 1, UNIT) if slots % n == 0)
 
 
 def make_plan(q, body: ExactBody, spec: ExactSpec, slots: int) -> ExactPlan:
-    """Make the plan of a call on rows of `slots` slots: the body's, or more where these are a page's."""
+    """Make the plan of a call on rows of `slots` slots. A row of several pages has more slots than `body`, whose rows
+    are pages."""
     return ExactPlan(spec, slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads)

@@ -1,13 +1,14 @@
 """Decode attention on HIGGS bodies as a Pallas TPU kernel (see `higgs_plan` for the factors of the transform).
 
-The kernel's grid is (row, tile). The codec's grid of points lies along the lanes, and codes are looked up by gathering
-words of 32 bits, each with both numbers of a point as bfloat16. Read as bfloat16, such words of [tokens, pairs] are
-rows of first and of second numbers in turn. They stay so: queries have rows for the first and for the second channels
-of pairs, and a token has two lanes of scores and of softmax weights. Per tile:
+The kernel's grid is (row, tile). A code stands for a pair of channels and names a point of the codec's grid, which has
+two numbers. The points lie along the lanes, as words of 32 bits that hold both numbers as bfloat16. A gather looks
+codes up. It gives words [tokens, pairs]. Read as bfloat16 these are rows of first and of second numbers in turn. They
+are left in this order. Queries therefore have rows for the first and for the second channels of pairs, and a token has
+two lanes of scores and of softmax weights. Per tile, with points y, scales s and softmax weights p:
 
     z      = y H_(D/2)                             on the matrix unit, all heads
-    scores = s_t (q' . z cos + q'~ . z sin)        tables of offsets in a chunk; q' is the query rotated back by the
-                                                   chunk's first position, its signs those of H_n
+    scores = s_t (q' . z cos + q'~ . z sin)        cos and sin of offsets in a chunk; q' is the query rotated back by
+                                                   the chunk's first position, with the signs of H_n
     out    = sum_t p_t s_t y_t                     transformed once, after the sum over all tokens
 """
 
@@ -44,7 +45,8 @@ def packed_attention(
     interpret: object = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does. Queries, grids and transformed keys are rounded to bfloat16 before
-    they are multiplied."""
+    they are multiplied. `tile` is the number of tokens of a tile; None: the usual one. `pages` are those of each row,
+    where the body's rows are pages."""
     slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
     plan = plan_higgs(spec, slots, slots // len(body.positions), q.shape[1] * group, tile)
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
@@ -64,15 +66,20 @@ def packed_attention(
 
 
 def _queries(q, plan: HiggsPlan) -> Float[Array, "B rows lanes"]:
-    """Scale queries and lay them out as q | q~: rows for the first channels of pairs, then for the second ones. A
-    head's pairs are repeated for every head that shares 128 lanes."""
+    """Scale queries and lay them out as q | q~: rows for the first channels of pairs, then rows for the second ones. A
+    head's pairs are repeated for every head that shares 128 lanes. Which heads a row's query meets, and with which
+    signs, `_maps` says."""
     batch, length, _, dim = q.shape
     q = q.astype(jnp.float32).reshape(batch, length, plan.spec.kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
+    # The transform's matrix is not normalised: H H^T = h I for groups of h channels.
     q = q.reshape(batch, plan.used, dim) * (LOG2E * dim**-0.5 / plan.spec.group)
 
     def rows(x):
-        x = jnp.pad(x, ((0, 0), (0, plan.rows - plan.used), (0, 0))).reshape(batch, plan.rows, plan.pairs, 2)
-        return jnp.tile(x.transpose(0, 3, 1, 2).reshape(batch, 2 * plan.rows, plan.pairs), (1, 1, LANES // plan.pairs))
+        """Lay out vectors [B, used, D] as [B, 2M, 128]."""
+        x = jnp.pad(x, ((0, 0), (0, plan.rows - plan.used), (0, 0)))
+        x = x.reshape(batch, plan.rows, plan.pairs, 2).transpose(0, 3, 1, 2)
+        x = x.reshape(batch, 2 * plan.rows, plan.pairs)
+        return jnp.tile(x, (1, 1, LANES // plan.pairs))
 
     return jnp.concatenate([rows(q), rows(swapped(q))], axis=-1)
 
@@ -84,8 +91,11 @@ def _rates(plan: HiggsPlan) -> np.ndarray:
 
 
 def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
-    """Return cosine and sine of every chunk's first position, [tiles, chunks * 4, 128], and cos | sin of every offset
-    in a chunk, [2C, 2 * 128]."""
+    """Make the rotations of queries and of keys.
+
+    Returns:
+        (cosine and sine of every chunk's first position, [tiles, chunks * 4, 128]: of first channels, then of second
+        ones; cos | sin of every offset in a chunk, [2C, 2 * 128])."""
     positions, rates = body.positions, _rates(plan)
     chunks = plan.slots // len(positions) // plan.chunk
     first = (positions[:, None] + jnp.arange(chunks)[None] * plan.chunk).reshape(-1)
@@ -95,15 +105,20 @@ def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
     turn = np.arange(plan.chunk)[:, None] * rates[None]
     tables = [f(turn).reshape(2 * plan.chunk, LANES) for f in (np.cos, np.sin)]
     table = jnp.asarray(np.concatenate(tables, 1), jnp.float32)
-    table = table if plan.wide else _halves(table[0::2], table[1::2])
+    if not plan.wide:  # bfloat16: the rows of both channels of a token are the halves of words
+        table = _halves(table[0::2], table[1::2])
     return turns.reshape(plan.tiles, -1, LANES), table
 
 
 def _maps(body: HiggsBody, plan: HiggsPlan) -> tuple:
-    """Return the signs of the queries for every 128 codes [N, M, 128], the transform within heads, the matrix that
-    gives a token's scales to its two lanes, and both grids as words."""
-    signs = np.repeat(plan.between, plan.pairs, axis=0)  # [codes, heads]
-    signs = np.repeat(signs, plan.used // plan.spec.kv_heads, axis=1).reshape(plan.parts, LANES, plan.used)
+    """Make what is the same for all tiles.
+
+    Returns:
+        (the signs with which query rows meet every 128 codes, [N, M, 128]; the transform within heads; the matrix that
+        gives a token's scales to its two lanes; the keys' grid as words; the values' grid as words)."""
+    signs = np.repeat(plan.between, plan.pairs, axis=0)  # [codes, heads]; 0 for the heads of other groups
+    rows_per_head = plan.used // plan.spec.kv_heads
+    signs = np.repeat(signs, rows_per_head, axis=1).reshape(plan.parts, LANES, plan.used)
     signs = np.pad(signs.transpose(0, 2, 1), ((0, 0), (0, plan.rows - plan.used), (0, 0)))
     onehot = jnp.asarray(np.repeat(np.eye(LANES), 2, axis=1), jnp.bfloat16)
     words = [pair_words(turned_grid(grid)) for grid in (body.key_grid, body.value_grid)]
@@ -129,17 +144,25 @@ def _halves(low, high) -> UInt[Array, "*S"]:
 
 
 def _collect(out, lse, shape: tuple[int, ...], plan: HiggsPlan) -> Partial:
-    """Transform the summed values, take every head's own channels, and bring query rows back to [B, T, H]."""
+    """Transform the summed values, take every head's own channels, and bring query rows back to [B, T, H].
+
+    Args:
+        out: Sums under the softmax weights, [B, 2M, N*128]: first channels, then second ones.
+        lse: Log-sum-exps, [B, M, 1].
+        shape: That of the queries, [B, T, H, D].
+        plan: The call's plan."""
     (batch, length, _, dim), spec = shape, plan.spec
-    heads, groups, sizes = spec.group // dim, spec.groups, (spec.kv_heads, length)
+    heads, groups = spec.group // dim, spec.groups  # heads of a group
     lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)[:, : plan.used]
     out = out.reshape(batch, 2, plan.rows, groups, spec.group // 2)[:, :, : plan.used]
     # A row's own group, then of its transform the row's own head: [B, 2, group, head, row of a head, group / 2]
     out = out.reshape(batch, 2, groups, heads, -1, groups, spec.group // 2)
     out = jnp.diagonal(out, axis1=2, axis2=5)  # [B, 2, head, row, group / 2, groups]
+    # The part of the transform between pairs. H_2, within pairs, went into the grid.
     matrix = jnp.asarray(hadamard(spec.group // 2), jnp.float32).reshape(heads, plan.pairs, -1) / spec.group
     out = jnp.einsum("bchrng,hpn->bghrpc", out, matrix, precision=jax.lax.Precision.HIGHEST)
-    return Partial(by_head(out.reshape(batch, -1, dim), *sizes), by_head(lse, *sizes)[..., 0])
+    out = by_head(out.reshape(batch, -1, dim), spec.kv_heads, length)
+    return Partial(out, by_head(lse, spec.kv_heads, length)[..., 0])
 
 
 def _operands(q, bounds, body: HiggsBody, plan: HiggsPlan) -> dict[str, Operand | None]:

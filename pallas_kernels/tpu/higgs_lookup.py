@@ -49,7 +49,7 @@ def _numbers(words, table, bits: int, count: int, lanes, chunk):
 
     Args:
         words: References to the words of each plane set.
-        table: Reference to the grid, as `higgs.pair_words` makes it.
+        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of a word.
         bits: Bits of a code.
         count: Planes of 32 tokens that a chunk has.
         lanes: The slice of 128 lanes.
@@ -80,7 +80,7 @@ def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, en
         numbers: Reference [2, C, beside * 128] uint32 to memory for two steps: one in use, one being looked up.
         plan: Has tile, chunk and parts, the number of columns.
         codes: References to the words of each plane set.
-        table: Reference to the grid, as `higgs.pair_words` makes it.
+        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of a word.
         bits: Bits of a code.
         beside: Columns of a step.
         begin: Called as `begin(chunk)`.

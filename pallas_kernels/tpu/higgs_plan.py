@@ -4,8 +4,8 @@ Sylvester's matrices are Kronecker products. For a group of n heads of D channel
 
     H = H_n (x) H_(D/2) (x) H_2        heads, pairs of a head, the two channels of a pair.
 
-H_2 goes into the grid, once. H_(D/2) is one product per token (keys) or one for all (sums of values). H_n commutes with
-RoPE, which rotates all heads alike, and goes into the queries."""
+H_2 is applied to the points of the grid, once. H_(D/2) is applied to keys token by token, and to values once, after
+they are summed. H_n commutes with RoPE, which rotates all heads alike, and is applied to the queries."""
 
 import dataclasses
 import math
@@ -20,16 +20,24 @@ from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
 
-TILE = 1024
-VALUES = 4
+TILE = 1024  # tokens
+VALUES = 4  # columns of values that are worked off together, at most
 SPREAD = 256  # tokens whose scales are spread at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class HiggsPlan:
-    """Static choices of one call: `used` query rows, T*G for each KV head; tokens of a tile; tokens of a `chunk`, which
-    are looked up together and have a first position of their own. A token has two rows (the two channels of a pair in
-    turn) wherever numbers lie on rows, and two lanes of the scores."""
+    """Static choices of one call.
+
+    Wherever numbers of tokens lie on rows, a token has two rows: one for the first channels of pairs, one for the
+    second channels. Of scores it has two lanes.
+
+    Attributes:
+        spec: The form of the body.
+        slots: Slots of a row.
+        used: Query rows, T*G for each KV head.
+        tile: Tokens of a tile.
+        chunk: Tokens that are looked up together, and have a first position of their own."""
 
     spec: HiggsSpec
     slots: int
@@ -63,13 +71,13 @@ class HiggsPlan:
 
     @property
     def value_columns(self) -> int:
-        """Columns of values that are worked off together: a lane permutation takes long, and several fill the time."""
+        """Columns of values that are worked off together. A gather takes long, and several of them overlap."""
         return math.gcd(self.parts, VALUES)
 
     @property
     def staged(self) -> bool:
-        """Whether transformed keys go through memory, and scores are written in a loop. Slower, but with fewer
-        registers: many query rows and wide codes need that. float32 has smaller chunks and does not."""
+        """Whether transformed keys go through memory, and scores are written in a loop. This is slower, but takes fewer
+        registers. Many query rows need it, and wide codes, except in float32, where chunks are smaller."""
         return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
 
     @property
@@ -105,8 +113,20 @@ class HiggsPlan:
 
 
 def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None) -> HiggsPlan:
-    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
-    follow each other. Raise ValueError for what the kernel does not take."""
+    """Make the plan of a call.
+
+    Args:
+        spec: The form of the body.
+        slots: Slots of a row.
+        stretch: Tokens that are known to have consecutive positions.
+        per_head: Query rows of a KV head, T*G.
+        tile: Tokens of a tile; None: the usual number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: A body that the kernel does not read."""
     heads, dim = spec.group // spec.head_dim, spec.head_dim
     if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
         raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")

@@ -5,12 +5,13 @@ Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8
 Scores are base-2 logarithms.
 
 A lane group has two steps: its scores (unpack keys, multiply with queries) and its values (unpack values, multiply with
-softmax weights). The weights need the maximum over all scores of the tile, so one step follows the other. In turn:
+softmax weights). The weights need the maximum over all scores of the tile, so that the second step waits for the first
+one. Without interleaving:
 
     time ->   scores 0 | values 0 | scores 1 | values 1 | scores 2 | values 2
 
-Interleaved (`Plan.ahead` is a number), the values of lane group n and the scores of lane group n + 1 are worked off
-together, TURN tokens of each in turn. They do not wait for each other, so the matrix unit is never idle:
+With interleaving (`Plan.ahead` is a number), the values of lane group n and the scores of lane group n + 1 are worked
+off together, TURN tokens of each in turn. They do not wait for each other, so that the matrix unit is never idle:
 
     time ->   scores 0 | values 0 | values 1 | values 2
                        | scores 1 | scores 2 |
@@ -21,7 +22,10 @@ together, TURN tokens of each in turn. They do not wait for each other, so the m
     ahead =  1         s0 s1 v0 s2 v1 s3 v2 v3
     ahead = -1         v0 s0 v1 s1 v2 s2 v3 s3
 
-Scores n + 1 are written over scores n. So the weights of a piece are computed before its first turn."""
+Scores n + 1 are written over scores n. So all weights n of a piece of the tile are computed before the first turn of
+the piece.
+
+Steps are generators that yield after each column, so that they can be advanced in turn while the program is traced."""
 
 import itertools
 
@@ -57,10 +61,14 @@ def kernel(refs: Refs, ends, plan, *, per_split: int):
     @pl.when((tile >= ends[row, 0]) & (tile < ends[row, 1]))
     def _():
         prepare(refs, plan, tile)
-        (_attend if plan.ahead is None else _attend_interleaved)(refs, plan)
+        if plan.ahead is None:
+            _attend(refs, plan)
+        else:
+            _attend_interleaved(refs, plan)
         if plan.spec.value_slots:
             add_values(refs, plan)
 
+    # After the last tile the sums are divided by the weights. Log-sum-exps are natural logarithms.
     @pl.when(step == per_split - 1)
     def _():
         seen = refs.peak[...] > NEVER / 2
@@ -82,17 +90,21 @@ def _attend(refs: Refs, plan):
 def _attend_interleaved(refs: Refs, plan):
     """Do the same with the scores of a lane group in turn with the values of the one before (diagram above)."""
     first, last = place_of(jnp.int32(0), plan), place_of(jnp.int32(plan.lane_groups - 1), plan)
-    count, ahead = TURN // plan.column, plan.ahead
+    count, ahead = TURN // plan.column, plan.ahead  # columns of a turn
 
     def step(number, peak):
+        """Sum the values of lane group `number`, whose maximum is `peak`, and score the next one. Return its
+        maximum."""
         before, place = place_of(number, plan), place_of(number + 1, plan)
 
         def piece(blocks, carry):
+            """Do this for one piece of the tile. `carry` is (sums of the one, maxima of the other lane group)."""
             sums, top = carry
             weights = list(weights_of(refs, plan, peak, blocks))  # before scores are written over theirs
             scoring = _score(refs, plan, place, blocks, top)
             summing = _add_sums(refs, plan, before, weights, blocks, sums)
             turns = -(-len(weights) // count)
+            # Turn t is that of scores number t and of values number t - ahead.
             for turn in range(min(0, ahead), turns + max(0, ahead)):
                 if 0 <= turn < turns:
                     top = _last(itertools.islice(scoring, count))
@@ -110,8 +122,8 @@ def _attend_interleaved(refs: Refs, plan):
 
 
 def _pieces(plan, work, carry):
-    """Call `work(blocks, carry)` for every piece of the tile in turn and return the last carry. `blocks` are the
-    numbers of the piece's blocks."""
+    """Call `work(blocks, carry)` for every piece of the tile, one after the other. `blocks` are the numbers of the
+    piece's blocks. `work` returns the carry for the next piece; the last one is returned."""
     count = plan.blocks // plan.pieces
     if plan.pieces == 1:
         return work(members(0, count), carry)
@@ -133,7 +145,7 @@ def _summed(refs: Refs, plan, place: Place, peak):
 
 
 def _add_sums(refs: Refs, plan, *arguments):
-    """Add sums as values without factors, or with factors, want them."""
+    """Add the tile's sums, for values with factors (`balanced`) or without (`sums`)."""
     return (add_balanced_sums if plan.spec.value_factors else add_sums)(refs, plan, *arguments)
 
 
@@ -153,13 +165,14 @@ def _score(refs: Refs, plan, place: Place, blocks, top):
                 products = products * token_factors(refs.token_factors, plan, place, number, plan.spec.key_factors)
             scores = jnp.minimum(products, refs.limits[:, tokens])
             refs.scores[:, tokens] = scores
+            # The maximum is taken over columns of 128 lanes. `_raised` reduces the lanes once, at the end.
             for lane in range(0, plan.column, LANES):
                 top = jnp.maximum(top, scores[:, lane : lane + LANES])
             yield top
 
 
 def _raised(refs: Refs, place: Place, top):
-    """Return the running maximum of a lane group after this tile, [M, 1]."""
+    """Return the running maximum of a lane group after this tile, [M, 1]. `top` [M, 128] are the tile's maxima."""
     return jnp.maximum(refs.peak[place.group], top.max(-1, keepdims=True))
 
 

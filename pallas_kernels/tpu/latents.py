@@ -1,15 +1,18 @@
 """Decode attention on packed latents as a Pallas TPU kernel: keys are rematerialised tile by tile and never leave the
 chip's vector memory.
 
-The grid is (row, tile). Per tile of S tokens the key latents are unpacked once. Then for each group of heads
+The grid is (row, tile). Per tile of S tokens the key latents x are unpacked once. Then for each group of heads, number
+p, keys are made from them by the columns F_p of the up-projection and the bias b, and scored:
 
     K = x F_p + b                                  on the matrix unit, [S, W]
-    k = K * cos + swap(K) * sin                    tables of offsets inside a tile: the same for every tile
-    scores = q_p . k                               the query being rotated back by the tile's first position
+    k = K * cos + swap(K) * sin                    cos and sin of offsets in a stretch: the same for every tile
+    scores = q_p . k                               q_p: the query rotated back by the stretch's first position
 
-and, after the online softmax of all query heads, out = sum_t p_t y_t over the value latents, scales and minima folded
-into the weights as in `packed`. The columns of F are ordered such that the first channels of the pairs of all heads of
-a group lie in other lanes than the second ones, so that a rotation moves no lanes."""
+After the softmax of all query heads, the value latents y are summed under the softmax weights. Their scales and minima
+go into the weights, as in `packed`.
+
+RoPE rotates pairs of channels. The columns of F are ordered such that the first channels of all pairs of a group lie on
+the first half of the lanes, and the second channels on the second half. So a rotation moves no number between lanes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +65,8 @@ def packed_attention(
 
 
 def _halves(x, plan: LatentPlan):
-    """Order [..., K*D] such that in each group of heads the first channels of all pairs come before the second ones."""
+    """Order channels [..., K*D] such that in each group of heads the first channels of all pairs come before the second
+    ones."""
     x = x.reshape(*x.shape[:-1], plan.groups, plan.shared, 2, plan.spec.head_dim // 2)
     return jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], -1)
 
@@ -73,6 +77,7 @@ def _queries(q, plan: LatentPlan) -> Float[Array, "B P M W"]:
     group = count // plan.spec.kv_heads
     q = q.astype(jnp.float32).reshape(batch, length, plan.groups, plan.shared, group, 2, dim // 2)
     q = q.transpose(0, 2, 3, 1, 4, 5, 6) * (LOG2E * dim**-0.5)  # [B, P, heads, T, G, 2, D/2]
+    # A row is put in the lanes of all heads of its group, and kept in those of its own head only.
     head_mask = jnp.eye(plan.shared)[None, None, :, None, None, None, :, None]
     q = (q[..., None, :] * head_mask).reshape(batch, plan.groups, plan.used, plan.lanes)
     return jnp.pad(q, ((0, 0), (0, 0), (0, plan.rows - plan.used), (0, 0)))
@@ -85,7 +90,7 @@ def _cos_sin(positions, plan: LatentPlan) -> tuple:
 
 
 def _turns(positions, plan: LatentPlan) -> Float[Array, "tiles _ half"]:
-    """Return cosine and sine of the first position of every stretch of every tile."""
+    """Return cosine and sine of the first position of every stretch, for all tiles: [tiles, 2 * stretches, W/2]."""
     stretches = plan.parts.slots // len(positions) // plan.stretch
     first = (positions[:, None] + jnp.arange(stretches)[None] * plan.stretch).reshape(-1)
     total = plan.parts.tiles * (plan.parts.tile // plan.stretch)
@@ -105,10 +110,10 @@ def _tables(plan: LatentPlan) -> dict:
     spread[np.arange(plan.pattern.size), plan.pattern] = 1
     offsets = jnp.asarray(parts.tile_order % plan.stretch)
     cos, sin = (x * plan.spec.rope.factor for x in _cos_sin(offsets, plan))
+    # [used, heads], then [used, W]: a head has lanes in both halves, then rows of padding.
     lane_mask = np.repeat(np.eye(plan.shared), plan.used // plan.shared, 0)
-    lane_mask = np.pad(
-        np.tile(np.repeat(lane_mask, plan.spec.head_dim // 2, 1), 2), ((0, plan.rows - plan.used), (0, 0))
-    )
+    lane_mask = np.tile(np.repeat(lane_mask, plan.spec.head_dim // 2, 1), 2)
+    lane_mask = np.pad(lane_mask, ((0, plan.rows - plan.used), (0, 0)))
     ones = {
         name: jnp.asarray(x, jnp.bfloat16)
         for name, x in (("onehot", parts.onehot), ("spread", spread), ("own", lane_mask))

@@ -133,17 +133,19 @@ def _score(refs: Refs, plan, group, number, top):
     tokens, lanes = aligned(number, plan.slice), aligned(group, plan.lanes)
     cos, sin = refs.cos[tokens], refs.sin[tokens]
     keys = refs.products[tokens] + refs.maps[0:1, lanes]  # the bias
-    size = None
+    inverse_norm = None
     # QK-norm divides a head's key by its root mean square and multiplies it by weights. The divisor is one number per
     # token and head, and so multiplies the scores.
     if plan.spec.epsilon:
         # `own` has ones in every query row on the channels of the row's head: sums of squares, [M, slice].
         square = dot(refs.own[...], (keys * keys).astype(jnp.bfloat16), 1)
-        size, keys = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon), keys * refs.maps[1:2, lanes]
+        inverse_norm = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon)
+        keys = keys * refs.maps[1:2, lanes]
     first, second = keys[:, : plan.half], keys[:, plan.half :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     scores = dot(_turned_back(refs, plan, group, number), rotated.astype(jnp.bfloat16), 1)
-    scores = scores if size is None else scores * size
+    if inverse_norm is not None:
+        scores = scores * inverse_norm
     scores = jnp.minimum(scores, refs.limits[:, tokens])
     refs.scores[aligned(group, plan.rows), tokens] = scores
     return jnp.maximum(top, lane_wise(jnp.maximum, scores))

@@ -11,15 +11,22 @@ from kvqjax.pallas_kernels.tpu.planning import cheapest_ways
 
 __all__ = ["TILE", "LatentPlan", "plan_latents"]
 
-TILE = 1024
+TILE = 1024  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan:
-    """Static choices of one call. `parts` takes the latents as heads of 128 channels that all query rows attend to.
-    `shared` KV heads are rematerialised together and have `used` query rows. Products take `chunk` tokens and, of
-    latents and key lanes, `columns` at a time, as many as the matrix unit has. `slice` tokens are rotated at a time.
-    Every `stretch` tokens of a tile have a first position of their own."""
+    """Static choices of one call.
+
+    Attributes:
+        parts: The plan of the latents alone, as heads of 128 channels that all query rows attend to.
+        spec: The form of the body.
+        shared: KV heads whose keys are made together, a group.
+        used: Query rows of a group.
+        chunk: Tokens of a product that makes keys.
+        columns: Latents, and lanes of keys, of such a product: as many as the matrix unit has.
+        slice: Tokens whose keys are rotated at a time.
+        stretch: Tokens of a tile that have a first position of their own."""
 
     parts: Plan
     spec: LatentSpec
@@ -51,8 +58,8 @@ class LatentPlan:
 
     @property
     def apart(self) -> bool:
-        """Whether the minima of values are summed in a loop of their own. Slower, but with fewer registers: many query
-        rows need that, and two plane sets on some chips."""
+        """Whether the minima of values are summed in a loop of their own. This is slower, but takes fewer registers.
+        Many query rows need it, and codes of two plane sets on some chips."""
         return self.parts.rows > 32 or (self.parts.chip.sums_3_bit_minima_apart and self.spec.stored.value_bits == 3)
 
     @property
@@ -62,17 +69,32 @@ class LatentPlan:
 
 
 def _heads_together(spec: LatentSpec, per_head: int) -> int:
-    """Return how many KV heads are rematerialised together: as few as fill two registers of lanes and, where that can
-    be, eight query rows."""
+    """Choose how many KV heads are made together: as few as fill two registers of lanes and, where possible, eight
+    query rows."""
     fill = math.lcm(2 * LANES, spec.head_dim) // spec.head_dim
-    return next((n for n in range(fill, spec.kv_heads, fill) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), fill)
+    # Fewer than all heads that divide them and have whole registers of query rows.
+    fitting = (n for n in range(fill, spec.kv_heads, fill) if spec.kv_heads % n == 0 and n * per_head % 8 == 0)
+    return next(fitting, fill)
 
 
 def plan_latents(
     spec: LatentSpec, slots: int, stretch: int, per_head: int, ways: int | None = None, tile: int | None = None
 ) -> LatentPlan:
-    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
-    follow each other."""
+    """Make the plan of a call.
+
+    Args:
+        spec: The form of the body.
+        slots: Slots of a row.
+        stretch: Tokens that are known to have consecutive positions.
+        per_head: Query rows of a KV head, T*G.
+        ways: Fields of a word (`unpack`); None: the cheapest number.
+        tile: Tokens of a tile; None: the usual number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: A body that the kernel does not read."""
     heads = _heads_together(spec, per_head)
     if spec.kv_heads % heads or spec.rank % LANES or spec.stored.value_group % LANES:
         raise ValueError(f"{spec}: want heads that fill {2 * LANES} lanes and a rank and value groups of {LANES}s")
@@ -84,5 +106,6 @@ def plan_latents(
     columns, stretch = parts.chip.matrix_lanes, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
         raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
-    limit = LANES if spec.epsilon and columns == LANES else 512  # the norm wants its keys twice
+    # Tokens whose keys are rotated at a time, at most. With QK-norm the keys are needed twice, which takes registers.
+    limit = LANES if spec.epsilon and columns == LANES else 512
     return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, limit), stretch)

@@ -1,7 +1,8 @@
 """Add what outliers of values change in the outputs of the TPU decode-attention kernel (see `outliers`).
 
-Softmax weights times changes, of several lane groups at once, are multiplied by one one-hot matrix per slot that says
-which lane each of 128 tokens names: a scatter as a product."""
+A slot of a token names a lane, to which the token's softmax weight times its change is to be added. This scatter is a
+matrix product: a one-hot matrix says which lane each of 128 tokens names. Lanes are counted within a lane group, so
+that one matrix serves several lane groups. In each of them the changes of other groups' channels are 0."""
 
 import math
 
@@ -18,10 +19,11 @@ __all__ = ["add_values"]
 
 def add_values(refs, plan: Plan) -> None:
     """Add what outliers of values change to the running outputs, once the weights of all lane groups are known."""
-    heads = math.gcd(plan.lane_groups, SHARE)
+    heads = math.gcd(plan.lane_groups, SHARE)  # lane groups that share the one-hot matrices of a column
     columns = plan.tile // LANES
 
     def step(turn):
+        """Work off one column of 128 tokens for `heads` lane groups."""
         first = jax.lax.div(turn, jnp.int32(columns)) * heads
         column = jax.lax.rem(turn, jnp.int32(columns))
         _add_column(refs, plan, first, heads, column)
@@ -31,22 +33,28 @@ def add_values(refs, plan: Plan) -> None:
 
 def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
     """Add the part of 128 tokens of the tile, column number `column`, for `heads` lane groups from `first` on."""
-    rows, total = padded(plan.spec.value_slots), jnp.zeros((heads * plan.rows, LANES))
-    lanes = aligned(column, LANES)
-    value, _, owner = split(refs.value_slots[:, lanes])
+    rows = padded(plan.spec.value_slots)
+    total = jnp.zeros((heads * plan.rows, LANES))
+    tokens = aligned(column, LANES)
+
+    # What each slot changes, in the lane group of its channel only.
+    value, _, owner = split(refs.value_slots[:, tokens])
+    # A token has one scale and minimum for all channels, and so for all its slots: [slots, 128].
     scale, low = (
         jnp.concatenate([load_row(ref, 0, 1, column, LANES)] * (rows // 8)) for ref in (refs.scales, refs.lows)
     )
     change = difference(value, scale, low, refs.ends, 1)
     for i in range(heads):
         refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
-    weights = refs.weights.at[pl.ds(first, heads), :, lanes]
-    at_once = plan.chip.matrix_lanes // LANES  # fills the matrix unit
+
+    weights = refs.weights.at[pl.ds(first, heads), :, tokens]
+    at_once = plan.chip.matrix_lanes // LANES  # slots of one product, so many that its depth fills the matrix unit
     for slot in range(0, plan.spec.value_slots, at_once):
         slots = range(slot, min(slot + at_once, plan.spec.value_slots))
         scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in slots], axis=1)
-        lane_numbers = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, lanes], (8, LANES)) for i in slots]
-        total = total + dot(scaled, jnp.concatenate([_onehot(lane) for lane in lane_numbers], axis=1), 1)
+        lanes = [jnp.broadcast_to(refs.value_slots[rows + i : rows + i + 1, tokens], (8, LANES)) for i in slots]
+        onehot = jnp.concatenate([_onehot(lane) for lane in lanes], axis=1)
+        total = total + dot(scaled, onehot, 1)
     for i in range(heads):
         refs.out[0, 0, first + i] += total[i * plan.rows : (i + 1) * plan.rows]
 
@@ -61,5 +69,6 @@ def _onehot(lane):
     """Return [128 lanes, 128 tokens] bfloat16 with 1 where a token's slot names the lane; `lane` is [8, 128] of equal
     rows."""
     row = jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0).astype(jnp.float32)
+    # One register of 8 lanes for 128 tokens after the other. All numbers are small integers, which float32 compares.
     ones = [jnp.where(lane - first == row, 1.0, 0.0) for first in range(0, LANES, 8)]
     return jnp.concatenate(ones).astype(jnp.bfloat16)

@@ -5,12 +5,13 @@ few whole heads as fill the 128 lanes. The queries of the heads that share a lan
 so the kernel sees one head of `lanes` channels. Per tile, with codes c and e, scale s and minimum m of a key group g,
 scale r and minimum n of a value:
 
-    scores_t = (q * s_g) . c_t + q . m_g            scaled queries of the groups a product of tokens meets are stacked
-             = s_t (q . c_t) + m_t sum(q)           where scales and minima are a token's (OSCAR)
-    out      = sum_t (p_t r_t) e_t + sum_t p_t n_t  likewise for the channel groups of a head
+    scores_t = (q * s_g) . c_t + q . m_g            keys with scales per channel and group of tokens
+             = s_t (q . c_t) + m_t sum(q)           keys with scales per token and head (OSCAR)
+    out      = sum_t (p_t r_t) e_t + sum_t p_t n_t
 
-Where groups are of fewer than 128 tokens, key scales multiply the codes instead (`keys`). `rope` says how keys before
-RoPE are scored, `signposts` how KVQuant's codes become numbers, `outliers` what its outliers add.
+A product takes the tokens of several key groups. The queries times the scales of all these groups are stacked as rows
+of the product. Where groups have fewer than 128 tokens, key scales multiply the codes instead (`keys`). `rope` says how
+keys before RoPE are scored, `signposts` how KVQuant's codes become numbers, `outliers` what its outliers add.
 
 The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are neither fetched nor computed."""
 
@@ -62,11 +63,30 @@ def packed_attention(
     pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16. `splits` programs share a
-    row's tokens where the batch alone does not fill the chip. Tiles of `work` are a multiple of the plan's block and of
-    eight key groups."""
+    """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16.
+
+    Args:
+        q: The queries.
+        body: The packed body.
+        layer: Number of the layer in the body.
+        start: First token that each query sees.
+        stop: One past the last token that each query sees.
+        spec: The form of the body.
+        ways: Fields of a word (`unpack`); None: the cheapest number.
+        work: How a tile is worked off; None: as the table of kernels says. A tile is a multiple of the plan's block and
+            of eight key groups.
+        splits: Programs that share a row's tokens, where the batch alone does not fill the chip.
+        pages: The pages of each row, where the body's rows are pages.
+        interpret: As in `pl.pallas_call`.
+
+    Returns:
+        Attention to these tokens.
+
+    Raises:
+        ValueError: A body that this kernel does not read."""
     check(q, body, spec, pages)
     nuq = spec.datatype == "nuq"
+    # A key group of 0 without channels: scales are constants of the layer.
     if nuq != (spec.key_group == 0 == spec.key_channels) or (nuq and spec.rope is None):
         raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
     if spec.key_channels not in (0, spec.head_dim):
@@ -105,9 +125,8 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
     P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of value scales."""
     spec, group = plan.spec, q.shape[2] // plan.spec.kv_heads
     outliers = body.signposts is not None and (spec.key_slots > 0 or spec.value_slots > 0)
-    scale, low = (
-        x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low)
-    )  # constants of a layer are [1, W]
+    # Constants of a layer, [W], become [1, W]: registers have two axes.
+    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))
     stored = body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
     table, turns = _rope(body, plan)
     key, value = _signposts(body, plan)

@@ -16,19 +16,30 @@ __all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "lane_groups", "memb
 
 LANES = 128
 LOG2E = math.log2(math.e)
-SHARE = 8  # lane groups that share a one-hot matrix of outliers
+SHARE = 8  # lane groups that share a one-hot matrix of outliers, at most (`outlier_values`)
 VMEM_BYTES = 64 * 2**20  # what a kernel may take; each of the chips has at least so much
 
 
 def members(number, count: int) -> list:
-    """List the numbers of the `count` members of stretch `number`, which may be traced."""
+    """List the numbers of the `count` members of stretch number `number`, which may be traced."""
     return [number * count + i for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: padded query rows of a lane group, tokens of a tile, fields of a word (`unpack`),
-    lanes that are handled together, programs that share a row's tokens, and how a tile is worked off (`work`)."""
+    """Static choices of one call.
+
+    Attributes:
+        spec: The form of the body.
+        slots: Slots of a row.
+        rows: Query rows of a lane group, padded to a multiple of 8.
+        rows_per_head: Query rows of a KV head, T*G.
+        tile: Tokens of a tile.
+        ways: Fields of a word (`unpack`).
+        lanes: Lanes of a lane group.
+        splits: Programs that share a row's tokens.
+        pieces: Parts in which a tile is worked off (`work.Work`).
+        ahead: By how many turns scores are ahead of values (`work.Work`)."""
 
     spec: PackedSpec
     slots: int
@@ -63,7 +74,8 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Tokens after which codes and key groups start afresh."""
+        """Tokens after which words, key groups and columns all start afresh."""
+        # 32 words of 32 bits hold 1024 bits: codes of 1024/b tokens for every channel.
         narrowest = min(split_bits(self.spec.key_bits)[-1], split_bits(self.spec.value_bits)[-1])
         return math.lcm(1024 // narrowest, self.spec.key_group or 1, self.column)
 
@@ -74,7 +86,7 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Tokens for which a query is scaled, and rotated, once."""
+        """Tokens of a key group, or of a block where all tokens share scales."""
         return self.spec.key_group or self.block
 
     def groups(self, index) -> list:
@@ -87,8 +99,8 @@ class Plan:
 
     @property
     def column(self) -> int:
-        """Tokens of one product: what a matrix unit takes at once. Signposts get fewer, because making them needs
-        registers."""
+        """Tokens of one product: as many as the matrix unit takes at once, and a multiple of those that one piece of
+        unpacked codes has. Signposts get fewer tokens, because making them takes registers."""
         widest = self.chip.matrix_lanes if self.spec.datatype == "uniform" else LANES
         return max(32 * self.ways, widest)
 
@@ -116,14 +128,17 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """Whether codes are multiplied as float32."""
+        """Whether codes are multiplied by scales as float32 numbers, since the vector unit has no bfloat16."""
         return not self.chip.vector_bfloat16
 
     @property
     def multiplied(self) -> bool:
-        """Whether key scales multiply the codes. Otherwise they multiply the queries, once for every key group. That is
-        cheaper where a product meets few groups, because each group has its own rows in it."""
-        return self.spec.rope is not None or (0 < self.spec.key_group < LANES and (self.ways == 2 or not self.wide))
+        """Whether key scales multiply the codes. Otherwise they multiply the queries, once for every key group.
+
+        To multiply queries is cheaper where a product meets few groups, because each group has its own rows in the
+        product. Keys before RoPE must be decoded before they are rotated."""
+        small_groups = 0 < self.spec.key_group < LANES
+        return self.spec.rope is not None or (small_groups and (self.ways == 2 or not self.wide))
 
     @property
     def slabs(self) -> bool:
@@ -152,14 +167,14 @@ class Plan:
 
     @property
     def onehot(self) -> np.ndarray:
-        """The matrix that brings numbers of `period` tokens into this order, [period, period] float32."""
+        """The matrix that brings numbers of `period` tokens into lane order, [period, period] float32: x @ onehot."""
         matrix = np.zeros((self.period, self.period), np.float32)
         matrix[self.order[: self.period], np.arange(self.period)] = 1
         return matrix
 
     @property
     def key_rows(self) -> int:
-        """Scales of a channel of keys for a tile."""
+        """Scales that a tile has for each channel of keys."""
         return self.tile // self.spec.key_group if self.spec.key_group else 1
 
     @property
@@ -174,7 +189,9 @@ class Plan:
 
 
 def lane_groups(spec: PackedSpec | ExactSpec) -> int:
-    """Return how many groups of lanes are handled one after the other. A group is as few whole heads as fill 128 lanes.
-    A matrix unit of 256 lanes could take twice as many, but that spills registers."""
+    """Return how many groups of lanes are handled one after the other.
+
+    A group is as few whole heads as fill registers of 128 lanes. (A matrix unit of 256 lanes could take twice as many
+    heads, but that spills registers.) Where such groups do not divide the width, all lanes are one group."""
     lanes = math.lcm(spec.head_dim, LANES)
     return spec.width // lanes if spec.width % lanes == 0 else 1

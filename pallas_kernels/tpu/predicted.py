@@ -1,13 +1,15 @@
-"""Decode attention on AQUA-KV's bodies as a Pallas TPU kernel: keys and values are predicted, corrected by their codes
-and attended to tile by tile, and take the place of those of the layer below.
+"""Decode attention on AQUA-KV's bodies as a Pallas TPU kernel.
 
-The grid is (row, tile). Per chunk of a tile's tokens, for keys and then for values,
+The grid is (row, tile). Tile by tile, keys and values are predicted from those of the layer below, corrected by their
+codes, and attended to. They are written over those of the layer below, for the layer above. Per chunk of a tile's
+tokens, for keys and then for values:
 
-    z = y H_256                                    on the matrix unit, for every column of 128 codes y from the grid
-    x = x_below A + a + s (H_n z) / h              sums and differences of the columns, s the scale of h channels
+    z = y H_256                                    on the matrix unit, for every column of 128 codes, y from the grid
+    x = x_below A + a + s (H_n z) / h              H_n: sums and differences of columns; s: the scale of h channels
 
-rounded to bfloat16, and then attention to all of the tile, keys being turned by tables of offsets as in `rope`. The
-plain path's numbers, but that products sum in another order, so that a number may round to its neighbour."""
+x is rounded to bfloat16. Then all queries attend to the tile, whose keys are turned by tables of offsets as in `rope`.
+The plain path computes the same numbers, but its products sum in another order, so that a number may round to its
+neighbour."""
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +43,25 @@ def packed_attention(
     pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> tuple[Partial, dict[str, Float[Array, "B S W"]]]:
-    """Attend as `reference.packed_attention` does, and give this layer's `carry` of the tiles that a row sees: keys "k"
-    and values "v", from those of the layer below. Queries and turned keys are rounded to bfloat16."""
+    """Attend as `reference.packed_attention` does, with queries and turned keys rounded to bfloat16.
+
+    Args:
+        q: The queries.
+        body: The codes and maps.
+        layer: Number of the layer in the body.
+        start: First token that each query sees.
+        stop: One past the last token that each query sees.
+        spec: The form of the body.
+        carry: Keys "k" and values "v" of the layer below.
+        tile: Tokens of a tile; None: the usual number.
+        pages: The pages of each row, where the body's rows are pages.
+        interpret: As in `pl.pallas_call`.
+
+    Returns:
+        (attention, the carry of this layer). In the carry only the tiles that a row sees are this layer's."""
     slots, group = row_slots(body, pages), q.shape[2] // spec.kv_heads
     plan = plan_predicted(spec, slots, slots // len(body.positions), q.shape[1] * group, tile)
-    bounds, heads = row_bounds(start, stop, plan, group), (q.shape[0], 1, plan.lane_groups, plan.rows)
+    bounds = row_bounds(start, stop, plan, group)
     out, lse, keys, values = invoke(
         kernel,
         plan,
@@ -59,13 +75,14 @@ def packed_attention(
         name=f"packed_attention_predicted_k{spec.codes.key_bits}v{spec.codes.value_bits}_{plan.tile}",
         interpret=interpret,
     )
-    part = collect(out.reshape(*heads, plan.lanes), lse.reshape(*heads, 1), q.shape, plan)
+    by_group = (q.shape[0], 1, plan.lane_groups, plan.rows)  # one split
+    part = collect(out.reshape(*by_group, plan.lanes), lse.reshape(*by_group, 1), q.shape, plan)
     return part, {"k": keys, "v": values}
 
 
 def _of_carry(array, plan: PredictedPlan) -> InPlace:
-    """Declare keys or values [B, S, W] of the layer below, [1, S, W] of a tile, which a layer without maps does not
-    read."""
+    """Declare keys or values [B, slots, W], which the kernel reads and writes tile by tile, [1, S, W]. A layer without
+    maps does not read them."""
     spec = pl.BlockSpec((1, plan.tile, array.shape[2]), lambda row, tile, _, ends: (row, fetched(row, tile, ends), 0))
     return InPlace(array, spec if plan.spec.mapped else pl.BlockSpec(memory_space=pl.ANY), spec)
 
@@ -82,8 +99,10 @@ def _operands(q, bounds, body: PredictedBody, plan: PredictedPlan) -> dict[str, 
     """Declare what the kernel reads beside keys and values of the layer below. P lane groups of W lanes, M query rows,
     S tokens of the tile, C of a chunk."""
     maps, codes = body.maps, body.codes
-    arrays = {} if maps is None else {"key_map": maps.key, "value_map": maps.value}
-    arrays |= {} if maps is None else {"key_bias": maps.key_bias[None], "value_bias": maps.value_bias[None]}
+    arrays = {}
+    if maps is not None:
+        arrays = {"key_map": maps.key, "value_map": maps.value}
+        arrays |= {"key_bias": maps.key_bias[None], "value_bias": maps.value_bias[None]}
     return {
         "queries": by_row(lane_queries(q, plan)),  # [1, P, M, 2W] bf16: q | q~, each head's in its own lanes
         "bounds": by_row(bounds),  # [1, M, 2] i32: first and last + 1 visible token of a row
@@ -100,7 +119,7 @@ def _operands(q, bounds, body: PredictedBody, plan: PredictedPlan) -> dict[str, 
 
 
 def _words(grid: Float[Array, "n 2"]) -> Operand:
-    """Write sums and differences of a grid's points as words of two integers of 16 bits, multiples of STEP."""
+    """Write sums and differences of a grid's points as words of two 16-bit integers, in units of STEP."""
     numbers = jnp.round(turned_grid(grid) / STEP).astype(jnp.int32)
     words = (numbers[:, 0] & 0xFFFF) | (numbers[:, 1] << 16)
     row = jnp.pad(jax.lax.bitcast_convert_type(words, jnp.uint32), (0, -len(grid) % LANES))

@@ -147,8 +147,11 @@ def _mix(columns: list) -> list:
     """Multiply 2^n arrays by Sylvester's matrix H_{2^n} = H_2 (x) H_{2^(n-1)}: their sums and differences."""
     if len(columns) == 1:
         return columns
-    first, second = (_mix(half) for half in (columns[: len(columns) // 2], columns[len(columns) // 2 :]))
-    return [a + b for a, b in zip(first, second, strict=True)] + [a - b for a, b in zip(first, second, strict=True)]
+    middle = len(columns) // 2
+    first, second = _mix(columns[:middle]), _mix(columns[middle:])
+    sums = [a + b for a, b in zip(first, second, strict=True)]
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    return sums + differences
 
 
 def _add(refs: Refs, plan, source: str, target, chunk):
@@ -162,8 +165,9 @@ def _add(refs: Refs, plan, source: str, target, chunk):
             # H of a group is H_n (x) H_256. `_reconstruct` has applied H_256 within every column. H_n mixes the n
             # columns of the group.
             scale = jnp.concatenate([refs.scales[group, rows]] * (COLUMN // LANES), axis=1)
-            for part, sums in zip(lanes, _mix([refs.residuals[rows, part] for part in lanes]), strict=True):
-                total = sums * scale
+            residuals = _mix([refs.residuals[rows, part] for part in lanes])
+            for part, residual in zip(lanes, residuals, strict=True):
+                total = residual * scale
                 if plan.spec.mapped:
                     total = refs.predictions[rows, part] + getattr(refs, f"{source}_bias")[:, part] + total
                 target[0, tokens, part] = total.astype(jnp.bfloat16)
@@ -176,15 +180,19 @@ def _score(refs: Refs, plan, number):
 
     `number` counts lane groups within chunks. Keys are multiplied by cos and sin of their offsets in the chunk. They
     meet queries that were turned back to the chunk's first position (`rope`)."""
-    chunk, group = (f(number, jnp.int32(plan.lane_groups)) for f in (jax.lax.div, jax.lax.rem))
+    chunk = jax.lax.div(number, jnp.int32(plan.lane_groups))
+    group = jax.lax.rem(number, jnp.int32(plan.lane_groups))
     tokens, rows = aligned(chunk, plan.chunk), aligned(group, plan.rows)
     score_scale = LOG2E * plan.spec.head_dim**-0.5 * plan.spec.rope.factor
     queries = jnp.concatenate(turned(refs, plan, group, chunk), axis=1) * score_scale  # y | y~
     keys = refs.keys[1][0, tokens, aligned(group, plan.lanes)].astype(refs.table.dtype)
     turns = refs.table[:, :LANES], refs.table[:, LANES:]  # cos, sin
     # Every 128 channels of a lane group have the same rates, so that 128 lanes of cos and of sin serve all of them.
-    turned_keys = [keys[:, first : first + LANES] * turn for turn in turns for first in range(0, plan.lanes, LANES)]
-    scores = dot(queries.astype(jnp.bfloat16), jnp.concatenate(turned_keys, axis=1).astype(jnp.bfloat16), 1)
+    firsts = range(0, plan.lanes, LANES)
+    turned_keys = [keys[:, first : first + LANES] * turn for turn in turns for first in firsts]
+    queries = queries.astype(jnp.bfloat16)
+    waves = jnp.concatenate(turned_keys, axis=1).astype(jnp.bfloat16)  # keys times cos | keys times sin
+    scores = dot(queries, waves, 1)
     # The limit of a token that a query does not see is NEVER, of other tokens infinity.
     scores = jnp.minimum(scores, refs.limits[:, tokens])
     refs.scores[rows, tokens] = scores

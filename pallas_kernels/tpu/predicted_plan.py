@@ -1,8 +1,9 @@
 """Static choices of one call of the TPU kernel on AQUA-KV's bodies, and the factors of the codes' transform.
 
-With H Sylvester's matrix of a group of n times 256 channels, H = H_n (x) H_128 (x) H_2 (see `higgs_plan`). H_2 goes
-into the grid. H_128 is a product for every 128 codes, which also brings the channels of pairs side by side. H_n adds
-and subtracts these products of the n columns of codes of a group."""
+The transform's matrix H of a group of n times 256 channels is Sylvester's, H = H_n (x) H_128 (x) H_2 (see
+`higgs_plan`). A group has n columns of 128 codes. H_2 is applied to the points of the grid. H_128 is a product for
+every column, which also brings the two channels of a pair side by side. H_n adds and subtracts the products of the
+group's columns."""
 
 import dataclasses
 import math
@@ -17,9 +18,11 @@ from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["TILE", "PredictedPlan", "plan_predicted"]
 
-TILE, MOST_BESIDE = 1024, 4
+TILE = 1024  # tokens
+MOST_BESIDE = 4  # columns that are worked off together
 COLUMN = 2 * LANES  # channels of a column of 128 codes
-STEP = 2.0**-12  # of sums and differences of a grid's numbers, which are less than 8
+# Sums and differences of a grid's two numbers are stored as 16-bit integers in units of STEP: they are less than 8.
+STEP = 2.0**-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +78,8 @@ class PredictedPlan:
 
     @property
     def beside(self) -> int:
-        """Columns that are worked off together: the products of more of them follow each other without a wait. A large
-        grid, which is gathered from twice, leaves fewer registers."""
+        """Columns that are worked off together, so that their products follow each other without a wait. A large grid,
+        which is gathered from twice, leaves registers for one column only."""
         large = max(self.spec.codes.key_bits, self.spec.codes.value_bits) > 7
         return math.gcd(self.parts, 1 if large else MOST_BESIDE)
 
@@ -103,8 +106,20 @@ class PredictedPlan:
 
 
 def plan_predicted(spec: PredictedSpec, slots: int, stretch: int, per_head: int, tile: int | None = None):
-    """Make the plan for `per_head` = T*G query rows of a KV head on a body of `slots` tokens, of which every `stretch`
-    follow each other. Raise ValueError for what the kernel does not take."""
+    """Make the plan of a call.
+
+    Args:
+        spec: The form of the body.
+        slots: Slots of a row.
+        stretch: Tokens that are known to have consecutive positions.
+        per_head: Query rows of a KV head, T*G.
+        tile: Tokens of a tile; None: the usual number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: A body that the kernel does not read."""
     codes, chunk = spec.codes, 2 * LANES
     columns = codes.group // COLUMN
     if codes.group % COLUMN or spec.width % codes.group or columns & (columns - 1):

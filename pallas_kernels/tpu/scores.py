@@ -31,14 +31,15 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
     if plan.spec.key_channels:
         yield from _token_scores(refs, plan, place, index)
         return
-    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
+    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)  # one entry for each key group
     code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for i, codes in enumerate(code_columns):
         met, owner = groups_met(plan, i), owners(refs, plan, i)
         # A column has tokens of several key groups. The scaled queries of all of them meet all its tokens in one
-        # product, [groups * M, column], of which each token keeps the rows of its own group.
+        # product, [groups * M, column]. Each token then keeps the M rows of its own group.
         stacked = dot(jnp.concatenate([queries[group] for group in met]), codes, 1)
-        scores = pick([stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))], owner, met)
+        by_group = [stacked[n * plan.rows : (n + 1) * plan.rows] for n in range(len(met))]
+        scores = pick(by_group, owner, met)
         yield scores + pick([zeros[group] for group in met], owner, met)
 
 
@@ -62,7 +63,10 @@ def token_factors(ref, plan: Plan, place: Place, number, count: int):
         place: The lane group.
         number: Number of the column in the tile.
         count: Numbers that a token has: one for each KV head, or one for all of them."""
-    heads = [place.group * plan.shared + head for head in range(plan.shared)] if count > 1 else [0]
+    if count > 1:
+        heads = [place.group * plan.shared + head for head in range(plan.shared)]
+    else:
+        heads = [0]
     return of_heads(ref, plan, heads, count, number * (plan.column // LANES))
 
 
@@ -73,17 +77,18 @@ def _token_scores(refs, plan: Plan, place: Place, index):
     total = queries.astype(jnp.float32).sum(-1, keepdims=True)
     code_columns = columns(refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed)
     for number, codes in zip(plan.columns(index), code_columns, strict=True):
-        scale, low = (
-            token_factors(ref, plan, place, number, plan.spec.kv_heads) for ref in (refs.key_scales, refs.key_lows)
-        )
+        scale = token_factors(refs.key_scales, plan, place, number, plan.spec.kv_heads)
+        low = token_factors(refs.key_lows, plan, place, number, plan.spec.kv_heads)
         yield dot(queries, codes, 1) * scale + total * low
 
 
 def unrotated_scores(refs, plan: Plan, place: Place, index):
     """Yield the scores of a block's columns, for keys stored before RoPE."""
-    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
+    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)  # y | y~, [M, 2W]
     code_columns = columns(refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False)
     for i, (number, codes) in enumerate(zip(plan.columns(index), code_columns, strict=True)):
         scores = dot(queries, rotated(codes, refs, plan, place, index, i), 1)
         tokens = aligned(number, plan.column)
-        yield scores + refs.added[place.group, :, tokens] if plan.spec.key_slots else scores
+        if plan.spec.key_slots:  # what outliers change in the scores
+            scores = scores + refs.added[place.group, :, tokens]
+        yield scores

@@ -3,12 +3,13 @@ logarithms.
 
 Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds
 
-    out     [1, M, W]   the running sum of weighted values; all rows may stand there several times, set below set
-    lse     [1, M, 1]
+    out     [1, n*M, W] the running sums of weighted values: n of them for every row, set below set (HIGGS has n = 2,
+                        other kernels n = 1)
+    lse     [1, M, 1]   the log-sum-exp, a natural logarithm
     scores  [M, S]
     peak    [M, 1]      the running maximum
     total   [M, 1]      the running sum of the weights
-    top     [M, 1]      this tile's maximum"""
+    top     [M, 1]      this tile's maximum, then the rescale factor"""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -20,8 +21,14 @@ __all__ = ["empty", "normalise", "over_tiles", "to_weights"]
 
 
 def over_tiles(refs, ends, work, begin=None, end=None) -> None:
-    """Call `work(tile)` for every tile that a row sees, on a grid (row, tile). Call `begin()` before a row's first tile
-    (by default `empty`) and `end()` after its last one (by default `normalise`). `ends` is from `rows.tile_ends`."""
+    """Work off the tiles that a row sees, on a grid (row, tile).
+
+    Args:
+        refs: The kernel's references.
+        ends: Which tiles the rows see, from `rows.tile_ends`.
+        work: `work(tile)` is called for every tile that the row sees.
+        begin: `begin()` is called before a row's first tile; None: `empty`.
+        end: `end()` is called after a row's last tile; None: `normalise`."""
     row, tile = pl.program_id(0), pl.program_id(1)
     pl.when(tile == 0)(begin or (lambda: empty(refs)))
 
@@ -40,8 +47,10 @@ def empty(refs) -> None:
 
 
 def normalise(refs, rows=slice(None)) -> None:
-    """Divide the running sums by their weights, and write the log-sum-exps, of all rows or, of a single set, some."""
-    peak, total, sets = refs.peak[rows], refs.total[rows], refs.out.shape[1] // refs.total.shape[0]
+    """Divide the running sums by the sums of their weights, and write the log-sum-exps. `rows` are all rows, or some
+    where each has one running sum."""
+    peak, total = refs.peak[rows], refs.total[rows]
+    sets = refs.out.shape[1] // refs.total.shape[0]
     seen = peak > NEVER / 2
     every_seen, every_total = (jnp.concatenate([x] * sets) for x in (seen, total))
     refs.out[0, rows] = jnp.where(every_seen, refs.out[0, rows] / every_total, 0.0)
@@ -49,8 +58,9 @@ def normalise(refs, rows=slice(None)) -> None:
 
 
 def to_weights(refs, rows=slice(None)) -> None:
-    """Turn this tile's scores into softmax weights in place, of all rows or some. On entry `top` is the tile's row
-    maximum; on exit it is the factor that rescales the running sums."""
+    """Turn this tile's scores into softmax weights in place, of all rows or some.
+
+    On entry `top` is the maximum of the tile's scores. On exit it is the factor that rescales the running sums."""
     peak = jnp.maximum(refs.peak[rows], refs.top[rows])
     rescale = jnp.exp2(refs.peak[rows] - peak)
     total = jnp.zeros((peak.shape[0], LANES))

@@ -71,17 +71,23 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
         sums: As `no_sums` returns them."""
     weights_left = iter(weights)
     total, lows, product = sums
-    parts, bits = range(plan.value_slices), plan.spec.value_bits
+    slices = range(plan.value_slices)
+    bits = plan.spec.value_bits
     for index in blocks:
         code_columns = columns(refs.body.value_codes, refs.value_signposts, bits, place, index, plan, plan.mixed)
         for number, codes in zip(plan.columns(index), code_columns, strict=True):
-            weight, first = next(weights_left), number * (plan.column // LANES)
+            weight = next(weights_left)  # [M, column]
+            first = number * (plan.column // LANES)
             if plan.spec.value_slots:  # `outlier_values` reads the weights once all lane groups have theirs
                 refs.weights[place.group, :, aligned(number, plan.column)] = weight
             total = total + lane_wise(jnp.add, weight)
-            scaled = [weight * own_rows(refs.scales, plan, place, part, first) for part in parts]
-            minima = [weight * own_rows(refs.lows, plan, place, part, first) for part in parts]
+
+            # Each slice has scales and minima of its own, and so weights of its own.
+            scaled = [weight * own_rows(refs.scales, plan, place, part, first) for part in slices]
+            minima = [weight * own_rows(refs.lows, plan, place, part, first) for part in slices]
             lows = [low + lane_wise(jnp.add, x) for low, x in zip(lows, minima, strict=True)]
+
+            # The scaled weights of all slices meet the same codes: [slices*M, column] @ [column, W].
             product = product + dot(jnp.concatenate(scaled).astype(jnp.bfloat16), codes, 0)
             yield total, lows, product
 
@@ -92,12 +98,15 @@ def fold(refs: Refs, plan, place: Place, peak, sums):
     total, lows, product = sums
     group = place.group
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.lanes), 1)
-    # The number of each lane's value slice within its head.
-    part = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
-    parts, names = jnp.split(product, plan.value_slices), list(range(plan.value_slices))
-    update = pick(parts, part, names) + pick([low.sum(-1, keepdims=True) for low in lows], part, names)
-    # A row that has seen no token yet adds rubbish here: all its scores are NEVER, so that all its weights are 1. Its
-    # rescale factor is 0 once it sees a token.
+    # The number of each lane's value slice within its head, [1, W].
+    own_slice = jax.lax.rem(quotient(lane, plan.spec.value_slice), jnp.full_like(lane, plan.value_slices))
+    slices = list(range(plan.value_slices))
+    by_slice = jnp.split(product, plan.value_slices)  # [M, W] each
+    codes_sum = pick(by_slice, own_slice, slices)
+    minima_sum = pick([low.sum(-1, keepdims=True) for low in lows], own_slice, slices)
+    update = codes_sum + minima_sum
+    # A row that has seen no token yet adds meaningless sums here: all its scores are NEVER, so that all its weights are
+    # 1. Once it sees a token, its rescale factor is 0 and removes them.
     rescale = jnp.exp2(refs.peak[group] - peak)
     refs.peak[group] = peak
     refs.total[group] = refs.total[group] * rescale + total.sum(-1, keepdims=True)

@@ -53,9 +53,8 @@ def order_scales(refs, plan, tile):
     This is every value's scale and minimum, [C, S] to [S/128 * C, 128]. Where keys have numbers per token, it is also
     their scales and minima, or their factors."""
     spec, count = plan.spec, plan.value_rows
-    key_count = (
-        2 * spec.kv_heads if spec.key_channels else spec.key_factors
-    )  # of a token: scales and minima, or factors
+    # What a token's keys have: a scale and a minimum for each head, or factors, or nothing.
+    key_count = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
     # `width` tokens are ordered in one step of the loop, as stretches of `period` tokens, after which the order repeats
     # itself. All stretches stand one below the other in one product with the one-hot matrix of the order.
     width = math.gcd(plan.tile, TOKENS // 2 if key_count and plan.wide else TOKENS)
