@@ -31,10 +31,16 @@ def default_splits(tiles: int, pairs: int, resident: int) -> int:
 
     Returns:
         The number of programs."""
-    places = MULTIPROCESSORS * resident
+    places = MULTIPROCESSORS * resident  # programs that the chip holds at a time
     most = max(1, min(tiles, 4 * places // pairs))
-    # Rounds, times the tiles of a program.
-    return min(range(1, most + 1), key=lambda splits: -(-pairs * splits // places) * -(-tiles // splits))
+
+    def duration(splits: int) -> int:
+        """Estimate the time, in tiles: rounds times the tiles of a program."""
+        rounds = -(-pairs * splits // places)
+        tiles_of_program = -(-tiles // splits)
+        return rounds * tiles_of_program
+
+    return min(range(1, most + 1), key=duration)
 
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:
@@ -86,8 +92,8 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
         kernel((ends, bounds), operands_tree.unflatten(data), memory, results, plan)
 
     batch, _, heads, dim = shape
-    ends = [start.min(1) // plan.tile, -(-stop.max(1) // plan.tile), jnp.full((batch,), layer)]
-    ends = jnp.stack([x.astype(jnp.int32) for x in ends])
+    first_tile, end_tile = start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)
+    ends = jnp.stack([x.astype(jnp.int32) for x in (first_tile, end_tile, jnp.full((batch,), layer))])  # [3, B]
     lead = (batch, plan.kv_heads, plan.splits)
     call = plgpu.kernel(
         body,
@@ -114,12 +120,12 @@ def _merge(out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: 
     batch, length, heads, dim = shape
     # A split that sees no token has NEVER as its log-sum-exp, which is finite, so that its weight is 0 and not NaN.
     peak = lse.max(2, keepdims=True)
-    weights = jnp.exp(lse - peak)
+    weights = jnp.exp(lse - peak)  # [B, K, N, R]
     total, peak = weights.sum(2), peak[:, :, 0]
     lse = jnp.where(peak > NEVER / 2, jnp.log(total) + peak, -jnp.inf)
     out = (out * (weights / total[:, :, None])[:, :, :, None]).sum(2)
     kv_heads = out.shape[1]
-    used_rows = length * heads // kv_heads
+    used_rows = length * heads // kv_heads  # columns behind these are padding
     out = out[..., :used_rows].reshape(batch, kv_heads, dim, length, -1).transpose(0, 3, 1, 4, 2)
     lse = lse[..., :used_rows].reshape(batch, kv_heads, length, -1).transpose(0, 2, 1, 3)
     return Partial(out.reshape(shape), lse.reshape(batch, length, heads))

@@ -69,11 +69,13 @@ def memory(plan) -> Memory:
     Returns:
         The declarations, in the places of what the kernel gets."""
     codes = len(plan.plane_sets)
-    # A barrier lets threads through after as many arrivals as there are copies: words of each plane set, rotations of
-    # the tile's groups with RoPE, scales and minima unless they hold for all tokens.
-    keys = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
-    barriers = (keys, codes + 2, 2 if plan.signposts else 1)
-    barriers = (plgpu.Barrier(num_arrivals=n) for n in barriers)
+    # A barrier lets threads through after as many arrivals as there are copies.
+    # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima unless they hold for
+    # all tokens.
+    key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
+    value_copies = codes + 2  # words of each plane set, scales, minima
+    shared_copies = 2 if plan.signposts else 1  # with RoPE: the table of offsets, and scales that hold for all tokens
+    barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))
     return Memory(_keys(plan).memory(plan), gpu_values.memory(plan), *barriers)
 
 
@@ -108,6 +110,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
     def step(number, state):
+        """Fold the quad with this number into the online softmax. Quads are numbered through all tiles of a row."""
         quad = Quad(lax.div(number, plan.quads), lax.rem(number, plan.quads))
         return _fold(data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
 
@@ -123,10 +126,25 @@ def _fetch(copies, data: Operands, target, barrier, plan, indices, tile) -> None
 
 
 def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
-    """Fold one quad into the online softmax. `fetch` are the functions that start copying a tile's keys and values, and
-    `end` is one past the program's last tile."""
+    """Fold one quad into the online softmax.
+
+    Args:
+        data: References to the operands.
+        smem: References to shared memory and barriers.
+        plan: The call's plan.
+        fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of a tile.
+        quad: The quad.
+        end: One past the program's last tile.
+        queries: The queries in registers, [D, R] float32.
+        limits: Which tokens the columns see, from `parts.load_limits`.
+        state: The online softmax so far.
+
+    Returns:
+        The online softmax with the quad's tokens."""
+    fetch_keys, fetch_values = fetch
     keys, values = gpu_parts.hidden((smem.keys, smem.values), quad.tile)
     tables = [data.tables.at[i] if plan.signposts else None for i in range(2)]
+    # After a tile's last quad its memory is free for the next tile.
     has_next_tile = (quad.part == plan.quads - 1) & (quad.tile + 1 < end)
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
@@ -134,7 +152,7 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
     plgpu.commit_smem()  # products read the queries that all threads wrote in `prepare`
     scores = _base2_scores(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
     plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
-    pl.when(has_next_tile)(lambda: fetch[0](quad.tile + 1))
+    pl.when(has_next_tile)(lambda: fetch_keys(quad.tile + 1))
 
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
 
@@ -145,7 +163,7 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
         plgpu.commit_smem()  # products read the weights that all threads wrote
         sums = gpu_values.weigh(values, plan, quad, tables[1])
         plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
-        pl.when(has_next_tile)(lambda: fetch[1](quad.tile + 1))
+        pl.when(has_next_tile)(lambda: fetch_values(quad.tile + 1))
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)

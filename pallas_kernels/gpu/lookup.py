@@ -1,14 +1,16 @@
 """Look up signposts of non-uniform codes (nuq) in the registers of a Hopper warpgroup, as bfloat16.
 
-The instruction `prmt`, a byte permutation, picks four bytes out of the eight of two words by the nibbles of a selector.
-A 16-bit number of a quad holds four codes in its nibbles (`unpack`), so that it is a selector as it stands. One
-permutation looks up the lower bytes of the signposts of four codes, another one their upper bytes. Two more put the
-bytes together to numbers. Sixteen signposts have sixteen lower bytes. Then two permutations look up among the first and
-among the last eight, and a third one picks between them by the code's highest bit.
+The instruction `prmt`, a byte permutation, picks four of the eight bytes of two words. Four nibbles of a selector say
+which bytes. A 16-bit number of a quad holds four codes in its nibbles (`unpack`), so that it can be used as a selector
+without change. One permutation looks up the lower bytes of the signposts of four codes, another one their upper bytes.
+Two more put the bytes together to numbers.
+
+This serves up to eight signposts. Sixteen signposts have sixteen lower bytes. For them two permutations look up among
+the first eight and among the last eight, and a third one picks between the two results by the code's highest bit.
 
 Two numbers take 3.5 operations with two bits or three, and 6.5 with four (tests/kernels/test_kernels_gpu_words.py
-counts them). A table in shared memory would take one load for two numbers, and as many operations for the load's
-address as the permutations of two bits take here."""
+counts them). A table in shared memory would take one load for two numbers. The address of the load would take as many
+operations as all permutations take here with two bits."""
 
 import functools
 

@@ -125,12 +125,13 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
         plan: Not used.
         quad: The quad.
         queries: The queries in registers, [D, R] float32."""
-    first, second = queries[:PAIRS], queries[PAIRS:]
+    first, second = queries[:PAIRS], queries[PAIRS:]  # the two channels of every pair, [D/2, R] each
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
         cos, sin = (load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS))
         cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
-        for channel, part in ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin)):
+        rotated_back = ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin))
+        for channel, part in rotated_back:
             put_transposed(keys.rotated.at[i, :, pl.ds(channel, PAIRS)], part.astype(jnp.bfloat16))
 
 
@@ -145,8 +146,8 @@ def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
     step_keys = []
     for step, code in enumerate(codes):
         group = 0 if plan.signposts else quad.part * GROUPS + step * STEP // GROUP
-        factors = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
-        factors = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in factors)
+        stored = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
+        factors = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in stored)
         scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in factors)
         step_keys.append(code * scale + low)
     return step_keys
@@ -178,6 +179,7 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
             step_keys = _rotate(keys, step, lane, first[step], second[step])
             queries = keys.rotated.at[step * STEP // GROUP]
             lanes = (pl.ds(channel, LANES) for channel in (lane, PAIRS + lane))
+            # One product for the first channels of the pairs, one for the second ones; both are summed.
             pairs = ((x, queries.at[:, part]) for x, part in zip(step_keys, lanes, strict=True))
             out[step] += product(*pairs)
     return out

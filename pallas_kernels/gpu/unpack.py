@@ -1,14 +1,14 @@
 """Unpack words to bfloat16 codes in the registers of a Hopper warpgroup.
 
 A step is one product, of 64 consecutive tokens. These are two neighbouring planes of a block
-(`ops/packing/planes.py`). A quad is four steps, 256 tokens or eight planes. Its codes are brought together in 16-bit
-numbers, one for four tokens 64 apart. Nibble i holds the code of step ORDER[i]. Codes of 2 bits lie so in the words
-already. Codes of 4 bits are picked from both halves of a word, and codes of 3 bits from the two words of their plane
-sets.
+(`ops/packing/planes.py`). A quad is four steps: 256 tokens, or eight planes. The codes of a quad are brought together
+in 16-bit numbers of four nibbles. A number has one token of every step, and nibble i holds the code of step
+ORDER[bits][i]. Codes of 2 bits lie in this way in the words already. Codes of 4 bits are picked from both halves of a
+word, and codes of 3 bits from the two words of their plane sets.
 
-A code c becomes the bfloat16 number 2^e + c: c is or-ed into the mantissa of 2^e. The two numbers of a 32-bit register
-take a mask and an or, which are one instruction, and in some places a shift. The bit of the mantissa at which c lands
-decides e."""
+A code c becomes the bfloat16 number 2^e + c: c is or-ed into the mantissa of 2^e. For the two numbers of a 32-bit
+register this takes a mask and an or, which are one instruction, and for some nibbles a shift. The bit of the mantissa
+at which c is put decides e."""
 
 import functools
 from typing import Any, NamedTuple

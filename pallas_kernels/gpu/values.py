@@ -66,7 +66,7 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         Two sums over the steps, [64, R] each: of the weights p, and of p m - 2^e p s."""
     total = low = jnp.zeros_like(scores[0])
     for step, score in enumerate(scores):
-        weight = jnp.exp2(score - along(peak, score))
+        weight = jnp.exp2(score - along(peak, score))  # [64, R]
         factors = (values.factors.at[i, quad.part * STEPS + step] for i in range(2))
         scale, zero = (numbers(load(x, ROWS, optimized=False)) for x in factors)
         scale, zero = (lax.broadcast_in_dim(x, weight.shape, [0]) for x in (scale, zero))
