@@ -62,8 +62,8 @@ def seen_blocks(
         chunked: Whether `sliding` are chunks instead of windows, as in `splash_attention`.
 
     Returns:
-        (number of the first block of keys, one past the last), [N] each for N blocks of queries. A block that sees no
-        key has 0 as its last one."""
+        (number of the first block of keys, one past the last), [N] each for N blocks of queries. The second number is 0
+        where a block of queries sees no key."""
     by_block = newest.reshape(-1, blocks.queries)
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
