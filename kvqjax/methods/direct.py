@@ -5,14 +5,15 @@ GPUs then reads every array once, in a handful of products.
                             k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
-OSCAR's keys are per token too. Keys of OScaR and KVarN are also multiplied by a factor of their token, values of KVarN
-by a factor of their channel and group of tokens. Scales are folded into the queries and the softmax weights. Offsets
-and minima become one product a group.
+n is a stored number, n + offset its code. OSCAR's keys are per token too. A key of OScaR or KVarN also has a factor per
+token; a value of KVarN also has a factor per channel and group of tokens. Scales are multiplied into the queries and
+the softmax weights, and stored numbers enter the products as they are. Offsets and minima add one term per group.
 
-Where a stored number holds the codes of two tokens, scores and weights stay apart by plane, [.., S / planes] each. To
-put them in order would write and read them once more.
+A stored number may hold the codes of two tokens. It then has two planes: the first codes of all stored numbers, and the
+second ones. Scores and softmax weights are kept as one array [.., S / planes] for each plane. To put the tokens in
+order would write and read them once more.
 
-X is the number of query rows of a KV head (T * G), N that of groups of tokens, M that of groups of channels in a head.
+X is the number of query rows of a KV head (T * G), N of groups of tokens, M of groups of channels in a head.
 """
 
 import functools
@@ -50,10 +51,10 @@ __all__ = [
     "value_form",
 ]
 
-# New tokens a row, at most. Of more tokens the scores of a whole body, [B, H, T, S] float32, are too large.
+# Most new tokens of a row. With more of them the scores of a whole body, [B, H, T, S] float32, are too large.
 FEW_QUERIES = 16
-# Stored rows that are summed in one product. A sum over tokens is cut, so that a GPU has work for all its cores. It is
-# always cut after as many rows, so that sums over more tokens are the same where what is added has no weight.
+# Stored rows that one product sums. A sum over tokens is cut into pieces, so that a GPU has work for all its cores. All
+# pieces have this length, whatever the body's: tokens of weight 0 at its end then do not change a sum's rounding.
 PIECE = 512
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
@@ -65,8 +66,8 @@ class Direct(NamedTuple):
         scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
         values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
 
-    Sums over tokens are made of partial sums of at most `piece` stored rows. `part` takes the place of `scores` where
-    only the first keys of a body are read, for codecs that read those in another way than all keys."""
+    Sums over tokens are made of partial sums of at most `piece` stored rows. `part`, if given, replaces `scores` where
+    only the first keys of a body are read."""
 
     scores: Callable
     values: Callable
@@ -75,7 +76,7 @@ class Direct(NamedTuple):
 
 @runtime_checkable
 class ReadAtOnce(Protocol):
-    """A codec's spec of another package whose body XLA reads as a whole, stored head by head."""
+    """A codec's spec, of another package, whose body is stored head by head and read as a whole by XLA."""
 
     def scores(self, shape: KVShape) -> Callable | None:
         """Give the function of keys, scores(q, fields); None for shapes without one."""
@@ -93,17 +94,17 @@ def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
     """Choose how much of a body is read.
 
     Args:
-        tokens: what the fullest row holds, at most.
+        tokens: the most that a row holds.
         block: slots of the body's block.
-        slots: those of the body.
+        slots: of the body.
 
     Returns:
-        The number of slots that are read, and whether values are cut to them too.
+        The number of slots whose keys are read, and whether values are cut to these slots too.
     """
     step = math.lcm(block, 4 * PIECE)
     count = min(-(-tokens // step) * step, slots)
-    # XLA for GPUs reads the first keys in place, but copies the first values. That costs three times their bytes, so
-    # more than a third of the values is read as a whole.
+    # XLA for GPUs reads the first keys in place, but copies the first values. A copy moves every byte three times
+    # (read, write, read), so it pays for at most a third of the values.
     return count, 3 * count <= slots
 
 
@@ -138,26 +139,30 @@ def attend_whole(
         The output of attention to these slots, and the logarithm of its softmax's denominator.
     """
     batch, length, heads, dim = q.shape
+    group = heads // kv_heads  # query heads of a KV head
+    # [B, T, H, D] -> [B, K, X, D], where row t * G + g is query head g of token t
     rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
     scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
-    seen = _by_plane(jnp.repeat(mask, heads // kv_heads, axis=1)[:, None], len(scores))
+    seen = _by_plane(jnp.repeat(mask, group, axis=1)[:, None], len(scores))  # of every plane: [B, 1, X, S / planes]
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
-    # Finite also for a query that sees no slot: exp(-inf - -inf) would be NaN.
+    # The maximum starts from a finite number. For a query that sees no slot, exp(-inf - -inf) would be NaN.
     least = np.finfo(np.float32).min
     peak = functools.reduce(jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores])
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
-    floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    denominator = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # no division by 0 where no slot is seen
     stored = body["v"]
     if cut is not None:
-        # Not before it is needed, or XLA copies that part of all layers at once.
+        # The values depend on the weights here, so that XLA cuts them only now. Otherwise it would copy the first
+        # values of all layers at once.
         weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
-    out = direct.values(weights, stored, q.dtype, piece) / floor[..., None]
-    lse = jnp.where(total > 0, jnp.log(floor) + peak, -jnp.inf)
+    out = direct.values(weights, stored, q.dtype, piece) / denominator[..., None]
+    lse = jnp.where(total > 0, jnp.log(denominator) + peak, -jnp.inf)
 
     def by_token(x):
-        x = x.reshape(batch, kv_heads, length, heads // kv_heads, *x.shape[3:])
+        """Reorder [B, K, X, ..] to [B, T, H, ..]."""
+        x = x.reshape(batch, kv_heads, length, group, *x.shape[3:])
         return jnp.moveaxis(x, 2, 1).reshape(batch, length, heads, *x.shape[4:])
 
     return Partial(by_token(out), by_token(lse))
@@ -183,20 +188,32 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
     scores, values = key_form(key, shape), value_form(value, shape)
     if scores is None or values is None:
         return None
-    part = (lambda q, fields: [_scored_part(q, fields["x"][0][0])]) if isinstance(key, Exact) else None
-    return Direct(scores, values, part)
+    if not isinstance(key, Exact):
+        return Direct(scores, values)
+    return Direct(scores, values, part=lambda q, fields: [_scored_part(q, fields["x"][0][0])])
 
 
 def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
-    """Make the function from queries [B, K, X, D] and a body's fields to the scores of its keys. Scores are an array
-    [B, K, X, rows] for every plane of codes. None where keys must be decoded first."""
+    """Make the function that computes the scores of a body's keys.
+
+    Args:
+        spec: the codec of keys.
+        shape: the model's.
+
+    Returns:
+        scores(q [B, K, X, D], fields), which gives an array [B, K, X, rows] for every plane of codes. None where keys
+        must be decoded first.
+    """
     if isinstance(spec, ReadAtOnce):
         return spec.scores(shape)
     if isinstance(spec, Clipped):
         return key_form(spec.inner, shape)
     if isinstance(spec, Scaled | Balanced):
-        inner = key_form(spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width), shape)
-        return None if inner is None else lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
+        uniform = spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width)
+        inner = key_form(uniform, shape)
+        if inner is None:
+            return None
+        return lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
     if isinstance(spec, Exact):
         return lambda q, fields: [_scored(q, fields["x"][0][0])]
     if isinstance(spec, Uniform) and spec.along == "tokens":
@@ -207,8 +224,16 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
 
 
 def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
-    """Make the function from softmax weights of every plane, a body's fields, the dtype of products and the tokens of
-    one partial sum to the weighted sums of its values [B, K, X, D]. None where values must be decoded first."""
+    """Make the function that computes weighted sums of a body's values.
+
+    Args:
+        spec: the codec of values.
+        shape: the model's.
+
+    Returns:
+        values(weights of every plane, fields, dtype of products, stored rows of a partial sum), which gives
+        [B, K, X, D]. None where values must be decoded first.
+    """
     if isinstance(spec, ReadAtOnce):
         return spec.values(shape)
     if isinstance(spec, Exact):
@@ -234,8 +259,8 @@ def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
 def _scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
     """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order in which values are
     summed, and makes the softmax weights and their total in one kernel instead of two."""
-    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
-    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
+    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])  # [B, K, pieces, tokens, D]
+    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))  # [B, K, X, pieces, D]
     scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
     return scores.reshape(*q.shape[:3], -1)
 
@@ -251,16 +276,23 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
     wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
-    # A sum, not a product, for which XLA would lay the minima of all unrolled layers out anew at the start of a step.
-    added = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
-    groups = HALF // spec.group if len(planes) == 2 else scale.shape[2]  # groups of one plane side by side
+    # q . low of every group, [B, K, X, N]. A matrix product would have XLA lay out the minima of all unrolled layers
+    # anew at the start of a step; a sum does not.
+    minima = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
+    # With two planes, HALF tokens of plane 0 are followed by HALF tokens of plane 1, and so on in turn: groups of the
+    # token order are J runs of one plane's `groups`. With one plane all groups are one run.
+    groups = HALF // spec.group if len(planes) == 2 else scale.shape[2]
+
+    def of_plane(x, plane: int):
+        """Take one plane's groups [B, K, X, J, groups, ..] of those in token order, [B, K, X, N, ..]."""
+        runs = x.reshape(*x.shape[:3], -1, len(planes), groups, *x.shape[4:])
+        return runs[:, :, :, :, plane]
+
     out = []
     for plane, (n, lift) in enumerate(planes):
-        rows, constant = (
-            x.reshape(*x.shape[:3], -1, len(planes), groups, *x.shape[4:])[:, :, :, :, plane] for x in (scaled, added)
-        )
-        constant = constant + lift * rows.astype(jnp.float32).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, groups, spec.group, n.shape[3])
+        rows = of_plane(scaled, plane)
+        constant = of_plane(minima, plane) + lift * rows.astype(jnp.float32).sum(-1)
+        n = n.reshape(*n.shape[:2], -1, groups, spec.group, n.shape[3])  # [B, K, J, groups, tokens, D]
         part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
         out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
     return out
@@ -272,15 +304,16 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     planes = _readings(spec.bits, codes[0], q.dtype)
     scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
     groups, dim = scale.shape[2], q.shape[3]
-    # A row for every group, zero outside it: one product reads the codes once, and M is small.
-    members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)
-    rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)
-    sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
+    # A query becomes M rows, one for every group of channels, each zero outside its group. One product then reads the
+    # codes once. It multiplies M times as often as needed, and M is small.
+    members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)  # [M, D]
+    rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)  # [B, K, X * M, D]
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]  # [B, K, X, M, 1]
     out = []
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
         part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
-        # XLA would merge both planes' products and write all keys for that.
+        # XLA would merge both planes' products into one, and would write all keys to memory for it.
         rows, _ = kept_apart((rows, part))
         part = part.reshape(*q.shape[:3], groups, -1) + lift * sums
         out.append((part * factor[:, :, None] + sums * least[:, :, None]).sum(3))
@@ -305,42 +338,48 @@ def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Arra
 
 
 def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Sum values that are stored as they are, weighted."""
+    """Compute weighted sums of values that are stored without codes."""
     return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
 def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
-    """Sum values whose codes are uniform per token, in groups of channels, weighted."""
+    """Compute weighted sums of values whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    lead, groups = weights[0].shape[:3], scale.shape[2]  # M groups of channels a head
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))  # [B, K, M, S]
+    lead, groups = weights[0].shape[:3], scale.shape[2]  # [B, K, X], M
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
-    weights, out = _in_planes(weights, len(planes)), jnp.float32(0)
+    weights = _in_planes(weights, len(planes))
+    out = jnp.float32(0)  # becomes [B, K, X, M, D / M]
     for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
         weight = _filled(weight, scale.shape[3])[:, :, :, None]
         row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
         out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
-        # Every group's weights are summed with all channels: one product reads the codes once, and M is small.
-        products = summed(row.reshape(*lead[:2], lead[2] * groups, -1), n, piece)
+        # The weights of every group are multiplied with the channels of all groups, so that one product reads the codes
+        # once; M is small. Only the products of a group's weights with its own channels are kept.
+        products = summed(row.reshape(*lead[:2], lead[2] * groups, -1), n, piece)  # [B, K, X * M, D]
         products = products.reshape(*lead, groups, groups, dim // groups)
         out = out + jnp.diagonal(products, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
 
 
 def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
-    """Sum values whose codes are uniform per token and head, weighted. They also have a factor per channel and group of
-    tokens, so every group is summed by itself and multiplied by its factor."""
+    """Compute weighted sums of values whose codes are uniform per token and head.
+
+    These values also have a factor per channel and group of tokens. So every group of tokens is summed by itself, and
+    the sum is multiplied by the group's factors."""
     (codes,) = fields["codes"]
     heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    planes, groups = len(readings), min(spec.group, HALF)  # groups of one plane side by side
+    planes, size = len(readings), min(spec.group, HALF)  # tokens of a group in one run of a plane
     factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
-    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // groups if planes > 1 else 1, dim)
+    # With two planes, groups of tokens lie in runs of HALF tokens, which belong to the planes in turn.
+    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // size if planes > 1 else 1, dim)
     factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
     scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
 
-    def apart(x):  # [.., rows] by groups
-        return x.reshape(*x.shape[:-1], -1, groups)
+    def in_groups(x):
+        """Reshape [.., rows] to [.., groups, size]."""
+        return x.reshape(*x.shape[:-1], -1, size)
 
     out = jnp.float32(0)
     for weight, scale, low, factor, (n, lift) in zip(
@@ -348,10 +387,10 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     ):
         weight = _filled(weight, scale.shape[3])
         row = (weight * scale).astype(dtype)
-        added = apart(weight * low + lift * row.astype(jnp.float32)).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, groups, dim)
-        part = jnp.einsum("bkxjg,bkjgd->bkxjd", apart(row), n, preferred_element_type=jnp.float32)
-        out = out + ((part + added[..., None]) * factor[:, :, None]).sum(3)
+        constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(-1)  # [B, K, X, groups]
+        n = n.reshape(*n.shape[:2], -1, size, dim)
+        part = jnp.einsum("bkxjg,bkjgd->bkxjd", in_groups(row), n, preferred_element_type=jnp.float32)
+        out = out + ((part + constant[..., None]) * factor[:, :, None]).sum(3)
     return out
 
 
@@ -359,9 +398,9 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
 
 
 def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
-    """Read every plane as numbers in `dtype` [B, K, rows, D] and a constant. Its codes are the numbers plus the
-    constant. The numbers are one chain of operations on the stored array, which XLA fuses into the product that reads
-    them."""
+    """Read every plane of a stored array as numbers in `dtype` [B, K, rows, D] and a constant. A plane's codes are its
+    numbers plus its constant. The numbers are one chain of operations on the stored array, which XLA fuses into the
+    product that reads them."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
         return [(n, float(offset(bits)))]

@@ -1,5 +1,5 @@
-"""The two written forms of a policy, the tree between them, and what users of other libraries write in their place.
-The registry checks names and values.
+"""The two written forms of a policy, the tree that both are read into, and the names that other libraries have for
+caches. The registry checks names and values.
 
 text   kivi:key_bits=4,window=64;0-1=exact
 JSON   {"method": "kivi", "key_bits": 4, "window": 64, "layers": {"0-1": "exact"}}
@@ -19,7 +19,8 @@ from kvqjax._errors import UserError
 
 __all__ = ["layer_numbers", "nearest_policy", "read_json", "read_selector", "read_text", "write_selector"]
 
-MOST_LAYERS = 10_000  # of a range, which is written out layer by layer before any model is known
+# Bound of layer numbers. A range is expanded to a list of layers before a model, and its number of layers, is known.
+MOST_LAYERS = 10_000
 
 
 # ---- Text and JSON ----
@@ -42,8 +43,8 @@ def _read_method(text: str) -> dict[str, Any]:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """Split a spec string into the method of all layers and its exceptions. Where keys and values are named apart, the
-    values' method is that of all layers, and the keys' the first exception."""
+    """Split a spec string into the method of all layers and its exceptions. In "k=...;v=..." the method of values is
+    the method of all layers, and the method of keys is the first exception."""
     default, *exceptions = text.split(";")
     if not re.match(r"\s*[kv]\s*=", default):
         return default, exceptions
@@ -60,7 +61,8 @@ def _split(text: str) -> tuple[str, list[str]]:
 def read_text(text: str) -> dict[str, Any]:
     """Read the tree of a spec string: a method with options, then `;layers=method` exceptions."""
     default, exceptions = _split(text)
-    tree, layers = _read_method(default), {}
+    tree = _read_method(default)
+    layers = {}
     for item in exceptions:
         numbers, equals, spec = item.partition("=")
         if not equals:
@@ -118,7 +120,7 @@ def write_selector(numbers: range | None, part: str) -> str:
 # ---- What other libraries name a cache, and the policy here that comes nearest to it ----
 
 _EXACT = "exact"
-# Codes of 32 numbers of a token that share a scale and a minimum of 16 bits each. They add a bit to every number.
+# 32 numbers of a token share a scale and a minimum of 16 bits each, which is one more bit a number.
 _EIGHT, _SIX, _FIVE, _FOUR = (f"uniform:bits={bits},group=32 ({bits + 1} bits a number)" for bits in (8, 6, 5, 4))
 _GENERAL = "kivi:bits={}"
 

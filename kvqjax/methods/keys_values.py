@@ -1,8 +1,8 @@
 """Layers that cache keys and values themselves, each source with a codec of its own: most methods.
 
-Two such layers can be taken apart, and the keys of one stand beside the values of the other. Where they are of one
-method and differ in their codecs alone, they make an ordinary layer of that method, which kernels then read as any
-other. All else is a `Pair`, read block by block.
+The keys of one such layer can be combined with the values of another. If the two layers are of one method and differ in
+their codecs alone, the result is an ordinary layer of that method, which kernels read as any other. Otherwise it is a
+`Pair`, which is read block by block.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ __all__ = ["KeysAndValues", "Pair", "apart", "bias_advice", "cached_keys", "join
 FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
 PARTS = ("k", "v")  # sources
 NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
-# Uniform codes of a token of up to so many bits lose a bundled model with Qwen2's bias (benchmarks/gate.py).
+# Uniform codes per token of at most this many bits ruin a bundled model that has Qwen2's key bias (benchmarks/gate.py).
 FEW_BITS = 4
-READING = (
-    1024  # tokens of linear transforms decoded at a time; with the 256 of a block an operation's fixed cost counts
-)
+# Tokens that are decoded at a time, where a codec's transform is linear. A block has 256 tokens: with so few, the fixed
+# cost of starting an operation counts.
+READING = 1024
 
 
 # ---- One layer ----
@@ -83,16 +83,18 @@ def keys_and_values(
     unbiased: bool = False,
     rotations: dict[str, str] = {},  # noqa: B006 - never written to
 ) -> Wiring:
-    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec. Of a
-    model with a latent, "v" is the latent, which is a part of the keys too, and "k" the part of them that RoPE turns.
+    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec.
+
+    In a model with a latent, source "v" is the latent, which is also a part of every key, and source "k" is the other
+    part of the key, which RoPE turns.
 
     Args:
         config: the model's shape.
         codecs: of keys ("k") and values ("v").
         clocks: when they leave the window.
         rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every read.
-        unbiased: keeps keys without the model's bias, in sinks, window and body. Reading adds it, after RoPE as RoPE
-            turns it at every token's position: k = R x W + R b.
+        unbiased: keeps keys without the model's bias b, in sinks, window and body. Reading adds the bias. Keys kept
+            after RoPE get it as RoPE rotates it at every token's position, since R (x W + b) = R x W + R b.
         rotations: {source: rotation} of the body (kvqjax.methods.rotation).
 
     Returns:
@@ -116,30 +118,30 @@ def keys_and_values(
             return encode_framed(constants, tile, carry)
         framed = {name: body_frame.turn(constants, name, x) for name, x in tile.items()}
         payload, recon, carry = encode_framed(constants, framed, carry)
-        return payload, {name: body_frame.turn(constants, name, x, back=True) for name, x in recon.items()}, carry
+        recon = {name: body_frame.turn(constants, name, x, back=True) for name, x in recon.items()}
+        return payload, recon, carry
 
     def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
+        """Expand sources. `turned` brings the bias into the frame in which the keys are: the body's, or their own."""
         k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
         if config.latent is not None:
             k = v = latent_key(k, v)
         if unbiased and config.known_key_bias:
-            bias = key_bias(weights, config).astype(k.dtype)
+            bias = key_bias(weights, config).astype(k.dtype)  # [1, 1, K, D]
             if rope == "post":
                 bias = rotate(jnp.broadcast_to(bias, (*positions.shape, *bias.shape[2:])), positions, config)
             k = k + turned(constants, bias).astype(k.dtype)
-        return (rotate(k, positions, config) if rope == "pre" else k), v
+        if rope == "pre":
+            k = rotate(k, positions, config)
+        return k, v
 
+    expand_body = None
+    if body_frame is not None:
+        expand_body = functools.partial(expand, turned=_turn_keys(body_frame))
     needs, widths = needs_of(rotations, config), _widths(config)
     return Wiring(
         Storage(widths, codecs, clocks),
-        Maps(
-            capture,
-            encode,
-            decode,
-            expand,
-            expand_body=None if body_frame is None else functools.partial(expand, turned=_turn_keys(body_frame)),
-            frame=body_frame,
-        ),
+        Maps(capture, encode, decode, expand, expand_body=expand_body, frame=body_frame),
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
@@ -164,8 +166,9 @@ class KeysAndValues:
     """Keys and values over all KV heads, each with its own codec. A codec may leave sizes open until the model is known
     (kvqjax.codecs.base.Open).
 
-    The default clock moves both together: once the window holds `window + unit` tokens its oldest `unit` are encoded,
-    so at least the newest `window` tokens are exact. `clocks` takes its place."""
+    By default keys and values leave the window together. Once the window holds `window + unit` tokens, its oldest
+    `unit` are encoded, so that at least the newest `window` tokens are exact. `clocks`, if given, replaces this rule.
+    """
 
     key: CodecSpec
     value: CodecSpec
@@ -178,8 +181,8 @@ class KeysAndValues:
     value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
-        parts = zip((self.key, self.value), config.cached_heads.values(), strict=True)
-        key, value = (for_heads(spec, *of_heads) for spec, of_heads in parts)
+        key = for_heads(self.key, *config.cached_heads["k"])
+        value = for_heads(self.value, *config.cached_heads["v"])
         widths = _widths(config)
         codecs = {"k": key.build(widths["k"]), "v": value.build(widths["v"])}
         clocks = self.clocks or (Clock(("k", "v"), self.window, self.unit),)
@@ -190,7 +193,8 @@ class KeysAndValues:
         wiring = wiring.having(fast=_linear_forms(key, value, config))
         if self.unbiased and config.known_key_bias:
             return wiring
-        direct, packed = (form(key, value, self.rope, config) for form in (direct_form, packed_form))
+        direct = direct_form(key, value, self.rope, config)
+        packed = packed_form(key, value, self.rope, config)
         return wiring.having(fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)})
 
 
@@ -206,8 +210,10 @@ def _without_constants(wiring: Wiring) -> Wiring:
 
 
 def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
-    """Say how bodies of linear transforms are read (`Fast`): more tokens at a time, and values summed before they are
-    transformed, so that one sum of each query head is transformed instead of every token. Empty for other codecs."""
+    """Give the fields of `Fast` for codecs whose transform is linear; none for other codecs.
+
+    More tokens are decoded at a time. Values are summed before they are transformed, so that one sum of each query head
+    is transformed instead of every token."""
     key = key.inner if isinstance(key, Centred | BlockCentred) else key
     forms: dict[str, Any] = {"reading": READING} if isinstance(key, Linear) else {}
     form = value.summed_form(config.kv_width) if isinstance(value, Linear) else None
@@ -219,6 +225,8 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
         return numbers(payload["v"])
 
     def finish(weights, constants, means):
+        # The transform mixes channels of all KV heads, so every query head's sum gives the channels of all of them:
+        # [B, T, H, K*D] -> [B, T, K, G, K, D]. Those of the query head's own KV head are kept.
         count = config.num_kv_heads
         values = transformed(constants.get("v", {}), means).reshape(*means.shape[:2], count, -1, count, config.head_dim)
         same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
@@ -228,8 +236,11 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
 
 
 def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
-    """Let queries take the matrix between heads with which decoding a key ends, as HIGGS's does."""
-    form = key.mixed_form(config.num_kv_heads, config.head_dim) if isinstance(key, BetweenHeads) else None
+    """Apply the last step of decoding a key, a matrix between heads (as HIGGS has it), to queries instead of keys. None
+    for other codecs."""
+    if not isinstance(key, BetweenHeads):
+        return None
+    form = key.mixed_form(config.num_kv_heads, config.head_dim)
     return None if form is None else MixedKeys(*form)
 
 
@@ -237,9 +248,12 @@ def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
 
 
 def apart(wiring: Wiring) -> bool:
-    """Say whether a layer caches keys and values themselves, each with a codec whose constants are all that the layer
-    has. Latents do not count: their constants stand for weights, which a layer's other part would lack."""
-    return set(wiring.storage.sources) == set(PARTS) and not (wiring.chain.carry or any(wiring.calibration))
+    """Say whether the keys or the values of a layer can be taken alone: it caches keys and values themselves, has no
+    carry, and has no constants but those of its two codecs.
+
+    Latents cannot be taken alone, because their constants replace weights for keys and values together."""
+    has_both = set(wiring.storage.sources) == set(PARTS)
+    return has_both and not (wiring.chain.carry or any(wiring.calibration))
 
 
 def _clock(wiring: Wiring, part: str) -> Clock:
@@ -261,27 +275,37 @@ class Pair:
             if not apart(wiring):
                 raise UserError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
         clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
-        if clocks[0][1:] == clocks[1][1:]:
-            clocks = (clocks[0]._replace(sources=PARTS),)
+        if clocks[0]._replace(sources=PARTS) == clocks[1]._replace(sources=PARTS):
+            clocks = (clocks[0]._replace(sources=PARTS),)  # one clock, so that they leave the window together
 
         def capture(*arguments):
             return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}
 
         def encode(constants, tile, carry):
-            encoded = {part: wirings[part].maps.encode(constants, {part: x}, {}) for part, x in tile.items()}
-            payload = {part: payload[part] for part, (payload, _, _) in encoded.items()}
-            return payload, {part: recon[part] for part, (_, recon, _) in encoded.items()}, carry
+            payload, recon = {}, {}
+            for part, x in tile.items():
+                part_payload, part_recon, _ = wirings[part].maps.encode(constants, {part: x}, {})
+                payload[part] = part_payload[part]
+                recon[part] = part_recon[part]
+            return payload, recon, carry
 
         def decode(constants, payload, carry):
-            parts = {part: wirings[part].maps.decode(constants, {part: x}, {})[0] for part, x in payload.items()}
-            return {part: sources[part] for part, sources in parts.items()}, carry
+            sources = {}
+            for part, x in payload.items():
+                part_sources, _ = wirings[part].maps.decode(constants, {part: x}, {})
+                sources[part] = part_sources[part]
+            return sources, carry
 
         def expanded(body: bool):
-            maps = [wirings[part].maps for part in PARTS]
-            key, value = (x.expand_body if body and x.expand_body is not None else x.expand for x in maps)
+            """Make the `Expand` of tokens in the body's frame (`body`) or in their own."""
+
+            def of(maps: Maps) -> Callable:
+                return maps.expand_body if body and maps.expand_body is not None else maps.expand
+
+            key, value = of(wirings["k"].maps), of(wirings["v"].maps)
             return lambda *arguments: (key(*arguments)[0], value(*arguments)[1])
 
-        # A part's own maps turn what they encode. Queries and outputs are turned for both parts.
+        # Each part's own `encode` rotates its source. Queries and outputs need one frame that has both rotations.
         frames = {part: wiring.maps.frame for part, wiring in wirings.items()}
         rotations = {part: x.rotations.get(part, "none") for part, x in frames.items() if x is not None}
         body_frame = frame(rotations, config)
@@ -304,13 +328,13 @@ class Pair:
 
 
 def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
-    """Make the layer with `key`'s key codec and `value`'s value codec. None where the two differ in more."""
+    """Make the layer with `key`'s key codec and `value`'s value codec. None where the layers differ in more than these
+    two codecs."""
     fields = {field.name for field in dataclasses.fields(key)}
     if type(key) is not type(value) or not {"key", "value"} <= fields or isinstance(key, Pair):
         return None
-    if dataclasses.replace(key, key=value.key, value=value.value) != value:
-        return None
-    return dataclasses.replace(key, value=value.value)
+    differs_in_codecs_alone = dataclasses.replace(key, key=value.key, value=value.value) == value
+    return dataclasses.replace(key, value=value.value) if differs_in_codecs_alone else None
 
 
 def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
@@ -324,8 +348,9 @@ def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
 
 
 def _shares_scales(spec: LayerSpec) -> bool:
-    """Say whether channels of keys share a scale, and nothing is taken off them first. KIVI's channels have minima of
-    their own, which hold a bias, rotated or not."""
+    """Say whether channels of keys share a scale and no mean or bias is subtracted from them first.
+
+    KIVI does not count: each of its channels has a minimum of its own, which takes up a bias, rotated or not."""
     layer = spec.key if isinstance(spec, Pair) else spec
     if not isinstance(layer, KeysAndValues) or layer.unbiased:
         return False

@@ -1,13 +1,13 @@
 """What one layer's cache is, as a value: storage, maps, chain, fast paths, calibration, cost (docs/design.md, idea 4).
 
-A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of its parts are plain data or pure
-functions. All functions meet the same things:
+A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of a wiring's parts are plain data
+or pure functions. Arguments of the same name mean the same in all of these functions:
 
-    sources    the vectors of a token that sinks and window hold exactly and the body holds encoded, by name:
-               {"k": [.., K*D], "v": [.., K*D]}, or {"x": [.., E]} for the layer's input
+    sources    the cached vectors of tokens by name: {"k": [.., K*D], "v": [.., K*D]}, or {"x": [.., E]} for the
+               layer's input. Sinks and window hold them exactly, the body holds them encoded.
     constants  the layer's calibrated arrays {group: {name: array}}, already indexed by layer
     weights    the layer's decoder weights, already indexed by layer
-    carry      what flows from layer to layer for the same tokens: {name: [.., W]}, empty for most methods
+    carry      the vectors that flow from layer to layer for the same tokens: {name: [.., W]}, empty for most methods
 """
 
 from collections.abc import Callable
@@ -53,8 +53,8 @@ Groups = dict[str, dict[str, Any]]  # group -> name -> array
 
 
 class Clock(NamedTuple):
-    """When the sources named here leave the window. While more than `window` + `unit` - 1 tokens of a row are not yet
-    encoded, its oldest `unit` tokens are."""
+    """When the sources named here leave the window. As long as a row has `window` + `unit` or more tokens that are not
+    encoded, the oldest `unit` of these are encoded."""
 
     sources: tuple[str, ...]
     window: int
@@ -62,8 +62,8 @@ class Clock(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What a layer stores of a token. Every source has a width, a codec that stores its body, and a clock that says
-    when it leaves the window."""
+    """What a layer stores of a token. Every source has a width, a codec that encodes it for the body, and a clock that
+    says when it leaves the window."""
 
     sources: dict[str, int]  # name -> width
     codecs: dict[str, Codec]  # name -> codec
@@ -75,24 +75,38 @@ class Storage(NamedTuple):
 
 class Capture(Protocol):
     def __call__(self, weights: Arrays, constants: Groups, projected: Any, positions: Array, /) -> Arrays:
-        """Take the sources [B, T, W] of T new tokens from `projected`, what their layer computed for them
-        (kvqjax.model.decoder.Projected), and their positions [B, T]."""
+        """Give the sources [B, T, W] of T new tokens. `projected` holds what the layer computed of these tokens
+        (kvqjax.model.decoder.Projected); `positions` are [B, T]."""
         ...
 
 
 class Encode(Protocol):
     def __call__(self, constants: Groups, tile: Arrays, carry: Arrays, /) -> tuple[Groups, Arrays, Arrays]:
-        """Encode one tile of one row: sources [u, W] that leave the window together, and the carry [u, W] of the layer
-        below. Gives the payload {source: {field: array}}, the sources as `decode` reconstructs them, and this layer's
-        carry."""
+        """Encode one tile of one row: the sources [u, W] of u tokens that leave the window together.
+
+        Args:
+            constants: the layer's.
+            tile: the sources.
+            carry: of the layer below, [u, W].
+
+        Returns:
+            The payload {source: {field: array}}, the sources as `decode` reconstructs them, and this layer's carry.
+        """
         ...
 
 
 class Decode(Protocol):
     def __call__(self, constants: Groups, payload: Groups, carry: Arrays, /) -> tuple[Arrays, Arrays]:
-        """Decode stored tokens of any batch and count: payload and carry [B, n, W] to sources [B, n, W] and this
-        layer's carry. Encoder and decoder must compute the same reconstruction, bit for bit. Under a `frame` the
-        sources stay in the body's frame."""
+        """Decode n stored tokens of every row. Encoder and decoder must compute the same reconstruction, bit for bit.
+
+        Args:
+            constants: the layer's.
+            payload: as `Encode` makes it, with a leading axis of rows.
+            carry: of the layer below, [B, n, W].
+
+        Returns:
+            The sources [B, n, W], in the body's frame where it has one (`Maps.frame`), and this layer's carry.
+        """
         ...
 
 
@@ -100,14 +114,14 @@ class Expand(Protocol):
     def __call__(
         self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array, /
     ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-        """Make keys and values as attended, keys rotated by RoPE, from sources [B, n, W], exact or decoded, and their
-        positions [B, n], or what stands for them (`Fast.waves`)."""
+        """Make keys and values as attention takes them, keys rotated by RoPE, of exact or decoded sources [B, n, W].
+        `positions` are [B, n], or the waves that replace them (`Fast.waves`)."""
         ...
 
 
 class Prepare(Protocol):
     def __call__(self, constants: Groups, /) -> Groups:
-        """Add to a layer's constants what reading its body needs to have computed of them once per step."""
+        """Add arrays to a layer's constants that are computed from them once per step, for reading the body."""
         ...
 
 
@@ -116,9 +130,11 @@ def _nothing_prepared(constants: Groups, /) -> Groups:
 
 
 class Maps(NamedTuple):
-    """The pure functions of a layer's cache. `frame` is set where the body is rotated. `encode` then takes and
-    reconstructs sources in their own frame, and `decode` gives them in the body's (kvqjax.methods.rotation).
-    `expand_body` expands those, where it is another function than `expand`."""
+    """The pure functions of a layer's cache.
+
+    `frame` is set where the body is rotated (kvqjax.methods.rotation). `encode` then takes and reconstructs sources in
+    their own frame, and `decode` gives them in the body's frame. `expand_body`, if given, replaces `expand` for sources
+    in the body's frame."""
 
     capture: Capture
     encode: Encode
@@ -130,7 +146,7 @@ class Maps(NamedTuple):
 
 
 def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
-    """Make the functions of layers that stand alone and whose sources are encoded one by one.
+    """Make the functions of layers without a carry, whose sources are encoded one by one.
 
     Args:
         codecs: by the name of their source.
@@ -155,12 +171,12 @@ def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
 class Chain(NamedTuple):
     """What flows from layer to layer for the same tokens, such as AQUA-KV's reconstruction and XQuant-CL's accumulator.
 
-    `carry` gives the width of each part by name. Layers that stand alone have none. A reader takes the carry of the
-    layer below, for all body tokens, and gives its own layer's. Without `flows` only encoding needs it: bodies
-    hold what they reconstruct.
+    `carry` gives the width of each part by name. It is empty for layers that need no other layer. A reader takes the
+    carry of the layer below, for all body tokens, and gives its own layer's carry. With `flows` false only encoding
+    needs the carry, and a body is decoded without it.
 
-    `read_in` names the dtypes in which the carry is, number by number, what its layer's keys and values are made of
-    (None: all dtypes)."""
+    A layer's keys and values may be made of its carry as it is stored. `read_in` names the dtypes of the carry for
+    which this holds, number by number (None: all dtypes)."""
 
     carry: dict[str, int] = {}  # noqa: RUF012 - never written to
     flows: bool = True
@@ -168,7 +184,7 @@ class Chain(NamedTuple):
 
     @property
     def read(self) -> dict[str, int]:
-        """Give the widths of what a reader takes from the layer below: empty where only encoding needs the carry."""
+        """The widths of the carry that a reader takes from the layer below: empty where only encoding needs it."""
         return self.carry if self.flows else {}
 
 
@@ -181,14 +197,14 @@ class SharedValues(NamedTuple):
     """
 
     width: int
-    most: int  # new tokens at a time, up to which this order is the cheaper one
+    most: int  # new tokens of a row up to which this order is the cheaper one
     read: Callable
     finish: Callable
 
 
 class MixedKeys(NamedTuple):
-    """Body keys whose transform mixes heads by a matrix, and then the channels of every head alike. Queries take the
-    matrix once (`kvqjax.ops.attention`), so that it need not be applied to every cached key."""
+    """Body keys whose transform mixes the channels of every head alike, and mixes heads by a matrix. Queries are
+    multiplied by the matrix once (`kvqjax.ops.attention`), so that cached keys need not be."""
 
     mix: np.ndarray  # [K, K]
     read: Callable  # the keys' payload -> [B, n, K*D], mixed within heads only
@@ -200,13 +216,13 @@ class Fast(NamedTuple):
     packed: Packed | None = None  # a kernel reads the body as it is stored
     direct: Direct | None = None  # XLA reads all of it at once, stored head by head (kvqjax.methods.direct)
     shared: SharedValues | None = None  # values are summed before they are mapped to heads
-    # The same where no kernel reads the body: on a GPU, or by few queries on a CPU.
+    # As `shared`, but used only where no kernel reads the body: on a GPU, or with few queries on a CPU.
     summed: SharedValues | None = None
     mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU or GPU
     reading: int = 1  # tokens that are decoded at a time, where the body's block is smaller and divides them
     before_rope: bool = False  # `expand` rotates keys by RoPE
-    # waves(n) makes the function from n consecutive positions to what `expand` then takes in their place
-    # (kvqjax.model.rope.following). A CPU has it for keys that are kept before RoPE.
+    # waves(n) makes a function of n consecutive positions. `expand` takes the function's result in place of the
+    # positions (kvqjax.model.rope.following). Set on CPUs, for keys that are kept before RoPE.
     waves: Callable | None = None
 
 
@@ -216,9 +232,9 @@ class Fast(NamedTuple):
 class Calibration(NamedTuple):
     """The calibrated constants of a layer, beyond those that its codecs declare.
 
-    `needs` gives their shapes {group: {name: shape without the layer axis}}. A codec's constants stand under its
-    source's name. `kinds` gives the dtypes of constants, by name, that a model does not hold as float32; "compute" is
-    the model's dtype. `fit` finds the constants (kvqjax.codecs.base)."""
+    `needs` gives their shapes {group: {name: shape without the layer axis}}. The group of a codec's constants is its
+    source's name. `kinds` gives the dtypes, by name, of constants that are not float32; "compute" is the model's dtype.
+    `fit` finds the constants (kvqjax.codecs.base)."""
 
     needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
     kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
@@ -226,21 +242,21 @@ class Calibration(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What reading one stored token costs a layer beside its stored bits (kvqjax.methods.roofline)."""
+    """What reading one stored token costs a layer, beyond reading its stored bits (kvqjax.methods.roofline)."""
 
-    # To make keys and values from what is stored. A multiply-accumulate counts as two. 0 where keys and values
-    # themselves are stored.
+    # Operations that make keys and values of the stored token. A multiply-accumulate counts as two. 0 where keys and
+    # values themselves are stored.
     operations: int = 0
-    bits: int = 0  # moved beside the token's codes
-    spared: int = 0  # numbers of the layer's weights that a decode step leaves unread, as constants stand for them
+    bits: int = 0  # that are moved for a token in addition to its codes
+    spared: int = 0  # numbers of the layer's weights that a decode step does not read, because constants replace them
 
 
 # ---- The layer's cache, made of these parts ----
 
 
 class Wiring(NamedTuple):
-    """One layer's cache as a value. `storage` and `maps` make a cache. The defaults of the others describe a layer that
-    stands alone, is decoded block by block, and needs no calibration but what its codecs ask for."""
+    """One layer's cache as a value. `storage` and `maps` suffice for a cache. The defaults of the other parts describe
+    a layer without a carry that is decoded block by block and has no calibrated constants but those of its codecs."""
 
     storage: Storage
     maps: Maps
@@ -255,15 +271,16 @@ class Wiring(NamedTuple):
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Collect every calibrated constant of a layer, {group: {name: shape}}, a codec's under its source's name."""
-        of_codecs = {source: dict(codec.needs) for source, codec in self.storage.codecs.items() if codec.needs}
-        of_layer = self.calibration.needs
-        groups = [*of_codecs, *of_layer]
-        return {group: of_codecs.get(group, {}) | dict(of_layer.get(group, {})) for group in groups}
+        constants = {source: dict(codec.needs) for source, codec in self.storage.codecs.items() if codec.needs}
+        for group, shapes in self.calibration.needs.items():
+            constants[group] = constants.get(group, {}) | dict(shapes)
+        return constants
 
     def fits(self) -> tuple[Fit, ...]:
-        """List what finds the constants that `wanted` lists: the layer's own fit, then its codecs'."""
-        codecs = (codec.fit for codec in self.storage.codecs.values() if codec.needs)
-        return tuple(dict.fromkeys(fit for fit in (self.calibration.fit, *codecs) if fit is not None))
+        """List the fits that find the constants of `wanted`, each once: the layer's own, then those of its codecs."""
+        of_codecs = [codec.fit for codec in self.storage.codecs.values() if codec.needs]
+        fits = [fit for fit in (self.calibration.fit, *of_codecs) if fit is not None]
+        return tuple(dict.fromkeys(fits))
 
     def constants(self, count: int, dtype: str) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Describe what `wanted` lists as arrays of `count` layers, for a model of compute dtype `dtype`."""
@@ -290,8 +307,9 @@ def shared_until(width: int, decoding: int, config: KVShape) -> int:
     Returns:
         The largest T at which T H N multiply-accumulates per cached token are fewer than `decoding` + T H D.
     """
-    saved = config.num_heads * (width - config.head_dim)
-    return (decoding - 1) // saved if saved > 0 else 2**31
+    # T H N < decoding + T H D, solved for T. Where N <= D, it holds for every T.
+    excess = config.num_heads * (width - config.head_dim)
+    return (decoding - 1) // excess if excess > 0 else 2**31
 
 
 def through_heads(

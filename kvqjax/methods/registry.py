@@ -5,7 +5,7 @@ Methods of other packages are found by their entry points:
     [project.entry-points."kvqjax.methods"]
     fp4 = "their_package:fp4"                # a factory made by `kvqjax.methods.method_factory`
 
-They then have a name like ours: for policies, the command line, the ledger, the planner and `kvqjax.testing`.
+Policies, the command line, the ledger, the planner and `kvqjax.testing` then know them by name, as they know ours.
 """
 
 import contextlib
@@ -68,8 +68,10 @@ OWN: dict[str, Factory] = {
 
 
 class Methods(Mapping):
-    """Factories by name: this library's, and those of other packages, which are looked for once and imported when asked
-    for. Raises UserError for a method that cannot be imported, or that has the name of one of this library's."""
+    """Factories by name: this library's, and those of other packages. Other packages are searched once, and imported
+    when one of their methods is asked for.
+
+    Raises UserError for a method that cannot be imported, and for one that has the name of a method of this library."""
 
     def __init__(self, library: dict[str, Factory]):
         self.library = library
@@ -166,10 +168,10 @@ def parse(source: MethodLike) -> Method:
             all of these.
 
     Returns:
-        The method. One that is a method already is returned as it is.
+        The method. A `source` that is a method is returned as it is.
 
     Raises:
-        UserError: for a text that is no policy. It has the nearest known name of one that is misspelt.
+        UserError: for a text that is no policy. For a misspelt name the message has the nearest known name.
     """
     if isinstance(source, Method):
         return source
@@ -219,13 +221,13 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
 
     Args:
         default: the method of all layers that `overrides` does not name. Sinks and `keep` are its own.
-        overrides: methods by the layers that follow them ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
-            values of layers alone, "k" and "v" those of all layers. The later of two entries for a layer holds. Where
-            the default's layers feed each other (aqua, xquant_cl), others take their place in the chain: see `admit`
-            of its layer.
+        overrides: methods by the layers that they apply to ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
+            values of layers alone, "k" and "v" those of all layers. Of two entries for a layer the later one holds. In
+            a method whose layers feed each other (aqua, xquant_cl) the layer's `admit` says how another method's layer
+            takes a place in the chain.
 
     Returns:
-        The method, named after all of these.
+        The method, named after `default` and all overrides.
 
     Raises:
         UserError: for layers that cannot be read, and methods that cannot stand for single layers.
@@ -235,29 +237,34 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
         return default
     layer, pairs, names = default.layer, dict(default.overrides), [default.name]
     for selector, source in overrides.items():
-        method, (numbers, part) = parse(source), read_selector(selector)
+        method = parse(source)
+        numbers, part = read_selector(selector)
         if method.overrides or method.keep:
             cause = "layers" if method.overrides else "a keep"
             raise UserError(f"{method} has {cause} of its own and cannot stand for layers {selector} of {default}")
-        place = functools.partial(_replaced, default.layer, part, method.layer)
+        replaced = functools.partial(_replaced, default.layer, part, method.layer)
         if numbers is None:
-            layer, pairs = place(layer), {number: place(spec) for number, spec in pairs.items()}
+            layer = replaced(layer)
+            pairs = {number: replaced(spec) for number, spec in pairs.items()}
         else:
             _check_ends(default, numbers, part, pairs)
-            pairs |= {number: place(pairs.get(number, layer)) for number in numbers}
+            pairs |= {number: replaced(pairs.get(number, layer)) for number in numbers}
         names.append(f"{write_selector(numbers, part)}={method.name}")
     return dataclasses.replace(default, name=";".join(names), layer=layer, overrides=tuple(pairs.items()))
 
 
 def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> LayerSpec:
-    """Give `old` the keys ("k") or values ("v") of `new`. For "", give `new` as `default` admits it."""
-    if part:
-        return joined(new, old) if part == "k" else joined(old, new)
-    return getattr(default, "admit", lambda spec: spec)(new)
+    """Give `old` the keys ("k") or values ("v") of `new`. For part "", give `new` as `default` admits it."""
+    if part == "k":
+        return joined(new, old)
+    if part == "v":
+        return joined(old, new)
+    admit = getattr(default, "admit", None)
+    return new if admit is None else admit(new)
 
 
 def _check_ends(default: Method, numbers: range, part: str, pairs: Mapping[int, LayerSpec]) -> None:
-    """Raise UserError where a part's layer may be one that was counted from the other end: which other part it then has
-    is known for each model only."""
+    """Raise UserError where layers whose keys or values are named apart are counted from both ends. Numbers from both
+    ends may mean the same layer in one model and not in another, so its other part would depend on the model."""
     if part and any((number < 0) != (numbers[0] < 0) for number in pairs):
         raise UserError(f"{default}: layers whose keys and values are named apart must be counted from one end")

@@ -2,12 +2,13 @@
 
     k' = k R_k      v' = v R_v      q . k = (q R_k) . k'      sum_t p_t v_t = (sum_t p_t v'_t) R_v^T
 
-So a body that holds k' and v' is attended to with rotated queries, and its output is rotated back. That is done once
-per step and query, never per cached token. Sinks, window and new tokens keep the source's frame.
+So attention to a body that holds k' and v' takes rotated queries, and its output is rotated back. Both rotations are
+done once per step and query, never per cached token. Sinks, window and new tokens are not rotated: they are in the
+source's frame, the body in its own.
 
-- hadamard: the orthonormal Hadamard matrix H / sqrt(D). It spreads large channels over all of their head.
-- signs: random signs before it (`signs:7` for another seed), the same for every head. Without them a constant vector
-  becomes one spike.
+- hadamard: the orthonormal Hadamard matrix H / sqrt(D). It spreads a large channel over all channels of the head.
+- signs: random signs of channels, then the Hadamard matrix; the signs are the same for every head (`signs:7` takes
+  another seed). Without signs a constant vector becomes one large channel.
 - pairs: 45 degrees within each RoPE pair. It commutes with RoPE, so that keys before RoPE can be stored rotated.
 - fitted: calibrated matrices, one per layer and KV head (kvqjax.calibrate.rotation).
 """
@@ -37,16 +38,15 @@ Rotations = dict[str, str]  # source -> rotation, as policies write it
 
 
 class Frame(NamedTuple):
-    """How a body's frame and the source's go into each other, with the layer's constants:
+    """Functions between the frame of a source and the frame of the body. All of them take the layer's constants.
 
-    turn(constants, source, x [.., W], back) -> [.., W]      a source's vectors; `back` into the source's frame
-    queries(constants, q [B, T, H, D]) -> [B, T, H, D]       what attends to the body's keys
-    outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values, in the source's frame
-    keys(constants, k [B, n, K, D]) -> [B, n, K, D]          the body's keys, in the source's frame
+    turn(constants, source, x [.., W], back) -> [.., W]      vectors of a source into the body's frame, or `back`
+    queries(constants, q [B, T, H, D]) -> [B, T, H, D]       queries into the frame of the body's keys
+    outputs(constants, out [B, T, H, D]) -> [B, T, H, D]     sums of the body's values back into the source's frame
+    keys(constants, k [B, n, K, D]) -> [B, n, K, D]          the body's keys back into the source's frame
+    """
 
-    `rotations` are those that it was made of."""
-
-    rotations: Rotations
+    rotations: Rotations  # of the sources that are rotated
     turn: Callable
     queries: Callable
     outputs: Callable
@@ -54,7 +54,8 @@ class Frame(NamedTuple):
 
 
 def check_rotation(text: str, rope: str = "post") -> None:
-    """Raise UserError for text that names no rotation, or none that keys stored as `rope` says can have."""
+    """Raise UserError for text that names no rotation. With `rope` "pre", where keys are stored before RoPE, raise it
+    also for a rotation that does not commute with RoPE."""
     kind, colon, seed = text.partition(":")
     if kind not in KINDS or (colon and not (kind == "signs" and whole_number(seed) is not None)):
         raise UserError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
@@ -70,7 +71,7 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
 
     Args:
         rotate: the rotation of keys.
-        value_rotate: that of values; "same" for the keys' rotation.
+        value_rotate: the rotation of values; "same" for the keys' rotation.
         rope: how keys are stored, "pre" or "post".
         fitted: whether matrices can be calibrated for the method's codecs.
 
@@ -91,14 +92,14 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
 
 @functools.lru_cache(maxsize=32)
 def matrix_of(text: str, dim: int) -> np.ndarray:
-    """Build the integers of a rotation that is not fitted.
+    """Build a rotation that is not fitted, up to a factor, of integers.
 
     Args:
         text: the rotation, as policies write it.
         dim: D, the channels of a head.
 
     Returns:
-        M [D, D], int8. The rotation R is M over the root of its columns' squared lengths.
+        M [D, D], int8. All its columns have the same length. The rotation R is M divided by this length.
 
     Raises:
         UserError: where no Hadamard matrix of this order is known.
@@ -133,8 +134,8 @@ def turned(
     """
     precision = jax.lax.Precision.HIGHEST
     if isinstance(matrix, np.ndarray):
-        scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
-        # Integers are exact in the dtype of `x`, so that bfloat16 queries lose nothing in the product.
+        scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5  # 1 / length of a column
+        # Integers are exact in the dtype of `x`, so that products with bfloat16 queries are exact, too.
         fixed = jnp.asarray(matrix.T if back else matrix, x.dtype)
         out = jnp.einsum("...kxd,de->...kxe", x, fixed, precision=precision, preferred_element_type=jnp.float32)
         return out * jnp.float32(scale)
@@ -144,10 +145,11 @@ def turned(
 
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
     """Give the shapes of the constants that fitted rotations need."""
-    of_heads = {source: (heads, dim, dim) for source, (heads, dim) in config.cached_heads.items()}
-    shapes: dict[str, tuple[int, ...]] = {
-        NAMES[source]: of_heads[source] for source, text in rotations.items() if text == "fitted"
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for source, text in rotations.items():
+        if text == "fitted":
+            heads, dim = config.cached_heads[source]
+            shapes[NAMES[source]] = (heads, dim, dim)
     return {CONSTANTS: shapes} if shapes else {}
 
 
@@ -169,28 +171,33 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
         rows = x.astype(jnp.float32).reshape(*x.shape[:-1], kv_heads, 1, dim)
         return turned(rows, matrix(constants, source), back).reshape(x.shape)
 
-    def of_queries(constants, source: str, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+    def turn_heads(constants, source: str, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+        """Turn vectors by head, each by the rotation of its KV head."""
         if source not in rotations:
             return x
         kv_heads, dim = of_heads[source]
         rows = x.reshape(*x.shape[:2], kv_heads, -1, dim)
         return turned(rows, matrix(constants, source), back).reshape(x.shape).astype(x.dtype)
 
-    def of_keys(constants, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
-        """Turn what is as wide as a key. With a latent it has the channels of both sources."""
+    def turn_keys(constants, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+        """Turn vectors that have the channels of a key. In a model with a latent these are channels of both sources."""
         if latent is None:
-            return of_queries(constants, "k", x, back)
-        parts = zip("kv", key_parts(x, latent), strict=True)
-        return latent_key(*(of_queries(constants, source, part, back) for source, part in parts))
+            return turn_heads(constants, "k", x, back)
+        turned_part, latent_part = key_parts(x, latent)
+        turned_part = turn_heads(constants, "k", turned_part, back)
+        latent_part = turn_heads(constants, "v", latent_part, back)
+        return latent_key(turned_part, latent_part)
 
-    def of_outputs(constants, out: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        # With a latent, outputs have a key's channels, of which nobody reads those that are not the latent's.
-        return of_queries(constants, "v", out, True) if latent is None else of_keys(constants, out, True)
+    def outputs(constants, out: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        if latent is None:
+            return turn_heads(constants, "v", out, True)
+        # A latent's outputs have the channels of a key. Only the latent's channels among them are read.
+        return turn_keys(constants, out, True)
 
     return Frame(
         rotations=rotations,
         turn=turn,
-        queries=lambda constants, q: of_keys(constants, q, False),
-        outputs=of_outputs,
-        keys=lambda constants, k: of_keys(constants, k, True),
+        queries=lambda constants, q: turn_keys(constants, q, False),
+        outputs=outputs,
+        keys=lambda constants, k: turn_keys(constants, k, True),
     )

@@ -3,14 +3,14 @@
 A layer spec is a frozen dataclass with `build(config) -> Wiring`. A method gives every layer one, with exceptions by
 layer number. `str(method)` is the text that the CLI, artifacts and reports share, and `parse` reads it back.
 
-`Keep` says which tokens a cache keeps when it may not keep all of them. It stands beside every method, which knows
-nothing of it:
+`Keep` says which tokens a cache keeps when it may not keep all of them. It can be added to every method, and no method
+depends on it:
 
     streaming:512   the newest 512 tokens that left the window (StreamingLLM, arXiv 2309.17453: sinks + recent)
     h2o:512         the 512 that were attended to most (heavy-hitter oracle, arXiv 2306.14048, section 4)
 
-Sinks and window stay beside them. Tokens are chosen per row for all layers and heads together, keep their positions,
-and leave the body by whole groups (kvqjax.cache.eviction).
+Sinks and window are kept in addition. Tokens are chosen per row, for all layers and heads together. They keep their
+positions, and leave the body in whole groups (kvqjax.cache.eviction).
 """
 
 import dataclasses
@@ -143,11 +143,14 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
     left_out = UNCALIBRATED if config.known_key_bias else (*UNCALIBRATED, "unbiased")
 
     def bare(spec: Any) -> Any:
-        # Of a `Pair` key and value are layers themselves. Codecs have none of the fields that are left out.
-        parts = {name: getattr(spec, name, None) for name in ("key", "value")}
-        spec = dataclasses.replace(spec, **{n: bare(x) for n, x in parts.items() if isinstance(x, LayerSpec)})
-        fields = (field for field in dataclasses.fields(spec) if field.name in left_out)
-        return dataclasses.replace(spec, **{field.name: field.default for field in fields})
+        """Set the fields that are left out to their defaults, also in the two layers of a `Pair`."""
+        for name in ("key", "value"):
+            part = getattr(spec, name, None)
+            # Codecs, which have a `build` too, have none of the fields that are left out.
+            if isinstance(part, LayerSpec):
+                spec = dataclasses.replace(spec, **{name: bare(part)})
+        defaults = {field.name: field.default for field in dataclasses.fields(spec) if field.name in left_out}
+        return dataclasses.replace(spec, **defaults)
 
     overrides = tuple((number, bare(spec)) for number, spec in method.overrides)
     return dataclasses.replace(method, layer=bare(method.layer), sinks=0, overrides=overrides, keep=None)
@@ -161,8 +164,7 @@ def first_layers(name: str, count: int) -> range:
 
 
 def value_or(value: Any, default: Any) -> Any:
-    """Give an option's value, and for None what it then follows. A 0 is a value, which the codec that gets it
-    refuses."""
+    """Give an option's value, or `default` for None. A 0 is a value: the codec that gets it refuses it."""
     return default if value is None else value
 
 
@@ -175,15 +177,14 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
     """Make a method's factory of a function that builds the method.
 
     The method is named after the call that made it. Options at their defaults are left out of the name, but not the
-    bits. Every factory also has the option `keep` ("h2o:512", "streaming:512"), which is the cache's matter and not the
-    method's.
+    bits. Every factory also has the option `keep` ("h2o:512", "streaming:512"), which `function` does not see.
 
     Args:
         function: returns a method for options that are keyword-only and have annotations and defaults.
 
     Returns:
-        The factory. It raises UserError, with its name in front, for an option that it does not have, for a value of
-        another type than the annotation says, and for whatever `function` refuses by a ValueError.
+        The factory. It raises UserError for an option that it does not have, for a value of another type than the
+        annotation says, and in place of every ValueError of `function`. The message begins with the factory's name.
     """
     signature = inspect.signature(function)
     keep_option = inspect.Parameter("keep", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
@@ -194,15 +195,17 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
         check_names(function.__name__, options, parameters)
         options = {k: typed(f"{function.__name__}: {k}", v, parameters[k].annotation) for k, v in options.items()}
         try:
-            method, bound = function(**options), None if keep is None else read_keep(keep)
+            method = function(**options)
+            kept_tokens = None if keep is None else read_keep(keep)
         except ValueError as error:  # a UserError of a codec does not say which method was asked for
             raise UserError(f"{function.__name__}: {error}") from error
         written = {k: v for k, v in (options | {"keep": keep}).items() if v != parameters[k].default}
         if "bits" in parameters and not {"key_bits", "value_bits"} <= written.keys():
             written["bits"] = options.get("bits", parameters["bits"].default)
+        # In the order of the factory's parameters, so that equal calls have equal names.
         text = ",".join(f"{k}={option_text(written[k])}" for k in parameters if k in written)
         name = function.__name__ + (f":{text}" if text else "")
-        return dataclasses.replace(method, name=name, keep=bound)
+        return dataclasses.replace(method, name=name, keep=kept_tokens)
 
     make.__dict__["__signature__"] = signature.replace(parameters=list(parameters.values()))
     return make

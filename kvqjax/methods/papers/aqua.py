@@ -9,9 +9,10 @@ coding (kvqjax.codecs.klt), per token, per channel.
 
 Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
 dtype. So they agree bit for bit, and the chain does not drift with depth. GPUs and TPUs decode all tiles of a block at
-once, by the same function. Where its products sum in another order, a number may round to its neighbour.
+once, by the same function. If their matrix products sum in another order, a number may round to its neighbour.
 
-Predictors map vectors to a vector of the same token (sections 3.1 and 4.3):
+A predictor maps a vector x of I numbers to a vector y of O numbers of the same token (sections 3.1 and 4.3). Its kinds
+and their constants, with rank R and groups of g inputs:
 
     linear    y = x W + b                                    {"weight": [I,O], "bias": [O]}
     int4      the same with W in 4 bits, decoded at use      {"codes": uint32 [I/8,O], "scale", "low": [I/g,O], "bias"}
@@ -66,13 +67,22 @@ BACKBONES = ("higgs", "klt", "token", "channel")
 INPUTS = ("k", "v", "kv", "none")
 PREDICTORS = ("linear", "int4", "low_rank", "mlp", "none")
 SPEC_FIELDS = {"k": "key", "v": "value"}  # source -> AquaLayer's field
+NO_INPUTS = {"key_inputs": "none", "value_inputs": "none"}  # of an AquaLayer without predictors
 FIT = Fit("kvqjax.calibrate.aqua", also=("kvqjax.calibrate.centre", "kvqjax.calibrate.klt"))
-# Of a layer's constants; others have the compute dtype. `into` and `back` are those of transform coding.
-CONSTANT_DTYPES = {"codes": "uint32", "scale": "bfloat16", "low": "bfloat16"} | dict.fromkeys(
-    ("bias", "into", "back"), "float32"
-)
-MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "back": 1, "codes": 8}  # multiply-accumulates per stored element
-NORM_EPS = 1e-5  # of the MLP's norm
+# The dtypes of a layer's constants by name. A name that is not listed has the compute dtype.
+CONSTANT_DTYPES = {
+    # the 4-bit weight of an `int4` predictor
+    "codes": "uint32",
+    "scale": "bfloat16",
+    "low": "bfloat16",
+    # a predictor's bias, and the two matrices of transform coding (kvqjax.codecs.klt)
+    "bias": "float32",
+    "into": "float32",
+    "back": "float32",
+}
+# Multiply-accumulates per stored element of a constant, when one token is read. A word of "codes" holds 8 weights.
+MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "back": 1, "codes": 8}
+NORM_EPS = 1e-5  # added to the variance in the MLP's layer norm
 
 
 # ---- The method and its options ----
@@ -103,36 +113,51 @@ def aqua(
     """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): a small calibrated model predicts a layer's keys and values from
     those of the layer below. The error of the prediction is stored, in codes of `backbone`.
 
-    - `bits` per number (`key_bits` and `value_bits` override it) by `backbone` "higgs" (in `dim` dimensions), "token"
-      or "channel" (uniform), a scale for `group` channels or tokens; `seed` as in `higgs`. `backbone="klt"` is
-      transform coding as in `klt`, of any number of bits from 0.125 to 6. The first layer has no predictor and
-      `first_bits` by HIGGS, or by transform coding where that is the backbone; 16 means exact.
+    - `bits` per number of the error (`key_bits` and `value_bits` override it). `backbone` is "higgs" (in `dim`
+      dimensions), "token" or "channel" (uniform codes), with one scale for `group` channels or tokens; `seed` as in
+      `higgs`. `backbone="klt"` is transform coding as in `klt`, of any number of bits from 0.125 to 6.
+    - `first_bits` of the first layer, which has no predictor; 16 means exact. Its codec is transform coding if
+      `backbone` is "klt", else HIGGS.
     - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and `value_inputs` ("k", "v", "kv" or
       "none") and `rope` ("pre" or "post") give the paper's ablations.
     - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
     - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
-    - `centre="auto"` takes the model's key bias, where it has one, off the keys of every layer (before RoPE); "mean" a
-      calibrated mean off the first layer's (the predictors' biases do so above it, and transform coding does so by
-      itself); "none" nothing.
+    - `centre="auto"` subtracts the model's key bias, where it has one, from the keys of every layer (before RoPE).
+      "mean" subtracts a calibrated mean from the first layer's keys (the layers above have the predictors' biases for
+      it, and transform coding subtracts a mean by itself). "none" subtracts nothing.
 
     With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
     here.
     """
     shared = {"rope": rope, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
-    codec = functools.partial(_backbone, backbone, dim=dim, group=group, seed=seed)
-    key, value = codec(value_or(key_bits, bits), KEY_SLOPE), codec(value_or(value_bits, bits), VALUE_SLOPE)
-    no_inputs = {"key_inputs": "none", "value_inputs": "none"}
     transformed = backbone == "klt"
-    if not transformed:
-        codec = functools.partial(_backbone, "higgs", dim=2, group=group if backbone == "higgs" else None, seed=seed)
-    starts = codec(first_bits, KEY_SLOPE), codec(first_bits, VALUE_SLOPE)
-    # A transform takes the mean off by itself.
-    start = centred(starts[0], "none" if transformed and centre == "mean" else centre)
-    first = AquaLayer(key=start, value=starts[1], unbiased=unbiased, **no_inputs, **shared)
+
+    # The layers above the first
+    codec = functools.partial(_backbone, backbone, dim=dim, group=group, seed=seed)
+    key = codec(value_or(key_bits, bits), KEY_SLOPE)
+    value = codec(value_or(value_bits, bits), VALUE_SLOPE)
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
+    # Layers are compared by their fields, so a rank that no predictor uses stays at its default.
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
     layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
+
+    # The first layer
+    first_codec = codec
+    if not transformed:
+        # The group of a uniform backbone is one of its own codes, and says nothing of HIGGS's blocks.
+        higgs_group = group if backbone == "higgs" else None
+        first_codec = functools.partial(_backbone, "higgs", dim=2, group=higgs_group, seed=seed)
+    # Transform coding subtracts the mean by itself.
+    first_centre = "none" if transformed and centre == "mean" else centre
+    first = AquaLayer(
+        key=centred(first_codec(first_bits, KEY_SLOPE), first_centre),
+        value=first_codec(first_bits, VALUE_SLOPE),
+        unbiased=unbiased,
+        **NO_INPUTS,
+        **shared,
+    )
+
     plain = layer.admit(KeysAndValues(key=Exact(), value=Exact()))
     overrides = ((0, first), *((number, plain) for number in _numbers(exact)))
     return Method(name="aqua", layer=layer, sinks=sinks, overrides=overrides)
@@ -141,7 +166,22 @@ def aqua(
 def _backbone(
     name: str, bits: int | float, slope: float, *, dim: int, group: int | None, seed: int | None
 ) -> CodecSpec:
-    """Choose the codec of what the predictors miss. `slope` is that of transform coding."""
+    """Choose the codec of the predictors' errors.
+
+    Args:
+        name: of the backbone.
+        bits: per number; 16 for no codes.
+        slope: of transform coding (kvqjax.codecs.klt); other backbones ignore it.
+        dim: dimensions of HIGGS's grid.
+        group: channels or tokens that share a scale; None: the backbone's default.
+        seed: of HIGGS's signs.
+
+    Returns:
+        The codec's spec.
+
+    Raises:
+        UserError: for a backbone that does not exist, and for bits that it does not have.
+    """
     if bits == 16:
         return Exact()
     if name == "klt":
@@ -171,24 +211,22 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AquaLayer:
-    """One layer. `key_inputs` and `value_inputs` name what each predictor sees: "k", "v", "kv", or "none" for no
-    predictor. A predictor of keys sees the previous layer's keys and values. One of values sees this layer's keys and
-    the previous layer's values.
+    """One layer of AQUA-KV.
 
-    During a decode step one layer's keys and values, 2 S K D numbers of S body tokens, are in memory.
-
-    `unbiased` keys are those without the model's key bias, in codes, predictors and carry alike."""
+    During a decode step the carry is in memory: one layer's keys and values, 2 S K D numbers of S body tokens."""
 
     key: CodecSpec
     value: CodecSpec
+    # What the predictors see: "k", "v", "kv", or "none" for no predictor. The predictor of keys sees keys and values of
+    # the layer below. The predictor of values sees keys of this layer and values of the layer below.
     key_inputs: str = "k"
     value_inputs: str = "kv"
     predictor: str = "linear"
-    rank: int = 0
-    rope: str = "pre"
+    rank: int = 0  # of a "low_rank" predictor
+    rope: str = "pre"  # keys are cached and predicted before ("pre") or after ("post") RoPE
     window: int = 0
     unit: int = UNIT
-    unbiased: bool = False
+    unbiased: bool = False  # codes, predictors and carry are of keys without the model's key bias
 
     def __post_init__(self):
         for name in ("key_inputs", "value_inputs"):
@@ -196,16 +234,16 @@ class AquaLayer:
                 raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(INPUTS)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """Take a layer of keys and values by other codecs, exact ones among them, into the chain. It gets no predictor,
-        and this layer's window, unit and `rope`. The layer above predicts from its reconstruction. A rotated layer
-        stays as it is: the chain passes it by."""
+        """Take a layer of keys and values with other codecs, or exact ones, into the chain.
+
+        The layer gets no predictor, and this layer's window, unit and `rope`. The layer above predicts from its
+        reconstruction. A rotated layer stays as it is: it is no part of the chain, and the carry passes it by."""
         if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {"none"}:
             return other
-        no_inputs = {"key_inputs": "none", "value_inputs": "none", "predictor": "linear", "rank": 0}
-        return dataclasses.replace(self, key=other.key, value=other.value, **no_inputs)
+        return dataclasses.replace(self, key=other.key, value=other.value, predictor="linear", rank=0, **NO_INPUTS)
 
     def sized(self, config: KVShape) -> "AquaLayer":
-        """Fill in what the codecs of a layer that was admitted leave open."""
+        """Fill in the sizes that codecs of an admitted layer leave open until the model is known."""
         heads = config.num_kv_heads, config.head_dim
         return dataclasses.replace(self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads))
 
@@ -229,13 +267,14 @@ class AquaLayer:
         return _wired(layer, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
-        """Name the kernel for layers with the usual linear predictors, or with none."""
-        inputs, linear = (self.key_inputs, self.value_inputs), self.predictor == "linear"
-        if not linear or inputs not in (("k", "kv"), ("none", "none")):
+        """Name the kernel for layers with the paper's linear predictors, or with none. None for other layers."""
+        inputs = (self.key_inputs, self.value_inputs)
+        predicted = inputs == ("k", "kv")
+        if self.predictor != "linear" or not (predicted or inputs == ("none", "none")):
             return None
         if self.unbiased and config.known_key_bias:
-            return None
-        return _predicted_form(packed_form(self.key, self.value, self.rope, config), inputs == ("k", "kv"))
+            return None  # no kernel adds the bias
+        return _predicted_form(packed_form(self.key, self.value, self.rope, config), predicted)
 
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of the constants of the predictor and of its codec, by name."""
@@ -246,40 +285,46 @@ class AquaLayer:
 
 def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wiring:
     """Make the layer's cache with these codecs of keys and values."""
-    base = keys_and_values(config, codecs, (Clock(("k", "v"), layer.window, layer.unit),), layer.rope, layer.unbiased)
+    clock = Clock(("k", "v"), layer.window, layer.unit)
+    base = keys_and_values(config, codecs, (clock,), layer.rope, layer.unbiased)
     width = config.kv_width
 
     def encode(constants, tile, carry):
-        payload, recon = {}, {"k": None}
-        for source in ("k", "v"):
-            payload[source], recon[source] = encode_source(
-                layer, codecs[source], source, constants, tile[source], carry, recon["k"]
-            )
+        # Keys come first: the predictor of values sees their reconstruction.
+        keys, keys_recon = encode_source(layer, codecs["k"], "k", constants, tile["k"], carry, None)
+        values, values_recon = encode_source(layer, codecs["v"], "v", constants, tile["v"], carry, keys_recon)
+        payload = {"k": keys, "v": values}
+        recon = {"k": keys_recon, "v": values_recon}
         return payload, recon, recon
 
-    def tile_step(constants, payload, carry, after=lambda k, payload: payload):
+    def decode_tile(constants, payload, carry):
         k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
-        values = after(k, payload["v"])
+        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, payload["v"], carry, k)}
+
+    def decode_tile_on_tpu(constants, payload, carry):
+        k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
+        # XLA for TPUs would look up the codes of keys and values in one operation, and spill.
+        _, values = kept_apart((k, payload["v"]))
         return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, values, carry, k)}
 
-    def after_keys(k, payload):
-        # XLA for TPUs would look up the codes of both in one operation, and spill.
-        return kept_apart((k, payload))[1]
-
     def decode(constants, payload, carry):
-        shape = carry["k"].shape
+        shape = carry["k"].shape  # [B, n, KD]
         tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
         below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
-        step = functools.partial(tile_step, constants)
+        step = functools.partial(decode_tile, constants)
+        step_on_tpu = functools.partial(decode_tile_on_tpu, constants)
+
+        def loop(tiles, below):
+            return jax.lax.map(lambda tile: step(*tile), (tiles, below))
+
         # On a GPU or a TPU a loop over tiles would take longer to start its operations than to run them.
-        keys_first = jax.vmap(functools.partial(step, after=after_keys))
-        loop = lambda *pair: jax.lax.map(lambda tile: step(*tile), pair)  # noqa: E731
-        recon = jax.lax.platform_dependent(tiles, below, cuda=jax.vmap(step), tpu=keys_first, default=loop)
+        recon = jax.lax.platform_dependent(tiles, below, cuda=jax.vmap(step), tpu=jax.vmap(step_on_tpu), default=loop)
         recon = {source: x.reshape(shape) for source, x in recon.items()}
         return recon, recon
 
-    needs = {source: shape for source in ("k", "v") if (shape := layer.needs(source, width))}
-    kinds = {name: CONSTANT_DTYPES.get(name, "compute") for names in needs.values() for name in names}
+    needs = {source: layer.needs(source, width) for source in ("k", "v")}
+    needs = {source: shapes for source, shapes in needs.items() if shapes}
+    kinds = {name: CONSTANT_DTYPES.get(name, "compute") for shapes in needs.values() for name in shapes}
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
@@ -291,20 +336,30 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
 
 
 def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
-    """Reshape a payload [B, ...] of n tokens to [B * n / unit, ...] tiles of `unit` tokens, the shapes that `encode`
-    makes."""
+    """Reshape a payload [B, ...] of n tokens a row to [B * n / unit, ...] tiles of `unit` tokens. A tile has the shape
+    that `encode` makes."""
     return {name: field.split_tiles(payload[name], unit) for name, field in codec.fields.items()}
 
 
 def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
-    """Count the operations of predictors of these constants for one token."""
-    constants = (item for group in needs.values() for item in group.items())
-    return sum(2 * MULTIPLIED.get(name, 0) * math.prod(shape) for name, shape in constants)
+    """Count the operations that these constants take to read one token. A multiply-accumulate counts as two."""
+    multiplied = 0
+    for shapes in needs.values():
+        for name, shape in shapes.items():
+            multiplied += MULTIPLIED.get(name, 0) * math.prod(shape)
+    return 2 * multiplied
 
 
 def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
-    """Name the kernel for codes that `form` reads: of what linear predictors miss (`mapped`), or of keys and values
-    themselves. None for codes other than HIGGS."""
+    """Name the kernel that reads a layer's codes.
+
+    Args:
+        form: how kernels read the codes themselves; None where they cannot.
+        mapped: whether the codes are errors of linear predictors, or else keys and values themselves.
+
+    Returns:
+        The kernel's form; None for codes other than HIGGS.
+    """
     if form is None or not isinstance(form.spec, HiggsSpec):
         return None
 
@@ -312,8 +367,9 @@ def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
         codes = form.body(weights, constants, stored, positions)
         if not mapped:
             return PredictedBody(codes, None)
-        maps = (constants[source][name] for source in ("k", "v") for name in ("weight", "bias"))
-        return PredictedBody(codes, PredictorMaps(*maps))
+        keys, values = constants["k"], constants["v"]
+        maps = PredictorMaps(keys["weight"], keys["bias"], values["weight"], values["bias"])
+        return PredictedBody(codes, maps)
 
     return Packed(PredictedSpec(codes=form.spec, mapped=mapped), body)
 
@@ -328,16 +384,17 @@ def predictor_inputs(names: str, keys: Float[Array, "u W"], values: Float[Array,
 
 
 def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, keys) -> Float[Array, "u W"]:
-    """Predict one source's tile, float32. `keys` is Kr of this layer, used for values only."""
+    """Predict one source's tile, float32. The arguments are those of `reconstruct`."""
     if layer.inputs(source) == "none":
         return jnp.zeros(carry[source].shape, jnp.float32)
-    x = predictor_inputs(layer.inputs(source), carry["k"] if source == "k" else keys, carry["v"])
+    seen_keys = carry["k"] if source == "k" else keys
+    x = predictor_inputs(layer.inputs(source), seen_keys, carry["v"])
     return predict(layer.predictor, constants.get(source, {}), x)
 
 
 def missed(layer: AquaLayer, source: str, constants: dict, x, carry: dict, keys) -> Float[Array, "u W"]:
-    """Compute what the predictor misses of one source's `x` [u, W], float32. The other arguments are those of
-    `reconstruct`."""
+    """Compute the predictor's error, source minus prediction, for one source's tile `x` [u, W]; float32. The other
+    arguments are those of `reconstruct`."""
     return wide(x) - _prediction(layer, source, constants, carry, keys)
 
 
@@ -403,7 +460,7 @@ def predictor_shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dic
     if kind == "int4":
         groups = (inputs // math.gcd(inputs, WEIGHT_GROUP), outputs)
         return {"codes": (inputs // 8, outputs), "scale": groups, "low": groups, "bias": bias}
-    hidden = 2 * outputs
+    hidden = 2 * outputs  # the paper's MLP has two layers and twice as many hidden units as outputs
     layers = {"down": (inputs, hidden), "inner": (hidden,), "up": (hidden, outputs), "bias": bias}
     return {"gain": (inputs,), "offset": (inputs,), **layers}
 
@@ -416,7 +473,8 @@ def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
     return (groups * scale + low).reshape(codes.shape)
 
 
-def _times(x, weight):
+def _times(x: Float[Array, "u I"], weight: Float[Array, "I O"]) -> Float[Array, "u O"]:
+    """Multiply in the weight's dtype, with float32 sums."""
     return jnp.einsum("ti,io->to", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
 
 
@@ -429,6 +487,7 @@ def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> F
     elif kind == "low_rank":
         y = _times(_times(x, constants["down"]), constants["up"])
     elif kind == "mlp":
+        # Layer norm
         numbers = x.astype(jnp.float32)
         deviation = numbers - numbers.mean(-1, keepdims=True)
         normed = deviation * jax.lax.rsqrt((deviation * deviation).mean(-1, keepdims=True) + NORM_EPS)

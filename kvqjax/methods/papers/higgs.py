@@ -61,14 +61,20 @@ def higgs(
     if centre == "block" and (rope, rotate) != ("pre", "none"):
         raise UserError('centre="block": keys have a mean before RoPE alone; wanted rope=pre and rotate=none')
     rotations = turning(rotate, value_rotate, rope)
-    size = None if group == "auto" else group if channels is None else channels
+    size: int | str | None = group if channels is None else channels
+    if group == "auto":
+        size = None
     shared = {"dim": dim, "group": size, "seed": seed, "dtype": scales, "norm": norm}
-    key, value = (
-        Higgs(bits=value_or(b, bits), rotated=rotation not in ("none", "pairs"), **shared)
-        for b, rotation in zip((key_bits, value_bits), rotations.values(), strict=True)
-    )
+
+    def codec(bits: int, rotation: str) -> Higgs:
+        # "pairs" mixes two channels only, so the codec keeps its own transform then.
+        return Higgs(bits=bits, rotated=rotation not in ("none", "pairs"), **shared)
+
+    key = codec(value_or(key_bits, bits), rotations["key_rotation"])
+    value = codec(value_or(value_bits, bits), rotations["value_rotation"])
     timing: dict[str, Any] = {"rope": rope, "window": window, "unit": buffer, **rotations}
-    # The bias comes off first: in float32, of every token, where a stored mean has eight bits of it.
+    # With "block" the model's bias is subtracted too, before the mean of a block. The bias is known in float32, while a
+    # stored mean is rounded to the 8 bits of a bfloat16.
     key = BlockCentred(inner=key) if centre == "block" else centred(key, centre)
     layer = KeysAndValues(key=key, value=value, unbiased=centre in ("auto", "block"), **timing)
     return Method(name="higgs", layer=layer, sinks=sinks)

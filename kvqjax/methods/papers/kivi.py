@@ -83,8 +83,9 @@ def kivi(
     - `window` newest and `sinks` first tokens stay exact. `rule="together"` moves keys and values out in whole groups;
       "published" does as the released code: keys all at once every `window` tokens, values one token at a time.
     - `rope="pre"` stores keys before RoPE, "post" after it. `scales` is the dtype of scales and minima.
-    - `centre="mean"` takes a calibrated mean off the keys first (kvqjax.codecs.centring). A channel's own minimum holds
-      the model's key bias, so "auto", which takes that off keys before RoPE, gains nothing, and no kernel reads it.
+    - `centre="mean"` subtracts a calibrated mean from the keys first (kvqjax.codecs.centring). "auto" subtracts the
+      model's key bias before RoPE. It gains nothing here, because the minimum of every channel takes up the bias, and
+      no kernel reads such keys.
     - `rotate` turns what is encoded (kvqjax.methods.rotation); `value_rotate` gives values another rotation.
 
     A key channel takes `bits + 32 / group` bits, a value channel `bits + 32 / value_group`: with the defaults,
@@ -114,8 +115,18 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
     tokens stay exact; `centre` as in `kivi`. With the defaults, Llama-3.1-8B stores 2.438 bits per channel. Raises
     UserError as `kivi` does.
     """
-    options = (128, None, window, "pre", "together", "bfloat16", centre)
-    layer, first = (_kivi_layer(b, b, *options) for b in (bits, max(bits, 4)))
+    options: dict[str, Any] = {
+        "group": 128,
+        "value_group": None,
+        "window": window,
+        "rope": "pre",
+        "rule": "together",
+        "scales": "bfloat16",
+        "centre": centre,
+    }
+    layer = _kivi_layer(bits, bits, **options)
+    high_bits = max(bits, 4)
+    first = _kivi_layer(high_bits, high_bits, **options)
     overrides = tuple((i, first) for i in first_layers("protected", protected))
     return Method(name="kivi_star", layer=layer, sinks=sinks, overrides=overrides)
 
@@ -126,6 +137,7 @@ def kivi_star(*, bits: int = 2, protected: int = 3, window: int = 0, sinks: int 
 def _kivi_layer(
     key_bits, value_bits, group, value_group, window, rope, rule, scales, centre="none", **rotations
 ) -> KeysAndValues:
+    """Make one layer of KIVI. The arguments are the options of `kivi`; `rotations` are fields of KeysAndValues."""
     key = Uniform(bits=key_bits, along="tokens", group=group, dtype=scales)
     channels = group if value_group is None else at_least_one(value_group)
     value = Uniform(bits=value_bits, along="channels", group=channels, dtype=scales, fit=value_group is None)

@@ -4,15 +4,17 @@
     GQA (section 3.3):  cache X U_k and X U_v, with W = U S B^T the economy SVD and F = S B^T fused offline;
                         K = (X U_k) F_k + b_k,  V = (X U_v) F_v + b_v;  S is not applied before quantisation
 
-X [l, E] is the layer input after the attention norm. Bias, QK-norm and RoPE, in this order, come after
-rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k per
-channel (section 3.3.1). Every head reads the same X.
+X [l, E] is the input of a layer after the attention norm, for l tokens. Bias, QK-norm and RoPE, in this order, come
+after rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k
+per channel (section 3.3.1). Every head reads the same X.
 
-Attention is linear in the values, so few new tokens sum what is stored and rematerialise the sum instead of every
-token: sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + b_v (layer_cache.SharedValues).
+Attention is linear in the values, and softmax weights p_t add up to 1. So a step of few new tokens first sums the
+stored vectors x_t, and then multiplies the sum by W_v once, instead of every token's vector (layer_cache.SharedValues):
 
-Constants of one layer for GQA: {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, KD = kv_width and the rank
-R = min(E, KD); made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+    sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + b_v
+
+Constants of one layer for GQA are {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, with KD = kv_width and
+the rank R = min(E, KD). kvqjax.calibrate.xquant makes them from the weights alone. MHA needs none.
 """
 
 import dataclasses
@@ -127,7 +129,7 @@ class LayerInput:
         unit = value_or(self.group, UNIT)
         clock = Clock(("x",), self.window, unit)
         full = input_width(config)
-        width = min(full, config.kv_width) if self.uses_latents(config) else full
+        width = min(full, config.kv_width) if self.uses_latents(config) else full  # of a stored vector
         channels = value_or(self.group, fitting_group(width))
         per_token = {"along": "channels", "group": channels, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
@@ -135,8 +137,9 @@ class LayerInput:
                 options = f"value_bits={self.value_bits}, outliers={self.outliers}"
                 raise UserError(f"xquant caches X itself here, of one width and without a first latent; got {options}")
             return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
-        key = quantiser(self.bits, **{**per_token, "along": "tokens", "group": unit})
+        key = quantiser(self.bits, along="tokens", group=unit, scales=self.scales, width=width)
         if self.outliers:
+            # The SVD orders channels by size: the first channels of X U_k hold the outliers (Table B.1).
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(value_or(self.value_bits, self.bits), **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
@@ -192,7 +195,7 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         fast=Fast(shared=shared, before_rope=True),
         # The constants stand for weights, and have their dtype.
         calibration=Calibration(kinds=dict.fromkeys(needs, "compute"), fit=FIT),
-        # U takes the place of W_k and W_v, so a decode step leaves them unread.
+        # The latents of new tokens and of cached tokens are made with U and F, so a decode step does not read W_k, W_v.
         cost=Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width),
     )
 
@@ -230,7 +233,7 @@ def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | 
 
 
 def input_width(shape: KVShape) -> int:
-    """Give the width of the layer input that is cached. Raises UserError for a shape that does not know it."""
+    """Give E, the width of the layer input. Raises UserError for a shape that does not know it."""
     if shape.width is None:
         raise UserError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
     return shape.width
@@ -248,8 +251,8 @@ def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exa
 
     Args:
         bits: of a code; 16 for the compute dtype itself (the identity).
-        along: what shares a scale: "channels" of a token, or "tokens" of a channel.
-        group: how many of them do.
+        along: whether a scale belongs to "channels" of one token, or to "tokens" of one channel.
+        group: how many channels or tokens share a scale.
         scales: the dtype of scales and minima.
         width: channels of a token.
 
@@ -262,14 +265,15 @@ def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exa
     if bits == 16:
         return Exact()
     if along == "channels":
-        check_group(group, width, least=PLANE)  # as many tokens leave the window at a time
+        # `group` is also the number of tokens that leave the window together, at least those of one PLANE of words.
+        check_group(group, width, least=PLANE)
     return Uniform(bits=bits, along=along, group=group, dtype=scales)
 
 
 def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
     """Multiply x by a matrix in the compute dtype `dtype`."""
-    # Without the order XLA would choose the product's transpose for what follows, and transpose the matrices of all
-    # layers for that.
+    # Without `row_major` XLA would compute the transposed product, which suits the operations after it, and would
+    # transpose the matrices of all layers for that.
     return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
@@ -280,22 +284,24 @@ def attended(
     positions: Int[Array, "B n"] | Waves,
     config: KVShape,
 ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-    """Finish rematerialised products to keys and values as attended: bias, QK-norm, RoPE.
+    """Make keys and values as attended of rematerialised products: bias, QK-norm, RoPE.
 
     Args:
         k: the layer's input times W_k.
         v: the layer's input times W_v.
         weights: the layer's.
-        positions: of the tokens, or what stands for them.
+        positions: of the tokens, or the waves that replace them (`Fast.waves`).
         config: the model's shape.
 
     Returns:
         Keys and values by KV head.
     """
     if config.qkv_bias:
-        k, v = k + weights["k_bias"][None, None], v + weights["v_bias"][None, None]
-    # Numbers that overflowed saturate, before a norm or a rotation makes NaN of them.
-    k, v = (heads(saturated(x, x.dtype), config.num_kv_heads) for x in (k, v))
+        k = k + weights["k_bias"][None, None]
+        v = v + weights["v_bias"][None, None]
+    # Infinite numbers are made finite here, because a norm or a rotation would turn them into NaN.
+    k = heads(saturated(k, k.dtype), config.num_kv_heads)
+    v = heads(saturated(v, v.dtype), config.num_kv_heads)
     if config.qk_norm:
         k = norm(k, weights.get("k_norm"), config.norm_eps, config.norm_offset)
     return rotate(k, positions, config), v
@@ -311,16 +317,16 @@ def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
         up: up(weights, constants) gives the matrix [width, KD].
 
     Returns:
-        These two steps, and up to how many new tokens they are the cheaper order.
+        Both steps, and the number of new tokens up to which this order is the cheaper one.
     """
 
     def finish(weights, constants, means):
         out = through_heads(means, up(weights, constants).astype(weights["v"].dtype), config)
         if not config.qkv_bias:
             return out
-        # Weights add up to 1, so a mean of values has their bias once.
+        # Softmax weights add up to 1, so the bias is added to a mean once.
         bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
-        group = config.num_heads // config.num_kv_heads
-        return out + jnp.repeat(bias, group, 0).reshape(1, 1, *out.shape[2:])
+        queries_per_head = config.num_heads // config.num_kv_heads
+        return out + jnp.repeat(bias, queries_per_head, 0).reshape(1, 1, *out.shape[2:])  # out: [B, T, H, D]
 
     return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)

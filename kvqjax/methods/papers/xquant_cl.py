@@ -5,12 +5,14 @@
     GQA, i > b:     Z_i = Q((X_i - Xhat_{i-1}) U_i)      Xhat_i = Xhat_{i-1} + Z_i U_i^T,   [W_k|W_v]_i = U_i S_i B_i^T
     every layer:    [K|V]_i = Xhat_i [W_k|W_v]_i, then bias, QK-norm and RoPE
 
-The loop is closed: the difference is taken from what the decoder will have, so layer i's error is that of its own
-quantiser alone. For GQA, the part of X_i that U_i does not span stays stale in Xhat_i; [K|V]_i does not see it and is
-exact when Q is the identity.
+X_i is the input of layer i after the attention norm. Xhat_i is the accumulator, which flows from layer to layer.
 
-Constants of one layer for GQA: {"x": {"down": U_i [E, R]}}, R = min(E, 2*KD); with residual deltas U is that of
-diag(gain) [W_k|W_v]. Made from the weights alone by kvqjax.calibrate.xquant. MHA needs none.
+The loop is closed: the encoder subtracts the decoder's Xhat_{i-1}, not X_{i-1}. So the error of layer i is that of its
+own quantiser alone. For GQA, Xhat_i keeps stale values in the directions that U_i does not span. W_k and W_v of layer i
+ignore these directions, so [K|V]_i is exact when Q is the identity.
+
+Constants of one layer for GQA are {"x": {"down": U_i [E, R]}}, with R = min(E, 2*KD). kvqjax.calibrate.xquant makes
+them from the weights alone; with differences of the residual stream from diag(gain) [W_k|W_v]_i. MHA needs none.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from kvqjax._errors import UserError
 from kvqjax.codecs import Codec, Uniform
@@ -45,7 +48,7 @@ from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 __all__ = ["CrossLayer", "xquant_cl"]
 
-# What the sum of differences is stored as between layers: a dtype, or the bits of uniform codes.
+# How the sum of differences is stored between layers: a dtype, or the bits of uniform codes.
 ACCUMULATORS = ("float32", "bfloat16", "2", "3", "4", "5", "6", "8")
 SPACES = ("norm", "residual")  # differences of inputs after the attention norm, or of the residual stream
 
@@ -75,19 +78,23 @@ def xquant_cl(
     - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
       the third layer is the base).
     - `group`, `window`, `sinks`, `latent` and `scales` as in `xquant`.
-    - Three options decide what the paper leaves open. `axis` is that of the differences' scales, "token" or "channel".
-      `accumulator` is what the sum is stored as between layers: "bfloat16", "float32" (the default for the identity)
-      or a number of bits. Differences are taken after the norm (`space="norm"`) or of the residual stream ("residual").
+    - Three options decide what the paper leaves open. `axis`: a scale of the differences belongs to a "token" or to a
+      "channel". `accumulator`: the sum is stored between layers as "bfloat16", as "float32" (the default for the
+      identity) or in a number of bits. `space`: differences are taken of inputs after the norm ("norm") or of the
+      residual stream ("residual").
 
     With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
     listed here.
     """
     store = value_or(accumulator, "float32" if bits == 16 else "bfloat16")
     shared = {"group": group, "window": window, "latent": latent, "scales": scales}
-    width = lambda i: high_bits if i < protected else bits  # noqa: E731
+
+    def bits_of(number: int) -> int:
+        return high_bits if number < protected else bits
+
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
-    below = [(i, LayerInput(bits=width(i), **shared)) for i in first_layers("base", base)]
-    start = [(base, CrossLayer(start=True, bits=width(base), **loop))]
+    below = [(i, LayerInput(bits=bits_of(i), **shared)) for i in first_layers("base", base)]
+    start = [(base, CrossLayer(start=True, bits=bits_of(base), **loop))]
     higher = first_layers("protected", protected)[base + 1 :]
     above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in higher]
     layer = CrossLayer(start=False, bits=bits, **loop)
@@ -111,39 +118,64 @@ class Difference(NamedTuple):
         """Name the dtypes in which keys and values are made of the accumulator as it is stored (`Chain.read_in`)."""
         return None if self.accumulator == "float32" else (self.accumulator,)
 
-    def add(self, constants, step, reference) -> tuple[jax.Array, jax.Array]:
-        """Add one tile's decoded difference to the accumulator below. Gives Xhat, and the accumulator as it is stored.
+    def add(
+        self, constants: dict, step: Float[Array, "u R"], below: Float[Array, "u E"]
+    ) -> tuple[Float[Array, "u E"], Float[Array, "u E"]]:
+        """Add one tile's decoded difference to the accumulator of the layer below.
 
-        Encoder and decoder both call this with one unit of tokens, as a matmul of another shape would round
-        differently."""
+        Encoder and decoder both call this with one unit of tokens, as a matrix product of another shape would round
+        differently.
+
+        Args:
+            constants: {"down": U}, where differences are latents.
+            step: the decoded difference; R is E without latents.
+            below: the accumulator of the layer below; the base layer needs its dtype alone.
+
+        Returns:
+            Xhat in float32, and Xhat as it is stored for the layer above.
+        """
         if self.latent:
             step = jnp.einsum("tr,er->te", step, constants["down"].astype(jnp.float32))
-        x = step if self.start else reference.astype(jnp.float32) + step
-        return x, saturated(_stored_accumulator(x, self.accumulator, self.group), reference.dtype)
+        x = step if self.start else below.astype(jnp.float32) + step
+        return x, saturated(_stored_accumulator(x, self.accumulator, self.group), below.dtype)
 
-    def take(self, constants, x, reference) -> jax.Array:
-        """Take the difference of one tile of inputs from the accumulator below, as it is then encoded."""
-        delta = wide(x) if self.start else wide(x) - reference.astype(jnp.float32)
-        return jnp.einsum("te,er->tr", delta, constants["down"].astype(jnp.float32)) if self.latent else delta
+    def take(self, constants: dict, x: Float[Array, "u E"], below: Float[Array, "u E"]) -> Float[Array, "u R"]:
+        """Subtract the accumulator of the layer below from one tile of inputs: the float32 difference to encode. The
+        arguments are those of `add`."""
+        delta = wide(x) if self.start else wide(x) - below.astype(jnp.float32)
+        if self.latent:
+            delta = jnp.einsum("te,er->tr", delta, constants["down"].astype(jnp.float32))
+        return delta
 
     def cost(self, width: int, kv_width: int) -> Cost:
-        """Count the operations of one read, W_k and W_v included, and the bits of the accumulator."""
-        products = 4 * width * kv_width
+        """Count the operations of reading one token, and the bits of the accumulator that are loaded for it.
+
+        Args:
+            width: E, of the layer's input.
+            kv_width: KD, of keys and of values.
+
+        Returns:
+            The cost. A multiply-accumulate counts as two operations (section 3.4, kvqjax.methods.roofline).
+        """
+        products = 4 * width * kv_width  # Xhat [W_k|W_v]
         if self.start:
             return Cost(operations=products)
         bits = {"float32": 32, "bfloat16": 16}.get(self.accumulator) or int(self.accumulator)
-        return Cost(operations=2 * products if self.latent else products + 2 * width, bits=bits * width)
+        # Z U^T has as many multiply-accumulates as Xhat [W_k|W_v]. Without latents there is only a sum.
+        operations = 2 * products if self.latent else products + 2 * width
+        return Cost(operations=operations, bits=bits * width)
 
 
-def _stored_accumulator(x: jax.Array, accumulator: str, group: int) -> jax.Array:
-    """Store Xhat `[..., E]` as the next layer finds it, float32: as it is, rounded to bfloat16, or re-quantised per
-    token."""
+def _stored_accumulator(x: Float[Array, "u E"], accumulator: str, group: int) -> Float[Array, "u E"]:
+    """Round Xhat to what the layer above will read: not at all, to bfloat16, or to uniform codes per token. The result
+    is float32."""
     if accumulator == "float32":
         return x
     if accumulator == "bfloat16":
         return rounded(x, jnp.bfloat16)
     codec = Uniform(bits=int(accumulator), along="channels", group=group).build(x.shape[-1])
-    return codec.decode({}, codec.encode({}, x.reshape(-1, x.shape[-1]))).reshape(x.shape)
+    codes = codec.encode({}, x.reshape(-1, x.shape[-1]))
+    return codec.decode({}, codes).reshape(x.shape)
 
 
 # ---- One layer ----
@@ -169,8 +201,8 @@ class CrossLayer:
                 raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(values)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """Take a layer of keys and values among these, in their window and unit. The accumulator passes it by, so the
-        layer above stores its difference from the layer below."""
+        """Take a layer of keys and values among those of the loop, with their window and unit. The accumulator passes
+        that layer by: the layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
         return dataclasses.replace(other, window=self.window, unit=value_or(self.group, UNIT), clocks=())
@@ -201,7 +233,9 @@ class CrossLayer:
 
 
 def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) -> Wiring:
-    """Wire one layer of the loop, whose difference `codec` stores. The carry "x" is the accumulator."""
+    """Wire one layer of the loop, whose difference `codec` stores. The carry "x" is the accumulator.
+
+    With differences of the residual stream, a second source holds 1 / RMS of every token for the norm at reading."""
     residual, width = difference.space == "residual", input_width(config)
     codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
     sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
@@ -217,23 +251,25 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
     def decode(constants, payload, carry):
         basis = constants.get("x", {})
         recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
-        # A loop also where there is no matmul. XLA would compute a plain sum once more inside the users of Xhat, from
-        # the accumulator that it is about to overwrite. For that it would copy all of the accumulator for every block.
-        pairs = [a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"])]
+        # [B, n, W] -> [B * n / unit, unit, W]: the tiles in which the tokens were encoded
+        steps, below = (a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"]))
 
-        def tile_by_tile(*pairs):
-            return jax.lax.map(lambda pair: difference.add(basis, *pair), pairs)
+        # A loop also where there is no matrix product. XLA would compute a plain sum once more inside the users of
+        # Xhat, from the accumulator that it is about to overwrite, and would copy the whole accumulator for that at
+        # every block.
+        def tile_by_tile(steps, below):
+            return jax.lax.map(lambda tile: difference.add(basis, *tile), (steps, below))
 
-        def at_once(*pairs):
+        def at_once(steps, below):
             # On a GPU or a TPU the operations of a loop would take longer to start than to run.
-            x, carried = jax.vmap(functools.partial(difference.add, basis))(*pairs)
+            x, carried = jax.vmap(functools.partial(difference.add, basis))(steps, below)
             if difference.accumulator == carried.dtype.name:
                 # Xhat is read in this dtype, so one array is enough.
                 carried = kept_apart(carried)
                 return carried.astype(jnp.float32), carried
             return kept_apart((x, carried))
 
-        x, carried = jax.lax.platform_dependent(*pairs, cuda=at_once, tpu=at_once, default=tile_by_tile)
+        x, carried = jax.lax.platform_dependent(steps, below, cuda=at_once, tpu=at_once, default=tile_by_tile)
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 
@@ -264,16 +300,23 @@ def _capture(config: KVShape, space: str):
 def _scalar_codec() -> Codec:
     """Build the codec of one number per token in the compute dtype."""
     field = Field(kind="token", width=1, role="scales", dtype="compute")
-    turn = lambda x: jnp.swapaxes(x, -1, -2)  # noqa: E731
-    return Codec(1, 1, {"x": field}, lambda _, x: {"x": turn(x)}, lambda _, tile: turn(tile["x"]))
+
+    # Fields of one row per token have their tokens on the last axis: [.., n, 1] is stored as [.., 1, n].
+    def encode(_, x):
+        return {"x": jnp.swapaxes(x, -1, -2)}
+
+    def decode(_, tile):
+        return jnp.swapaxes(tile["x"], -1, -2)
+
+    return Codec(1, 1, {"x": field}, encode, decode)
 
 
 def _normed(weights, sources, config: KVShape, space: str):
-    """Give the layer's input after the attention norm, from Xhat."""
+    """Give the layer's input after the attention norm, from Xhat [B, n, E]."""
     x, dtype = sources["x"], weights["k"].dtype
     if space == "norm":
         return x
-    # The norm with the exact token's scale: Xhat's own would contain what is stale in it.
+    # The norm divides by the RMS of the exact token. The RMS of Xhat would contain Xhat's stale directions.
     x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
     gain = weights["attn_norm"][None, None]
     if config.norm_offset:
