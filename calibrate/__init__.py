@@ -40,8 +40,22 @@ def __dir__() -> list[str]:
 
 
 def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.ndarray, "N T"]:
-    """Token ids [at most count, length] of texts, of documents by a path, or of ids (`kvqjax.data.data_or_ids`). Each
-    document is encoded by itself, and their ids are joined; short models and texts give fewer and shorter rows."""
+    """Encode texts, documents by a path, or ids (`kvqjax.data.data_or_ids`) to sequences of tokens.
+
+    Each document is encoded by itself, and the ids of all documents are joined.
+
+    Args:
+        model: whose tokenizer encodes.
+        texts: what is encoded.
+        count: sequences at most; a short text gives fewer.
+        length: tokens of a sequence, at most the model's context.
+
+    Returns:
+        Token ids.
+
+    Raises:
+        UserError: for a text that is shorter than one sequence.
+    """
     check_counts(count=count, length=length)
     length = min(length, model.config.max_position)
     ids = document_ids(model, texts, count * length)
@@ -52,16 +66,18 @@ def sequences(model: Model, texts: TextLike, count: int, length: int) -> Int[np.
 
 
 def _calibrated_methods(shape: KVShape) -> list[str]:
-    """List methods with constants of their own; rotations and means belong to options."""
-    names, options = [], ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
+    """List the methods that always have constants. Rotations and means do not count, because options ask for them."""
+    of_options = ("kvqjax.calibrate.rotation", "kvqjax.calibrate.centre")
+    names = []
     for name in METHODS:
-        with contextlib.suppress(UserError, ValueError):
-            if any(fit.module not in options for fit in needed(METHODS[name](), shape)):
+        with contextlib.suppress(UserError, ValueError):  # methods that do not fit the shape
+            if any(fit.module not in of_options for fit in needed(METHODS[name](), shape)):
                 names.append(name)
     return sorted(names)
 
 
 def _check_needed(method: Method, shape: KVShape) -> None:
+    """Raise UserError for a method that needs no calibration, or whose constants no module finds."""
     if not needed(method, shape):
         if any(run.wiring.wanted() for run in runs_for(method, shape)):
             raise UserError(f"{method} has constants, and no `fit` of its codecs or layers says what finds them")
@@ -83,6 +99,7 @@ def _check_recipe(method: Method, fit: Fit, recipe) -> None:
 
 
 def _finite(artifact: Artifact) -> Artifact:
+    """Give an artifact back. Raises UserError for constants that are not finite."""
     for name, array in flatten(artifact.constants).items():
         if not bool(jnp.isfinite(array).all()):
             raise UserError(f"constant {name} came out NaN or infinite; check the weights, or try dtype='f32'")
@@ -100,8 +117,8 @@ def run(
     advance: Callable[[int, int], None] = lambda steps, total: None,
     announce: Callable[[str, float], None] = lambda text, work: None,
 ) -> Artifact:
-    """Calibrate `method` for `model`. Where layers, or keys and values, follow methods that are calibrated in different
-    ways, each is calibrated by itself with its own recipe.
+    """Calibrate `method` for `model`. If parts of a method (layers, or keys and values) are calibrated in different
+    ways, each part is calibrated by itself with the recipe of its way.
 
     Args:
         model: the model.
@@ -132,9 +149,8 @@ def run(
         if part.fit.source == "weights":
             return Artifact(part_method, module.constants(model.params, model.config, part_method), model.fingerprint)
         tokens = sequences(model, texts, count or module.DEFAULT_SEQUENCES, length or module.DEFAULT_LENGTH)
-        announce(
-            f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", module.work(model, part_method, *tokens.shape)
-        )
+        work = module.work(model, part_method, *tokens.shape)
+        announce(f"{tokens.shape[0]} sequences of {tokens.shape[1]} tokens", work)
         return _finite(module.calibrate(model, part_method, tokens, state=state, advance=advance))
 
     return calibrated(method, model.config, fit_part, state, advance)
@@ -193,15 +209,15 @@ def from_tensors(
         if not (is_left_out or hasattr(arrays, "__len__")):
             raise UserError(f"{name} is {named(arrays)}; wanted an array for every layer")
     for fit in needed(method, shape):
-        captured_fitter(fit, method)  # says now what needs a model
+        captured_fitter(fit, method)  # raises an error for parts that need a model, before any part is calibrated
     data = Captured(shape=shape.alone, dtype=str(compute_dtype(dtype)), **tensors)
     if shape.pairs != "halves":
-        turned: dict[str, Any] = {
-            name: [in_halves(jnp.asarray(x), shape) for x in tensors[name]]
-            for name in ("keys", "queries", "key_gradients")
-            if tensors[name] is not None
-        }
-        data = dataclasses.replace(data, **turned)
+        # The library's rotary pairs are channels i and i + D/2. Tensors with other pairs get their channels reordered.
+        reordered: dict[str, Any] = {}
+        for name in ("keys", "queries", "key_gradients"):
+            if tensors[name] is not None:
+                reordered[name] = [in_halves(jnp.asarray(x), shape) for x in tensors[name]]
+        data = dataclasses.replace(data, **reordered)
     if recipe is not None and len(divided(method, shape)) > 1:
         raise UserError(
             f"{method}: a recipe is one calibration's; parts of this method are calibrated in different ways"
@@ -218,16 +234,19 @@ def from_tensors(
 def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Path]) -> list[tuple[Model, Method]]:
     """Pair every method with a model that holds its constants.
 
-    An artifact serves every policy of the same codecs and layers, whatever its sinks, windows and kept tokens. What a
-    method derives from the weights alone (xquant) is computed here when there is no artifact of it.
+    An artifact serves every policy of the same codecs and layers, whatever its sinks, windows and kept tokens.
+    Constants that are made of the weights alone (xquant) are computed here if no artifact has them.
 
     Args:
         model: the model without constants.
-        methods: the methods, each of which gives a pair.
-        folders: artifacts, each of which must serve a method.
+        methods: the methods.
+        folders: of artifacts, each of which must serve a method.
+
+    Returns:
+        A pair for each method, in their order.
 
     Raises:
-        UserError: an artifact that serves no method, or constants that no artifact brings.
+        UserError: an artifact that serves no method, or a method whose constants no artifact has.
     """
     part = functools.partial(calibrated_part, config=model.config)
     artifacts = {part(artifact.method): artifact for artifact in map(load_artifact, folders)}
@@ -242,5 +261,10 @@ def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Pa
         pairs.append((result, method))
     if model.rules is None:
         return pairs
-    place = model.rules.everywhere
-    return [(m.replace(constants=jax.device_put(jax.tree.map(np.asarray, m.constants), place)), n) for m, n in pairs]
+    # On a mesh every device holds all constants.
+    everywhere = model.rules.everywhere
+    placed = []
+    for result, method in pairs:
+        constants = jax.device_put(jax.tree.map(np.asarray, result.constants), everywhere)
+        placed.append((result.replace(constants=constants), method))
+    return placed

@@ -1,9 +1,10 @@
-"""What calibrations read: keys and values as a cache is given them, of a model that reads a text (`of_model`) or of
-tensors that any model's attention layers computed (`Captured`, `of_captured`). Where a calibration weighs by it, their
-diagonal Fisher information comes with them (KVQuant, arXiv 2401.18079, section 3.2, equation 2).
+"""The data of calibrations: keys and values as a cache gets them. They come from a model that reads a text
+(`of_model`), or from tensors that any model's attention layers computed (`Captured`, `of_captured`).
 
-F_ii = g_i^2, g the gradient of a sequence's mean next-token loss. Keys and values are no parameters, so zeros are
-added to them and the loss is differentiated with respect to these: one backward pass gives every layer's gradient.
+Calibrations that need it also get the diagonal Fisher information of keys and values (KVQuant, arXiv 2401.18079,
+section 3.2, equation 2): F_ii = g_i^2, where g is the gradient of a sequence's mean next-token loss. Keys and values
+are no parameters of a model. So zeros are added to them, and the loss is differentiated with respect to the zeros: one
+backward pass gives the gradients of all layers.
 """
 
 import dataclasses
@@ -47,12 +48,12 @@ Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
 
 
 class Activations(NamedTuple):
-    """What a cache would hold of some sequences, float32, W = K*D.
+    """Keys and values of B sequences as a cache would hold them, float32, W = K*D.
 
     Attributes:
         k: keys.
         v: values.
-        k_fisher: F of the keys, the squared gradients of the loss; None where nothing weighs by it.
+        k_fisher: F of the keys, the squared gradients of the loss; None where no calibration needs it.
         v_fisher: F of the values.
     """
 
@@ -67,44 +68,47 @@ class Sequences(NamedTuple):
 
         read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if `gradients`
 
-    `turn(source, x [L, B, T, W])` brings keys ("k") and values ("v"), and their gradients likewise, into the frame that
-    they are encoded in. `fingerprint` names the model that they come from, `parts` are what `resume.identity` takes of
-    them."""
+    `turn(source, x [L, B, T, W])` rotates keys ("k") and values ("v"), and their gradients, into the frame in which
+    they are encoded."""
 
     shape: KVShape
     count: int
     length: int
     read: Callable[..., Activations]
-    fingerprint: str
-    parts: tuple[Any, ...]
+    fingerprint: str  # of the model
+    parts: tuple[Any, ...]  # text and arrays that identify the data (`resume.identity`)
 
 
 def as_it_is(source: str, x: Float[Array, "L B T W"]) -> Float[Array, "L B T W"]:
-    """Give keys or values that are encoded in their own frame: a `turn` of `Sequences` that turns nothing."""
+    """Give keys or values back: the `turn` of `Sequences` for codecs without a rotation."""
     return x
 
 
 def with_fisher(cached, slopes, turn: Callable) -> Activations:
-    """Bring keys and values to the frame of `turn`, and make F of their gradients there.
+    """Rotate keys and values into the frame of `turn`, and compute F from their gradients in that frame.
 
     Args:
         cached: keys and values, [L, B, T, W] each.
-        slopes: their gradients likewise; empty where there are none.
+        slopes: the gradients of keys and values, in the same shapes; empty where there are none.
         turn: as in `Sequences`.
 
     Returns:
         Keys and values, with F where there are gradients.
     """
     k, v = (turn(source, x) for source, x in zip("kv", cached, strict=True))
-    return Activations(k, v, *(turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)))
+    # A gradient is rotated before it is squared: F of a rotated channel is no function of F of the unrotated ones.
+    fisher = [turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)]
+    return Activations(k, v, *fisher)
 
 
 # --- A model that reads a text
 
 
 def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
-    """Compute the mean next-token cross entropy, float32, and keys and values as they are cached. `zeros` are added to
-    keys and values, [L, B, T, K, D] each: what the loss is differentiated by."""
+    """Compute the mean next-token cross entropy, float32, and keys and values as they are cached.
+
+    `zeros` are two arrays [L, B, T, K, D] that are added to keys and values. The loss is differentiated with respect to
+    them."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, xs):
@@ -113,7 +117,8 @@ def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"
         weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
         projected = decoder.project(weights, h, positions, config, index)
         k = rotate(projected.k, turns, config) if rope == "post" else projected.k
-        k, v = k + extra_k.astype(k.dtype), projected.v + extra_v.astype(k.dtype)
+        k = k + extra_k.astype(k.dtype)
+        v = projected.v + extra_v.astype(k.dtype)
         attended_k = k if rope == "post" else rotate(k, turns, config)
         attended = decoder.attend_plainly(projected.q, attended_k, v, index, weights, config)
         return decoder.finish(weights, h, attended, config), (k, v)
@@ -146,8 +151,9 @@ def activations(
     gradients: bool = True,
     turn: Callable = as_it_is,
 ) -> Activations:
-    """Compute keys and values of every layer. Sequences that are compared must have one length, because the mean loss
-    divides by it.
+    """Compute keys and values of every layer.
+
+    F of sequences of different lengths cannot be compared, because the mean loss divides by the length.
 
     Args:
         params: the model's weights.
@@ -202,11 +208,11 @@ class Captured:
     Attributes:
         shape: the model's.
         keys: [L, N, T, K, D], as `kvq.attend_layer` takes them.
-        values: likewise.
+        values: [L, N, T, K, D], as `kvq.attend_layer` takes them.
         queries: [L, N, T, H, D], as `kvq.attend_layer` takes them.
-        outputs: the output projections, [L, H*D, E]; they go with the queries.
-        key_gradients: those of each sequence's mean loss, like the keys.
-        value_gradients: likewise; they go with those of the keys.
+        outputs: the output projections, [L, H*D, E]; given if and only if `queries` are.
+        key_gradients: gradients of each sequence's mean loss with respect to `keys`, in the same shape.
+        value_gradients: gradients with respect to `values`; given if and only if `key_gradients` are.
         dtype: the cache's.
 
     Raises:
@@ -256,9 +262,10 @@ class Captured:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """List what `resume.identity` takes of the data."""
-        arrays = (getattr(self, name) for name in FIELDS)
-        return repr(self.shape), self.dtype, *(np.asarray(x) for layers in arrays if layers is not None for x in layers)
+        """The text and arrays that identify the data (`resume.identity`)."""
+        given = [getattr(self, name) for name in FIELDS if getattr(self, name) is not None]
+        arrays = [np.asarray(array) for layers in given for array in layers]
+        return repr(self.shape), self.dtype, *arrays
 
     def layout(self, method: Method) -> CacheLayout:
         return CacheLayout(shape=self.shape, method=method, capacity=1, dtype=self.dtype)
@@ -271,7 +278,7 @@ def positions_of(rows: int, length: int) -> Int[Array, "N T"]:
 
 def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
     """Give keys and values of a run's layers, [n, T, K, D] each, as a cache stores them, in float32."""
-    nothing: Any = None  # of what the capture of keys and values does not look at
+    nothing: Any = None  # for the fields of `Projected` that `capture` does not read here
     projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
     new = run.wiring.maps.capture({}, {}, projected, positions_of(*projected.k.shape[:2]))
     return new["k"].astype(jnp.float32), new["v"].astype(jnp.float32)
@@ -282,11 +289,14 @@ def of_captured(data: Captured, method: Method) -> Sequences:
     runs = runs_of(data.layout(method))
 
     def all_layers(number: int, keys, values) -> list:
-        """Keys and values [L, 1, T, W] of one sequence. Gradients turn with the keys, since a rotation is linear."""
+        """Give keys and values [L, 1, T, W] of one sequence as they are cached, or their gradients. RoPE is a rotation:
+        it turns gradients as it turns keys."""
         pairs = []
         for run in runs:
             layers = range(run.first, run.first + run.count)
-            pairs.append(cached(run, *(np.stack([x[i][number] for i in layers]) for x in (keys, values))))
+            k = np.stack([keys[layer][number] for layer in layers])
+            v = np.stack([values[layer][number] for layer in layers])
+            pairs.append(cached(run, k, v))
         return [jnp.concatenate(parts)[:, None] for parts in zip(*pairs, strict=True)]
 
     def read(number: int, rope: str, gradients: bool, turn=as_it_is) -> Activations:

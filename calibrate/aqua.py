@@ -1,11 +1,13 @@
-"""AQUA-KV's predictors from calibration text (arXiv 2501.19392, Algorithm 1): layer by layer, each fitted on what the
-cache will have reconstructed of the layer below, so that fitting meets the errors that reading meets.
+"""AQUA-KV's predictors from calibration text (arXiv 2501.19392, Algorithm 1), one layer after the other.
 
-Of all sequences one layer's hidden states, keys and values are held, on the host. Hidden states are clean: no layer
-sees compressed keys. Linear predictors need only second moments. The state can be kept on disk after each layer.
+A layer's predictors are fitted to reconstructions of the layer below, as the cache will hold them. So they see the same
+quantisation errors in fitting and in reading. Hidden states are clean: no layer's attention sees compressed keys.
 
-Where what the predictors miss is coded by a transform (kvqjax.codecs.klt), it is the transform of that: its second
-moments are taken once the layer's predictor is fitted.
+The hidden states, keys and values of one layer are held on the host, for all sequences. Linear predictors need only
+second moments. The state can be kept on disk after each layer.
+
+If the backbone is transform coding (kvqjax.codecs.klt), a transform is fitted to the predictors' errors. So second
+moments of the errors are taken after the layer's predictor is fitted.
 """
 
 import dataclasses
@@ -41,37 +43,35 @@ from kvqjax.step.prompt import exact_layer
 __all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "fit", "fit_captured", "released", "work"]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
-CHUNK = 256  # tokens of a sequence that attend at once: the fastest on CPUs, and no [T, T] scores exist
+# Tokens of a sequence that attend at a time: 256 are the fastest on CPUs, and scores [T, T] never exist as a whole.
+CHUNK = 256
 
 
-# --- What is read: keys and values of one layer after the other
+# --- The activations of one layer after the other
 
 
 class Row(NamedTuple):
-    """One layer on one sequence: keys and values as cached, the mean squares of its query channels (without rows where
-    no transform asks, or they are not known), and the next layer's h (None where nothing is above)."""
+    """One layer on one sequence."""
 
-    k: Float[Array, "T W"]
+    k: Float[Array, "T W"]  # as cached
     v: Float[Array, "T W"]
+    # The mean square of every query channel. It has no rows where queries are not known or no transform needs it.
     energy: Float[Array | np.ndarray, "H D"]
-    above: Float[Array, "1 T E"] | None
+    above: Float[Array, "1 T E"] | None  # the input of the layer above; None for the last layer
 
 
 class Layers(NamedTuple):
-    """N sequences of T tokens for a calibration that reads one layer after the other. Layer `index` of sequence
-    `number` is
+    """N sequences of T tokens for a calibration that reads one layer after the other:
 
-        read(index, number, h [1, T, E]) -> a `Row`
-
-    `h` is the first layer's, of all sequences; `outputs(index)` gives a layer's output projection [H*D, E], without
-    rows where it is not known; `parts` are what `identity` takes of them."""
+    read(index, number, h [1, T, E]) -> the `Row` of layer `index` on sequence `number`, whose input is h
+    """
 
     layout: CacheLayout
-    h: Float[np.ndarray, "N T E"]
+    h: Float[np.ndarray, "N T E"]  # the input of the first layer
     read: Callable[[int, int, Any], Row]
-    outputs: Callable[[int], Any]
-    fingerprint: str
-    parts: tuple[Any, ...]
+    outputs: Callable[[int], Any]  # outputs(index): a layer's output projection [H*D, E]; no rows if not known
+    fingerprint: str  # of the model
+    parts: tuple[Any, ...]  # text and arrays that identify the data (`resume.identity`)
 
 
 def _run_of(layout: CacheLayout, index: int) -> int:
@@ -87,19 +87,37 @@ def _transformed(layout: CacheLayout, index: int) -> list[str]:
 
 @functools.partial(jax.jit, static_argnames=("layout", "number", "last", "transformed"))
 def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool, transformed: bool) -> Row:
-    """One clean layer, of run `number`, on one sequence [1, T, E]; no layer is above the last one."""
+    """Run one clean layer on one sequence.
+
+    Args:
+        model: the model.
+        layout: of the cache.
+        number: of the layer's run.
+        index: of the layer.
+        h: its input, [1, T, E].
+        last: whether no layer is above.
+        transformed: whether a source is coded by a transform, which needs the queries' energy.
+
+    Returns:
+        The layer's activations.
+    """
     length, run = h.shape[1], runs_of(layout)[number]
-    h, energy = decoder.up_to(model.params, index, h, model.config), jnp.zeros((0, model.config.head_dim))
+    h = decoder.up_to(model.params, index, h, model.config)
+    energy = jnp.zeros((0, model.config.head_dim))
     if transformed:
         positions, weights = jnp.arange(length)[None], decoder.layer(model.params, index)
         q = decoder.project(weights, h, positions, model.config, run.first).q
         energy = jnp.square(q[0].astype(jnp.float32)).mean(0)
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
-    keep = lambda *captured: captured  # noqa: E731
+
+    def keep(*captured):
+        return captured
+
     (new, finite), above, _ = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep=keep)
-    seen = finite[0, :length, None]  # the cache would be given 0; constants made of it must not look sound
-    k, v = (jnp.where(seen, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
+    # A cache stores 0 for a number that is not finite. Here it becomes NaN, so that no constant made of it looks sound.
+    is_finite = finite[0, :length, None]
+    k, v = (jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
     return Row(k, v, energy, None if last else above[:, :length])
 
 
@@ -118,22 +136,26 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
         transformed = bool(_transformed(layout, index))
         return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last, transformed)
 
-    outputs = lambda index: decoder.layer(model.params, index)["o"]  # noqa: E731
+    def outputs(index: int):
+        return decoder.layer(model.params, index)["o"]
+
     return Layers(layout, h, read, outputs, model.fingerprint, (repr(config), tokens))
 
 
 def _of_captured(data: Captured, method: Method) -> Layers:
-    """Read the layers of tensors that any model computed. Nothing flows from layer to layer: they are known."""
+    """Read tensors that the layers of any model computed. All of them are known, so no hidden states are passed on."""
     layout = data.layout(method)
 
     def read(index: int, number: int, h):
         run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
         k, v = cached(run, data.keys[index][rows], data.values[index][rows])
-        # RoPE turns queries and leaves the energy of a pair as it is, which is all that counts (`key_costs`).
+        # Queries may be rotated by RoPE or not: `key_costs` reads only the energy of rotary pairs, which RoPE keeps.
         energy = np.zeros((0, 1)) if data.queries is None else energy_of(jnp.asarray(data.queries[index][rows]))
         return Row(k[0], v[0], energy, None)
 
-    outputs = lambda index: np.zeros((0, 1)) if data.outputs is None else data.outputs[index]  # noqa: E731
+    def outputs(index: int):
+        return np.zeros((0, 1)) if data.outputs is None else data.outputs[index]
+
     return Layers(layout, np.zeros((*data.size, 0), np.float32), read, outputs, "", data.parts)
 
 
@@ -141,6 +163,8 @@ def _of_captured(data: Captured, method: Method) -> Layers:
 
 
 class _Task(NamedTuple):
+    """One calibration: the data, and what is fitted to them."""
+
     data: Layers
     layers: tuple[AquaLayer, ...]
     recipe: Recipe
@@ -152,11 +176,13 @@ class _Task(NamedTuple):
 
 
 def _prepare(data: Layers, recipe: Recipe) -> _Task:
+    """Describe one calibration. Raises UserError for layers of other methods and for sequences that are too short."""
     method, shape, size = data.layout.method, data.layout.shape, data.h.shape[:2]
     layers = tuple(layer.sized(shape) for layer in method.layers(shape) if isinstance(layer, AquaLayer))
     if len(layers) != shape.num_layers:
         raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
     first = layers[0]
+    # Sinks at the start and the window at the end of a sequence are never encoded. The rest is encoded in whole units.
     start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
     length = (size[1] - start - spare) // first.unit * first.unit
     if length < 1:
@@ -166,31 +192,43 @@ def _prepare(data: Layers, recipe: Recipe) -> _Task:
 
 
 def _fresh_state(task: _Task) -> dict:
+    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk needs."""
     shape, h = task.data.layout.shape, task.data.h
-    count, length = len(h), task.span.stop - task.span.start
-    pair, none = (
-        {name: np.zeros((rows, length, shape.kv_width), np.float32) for name in ("k", "v")} for rows in (count, 0)
-    )
-    empty = []
+    length = task.span.stop - task.span.start
+
+    def pair(rows: int) -> dict[str, np.ndarray]:
+        return {name: np.zeros((rows, length, shape.kv_width), np.float32) for name in ("k", "v")}
+
+    def blank(name: str, size: tuple[int, ...]) -> np.ndarray:
+        return np.zeros(size, np.uint32 if name == "codes" else np.float32)
+
+    constants = []
     for layer in task.layers:
         needs = {source: layer.needs(source, shape.kv_width) for source in ("k", "v")}
-        blank = lambda n, shape: np.zeros(shape, np.uint32 if n == "codes" else np.float32)  # noqa: E731
-        empty.append({s: {n: blank(n, shape) for n, shape in needs[s].items()} for s in needs})
-    measures = np.zeros((shape.num_layers, 2, len(MEASURES)))
-    return {"done": np.int64(0), "h": h, "recon": pair, "constants": empty, "measures": measures} | {
-        "exact": pair if task.recipe.clean else none  # what a clean fit sees of the layer below
+        constants.append(
+            {source: {name: blank(name, size) for name, size in sizes.items()} for source, sizes in needs.items()}
+        )
+    below = pair(len(h))
+    return {
+        "done": np.int64(0),
+        "h": h,
+        "recon": below,  # reconstructions of the layer below
+        "constants": constants,
+        "measures": np.zeros((shape.num_layers, 2, len(MEASURES))),
+        "exact": below if task.recipe.clean else pair(0),  # exact keys and values of the layer below, for a clean fit
     }
 
 
 def _costs(data: Layers, index: int, energy: Float[np.ndarray, "H D"]) -> dict[str, Float[np.ndarray, "W W"]]:
-    """What errors cost of those sources of a layer that are coded by a transform."""
+    """Compute what errors cost, for the sources of a layer that are coded by a transform."""
     sources = _transformed(data.layout, index)
     return {source: costs_of(source, energy, data.outputs(index), data.layout.shape) for source in sources}
 
 
 def _advance_layer(task: _Task, state: dict) -> dict:
-    """The state with one more layer fitted."""
-    index, h = int(state["done"]), np.empty_like(state["h"])
+    """Fit one more layer, and give the state after it."""
+    index = int(state["done"])
+    h = np.empty_like(state["h"])  # the input of the layer above
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
     energies = []
     for i in range(len(h)):
@@ -211,46 +249,52 @@ def _advance_layer(task: _Task, state: dict) -> dict:
     )
     measures = state["measures"].copy()
     for row, source in enumerate(("k", "v")):
-        values = [report[source].get(name) for name in MEASURES]
-        measures[index, row] = [np.nan if x is None else x for x in values]
+        measures[index, row] = [report[source].get(name, np.nan) for name in MEASURES]
     learnt = [*state["constants"][:index], constants, *state["constants"][index + 1 :]]
     exact_below = exact if task.recipe.clean else state["exact"]
     return {"h": h, "recon": recon, "exact": exact_below, "constants": learnt, "measures": measures}
 
 
 def _stacked(shape: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
-    """Constants by run of layers in a model's dtype, without sources that need none."""
-    return by_run(method, shape, [{s: cast(c, dtype) for s, c in layer.items() if c} for layer in constants])
+    """Stack constants by runs of layers, in the dtypes of a model, without sources that need none."""
+    of_layers = [{source: cast(arrays, dtype) for source, arrays in layer.items() if arrays} for layer in constants]
+    return by_run(method, shape, of_layers)
 
 
 def _report(measures: np.ndarray) -> list[dict]:
-    """One row per layer and source: what the predictor explains of it, alone and with the codes of the rest."""
+    """Make a row of measures for every layer and source: errors of the predictor alone, and of predictor and codes. A
+    measure that a layer does not have is None."""
     rows = []
     for layer, sources in enumerate(measures):
         for source, values in zip(("k", "v"), sources, strict=True):
-            plain = {n: None if np.isnan(x) else float(x) for n, x in zip(MEASURES, values, strict=True)}
+            by_name = zip(MEASURES, values, strict=True)
+            plain = {name: None if np.isnan(value) else float(value) for name, value in by_name}
             rows.append({"layer": layer, "source": source} | plain)
     return rows
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Floating point operations of `calibrate` on `count` sequences of `length` tokens: an exact pass, and per layer
-    the second moments of keys and values with what predicts them, and predictions."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens: those of an exact
+    pass, and for each layer those of the predictors' second moments and predictions."""
     rows, width = count * length, model.config.kv_width
-    products = rows * sum(2 * (inputs + width) * inputs + 2 * inputs * width for inputs in (width, 2 * width))
-    return count * prompt_operations(model.config, 0, length) + model.config.num_layers * products
+    of_layer = 0
+    for inputs in (width, 2 * width):  # of the predictors of keys and of values
+        moments = 2 * (inputs + width) * inputs  # X^T X and X^T Y, per row
+        prediction = 2 * inputs * width
+        of_layer += rows * (moments + prediction)
+    return count * prompt_operations(model.config, 0, length) + model.config.num_layers * of_layer
 
 
 # --- The doors
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Predictors of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Fit the predictors of `method` for `model` to N sequences of T tokens; `options` as in `fit`."""
     return fit(_of_model(model, method, np.asarray(tokens)), **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
-    """Predictors of `method` from tensors of any model; `options` as in `fit`."""
+    """Fit the predictors of `method` to tensors of any model; `options` as in `fit`."""
     return fit(_of_captured(data, method), recipe=recipe or Recipe(), **options)
 
 
@@ -261,35 +305,59 @@ def fit(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Predictors of the layout's method from layers of any model. `state` names a file that keeps the progress after
-    every layer: a run that was killed continues there. `advance(steps, total)` is told each layer."""
+    """Fit the predictors of the layout's method to layers of any model.
+
+    Args:
+        data: the activations of the layers.
+        recipe: the settings.
+        state: a file that keeps the progress after every layer. A run that was killed continues from it.
+        advance: advance(steps, total) is called after every layer.
+
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: for a method with layers other than AQUA-KV's, and for sequences that are too short.
+    """
     task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
-    progress = stepped(
-        _fresh_state(task), shape.num_layers, functools.partial(_advance_layer, task), state, owner, advance
-    )
+    step = functools.partial(_advance_layer, task)
+    progress = stepped(_fresh_state(task), shape.num_layers, step, state, owner, advance)
     about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
     about |= {"report": _report(progress["measures"])}
     return Artifact(method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) -> Artifact:
-    """Predictors in the released format as plain arrays: "key_predictors.3.weight" [O, I] and ".bias",
-    "value_predictors" likewise, for layers 1 and up; `safetensors.numpy.load_file` gives them so, and nothing is
-    unpickled. Raises UserError when one is missing or of the wrong shape, and for a method of other layers."""
-    method, constants = parse(method), []
+    """Take the released predictors as the constants of a method.
+
+    Args:
+        arrays: "key_predictors.3.weight" [O, I] and "key_predictors.3.bias" [O], and "value_predictors" in the same
+            way, for layers 1 and up. `safetensors.numpy.load_file` gives them so; nothing is unpickled.
+        model: the model that they were fitted to.
+        method: AQUA-KV with linear predictors.
+
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: for an array that is missing or of the wrong shape, and for a method with other layers.
+    """
+    method = parse(method)
     layers: tuple[Any, ...] = method.layers(model.config)
     if not all(isinstance(layer, AquaLayer) for layer in layers):
         raise UserError(f"{method}: predictors were released for AQUA-KV; wanted it in every layer")
     if model.config.known_key_bias and any(layer.unbiased for layer in layers):
         raise UserError(f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean")
+    constants = []
     for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
-        for source in ("k", "v"):
+        for source, prefix in (("k", "key_predictors"), ("v", "value_predictors")):
             for name, shape in layer.needs(source, model.config.kv_width).items():
-                key = f"{'key' if source == 'k' else 'value'}_predictors.{index}.{name}"
+                key = f"{prefix}.{index}.{name}"
                 if name not in ("weight", "bias"):
                     raise UserError(f"{method}: only linear predictors were released; {key} has no counterpart")
+                # PyTorch's weight is [O, I], ours [I, O].
                 array = np.asarray(arrays[key], np.float32).T if key in arrays else None
                 if array is None or array.shape != shape:
                     shape_text = "nothing" if array is None else f"{array.shape[::-1]}"

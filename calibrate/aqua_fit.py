@@ -1,9 +1,10 @@
 """One layer of AQUA-KV's calibration (arXiv 2501.19392, Algorithm 1 and Appendix B): fit the predictors of keys and
 values, then reconstruct as the cache will.
 
-Linear predictors come from streamed second moments. With Xa = [X, 1], only C = Xa^T Xa, Xa^T Y and the squares of Y are
-kept of the data, summed in float64. Ridge regression, reduced rank, 4-bit weights and their errors all follow from
-these, whatever the number of rows. The two-layer predictor (section 4.3) is trained by optax.
+Linear predictors are fitted to second moments. X [n, I] are inputs and Y [n, O] outputs of n rows (tokens), and Xa =
+[X, 1]. Rows are read in chunks, and only the sums Xa^T Xa, Xa^T Y and the squares of Y are kept, in float64. Ridge
+regression, reduced-rank regression, 4-bit weights and all errors are computed from these sums. The two-layer predictor
+(section 4.3) is trained by optax.
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ Pair = dict[str, np.ndarray]  # "k" and "v": [N, n, W] float32 on the host
 MEASURES = ("relative_mse", "explained", "bits_saved", "held_out_mse", "reconstruction_mse")
 CODES = 15  # largest 4-bit code
 BATCH = 1024  # rows of a step of the two-layer predictor's training
-PEAK_RATE = 2e-3  # Adam's, at the start of a cosine schedule
+PEAK_RATE = 2e-3  # Adam's learning rate at the start of a cosine schedule
+TINY = 1e-300  # keeps float64 quotients of sums of squares finite where a sum is 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,10 @@ class Recipe:
     """How predictors are fitted.
 
     Attributes:
-        damping: of the ridge, relative to the moments' mean diagonal.
-        centred: whether X and Y are taken without their means; else the released rule (see `ridge`).
-        held_out: the share of the sequences, the last ones, that are not fitted and only measure.
-        body_only: whether what the cache keeps exact (sinks, window) is left out.
+        damping: of the ridge regression, relative to the mean of the moments' diagonal.
+        centred: whether means are subtracted from X and Y; else the released rule (see `ridge`).
+        held_out: the share of the sequences, taken from the end, that predictors are measured on but not fitted to.
+        body_only: whether tokens that the cache keeps exact (sinks, window) are left out.
         clean: whether predictors see the exact layer below, as in the paper's quantiser-agnostic ablation, instead of
             its reconstruction.
         mlp_steps: of the two-layer predictor's training.
@@ -78,7 +80,7 @@ class Recipe:
     mlp_steps: int = 2000
 
     def training(self, sequences: int) -> int:
-        """Count how many of so many sequences are fitted: one at least."""
+        """Count the sequences, of `sequences` in all, that predictors are fitted to: one at least."""
         return max(1, sequences - int(sequences * self.held_out))
 
 
@@ -116,17 +118,18 @@ class Score(NamedTuple):
 
     @property
     def bits_saved(self) -> float:
-        """Compute the bits per number that the prediction saves: as many as an ideal quantiser needs for the same
-        error, -log4(relative MSE)."""
-        return float(-np.log(max(self.relative_mse, 1e-300)) / np.log(4.0))
+        """Compute the bits per number that the prediction saves, -log4(relative MSE): an ideal quantiser of a Gaussian
+        needs so many bits for the same error."""
+        return float(-np.log(max(self.relative_mse, TINY)) / np.log(4.0))
 
 
 @jax.jit
-def _products(x, y, keep):
+def _products(x: Float[Array, "N I"], y: Float[Array, "N O"], keep: Float[Array, " N"]) -> tuple[Array, Array, Array]:
+    """Compute the moments of one chunk in float32; `keep` is 1 for rows that count, else 0."""
     ones = jnp.ones((x.shape[0], 1), jnp.float32)
     xa = jnp.concatenate([x.astype(jnp.float32), ones], axis=1) * keep[:, None]
     y = y.astype(jnp.float32) * keep[:, None]
-    times = lambda a, b: jnp.einsum("ni,nj->ij", a, b, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
+    times = functools.partial(jnp.einsum, "ni,nj->ij", precision=jax.lax.Precision.HIGHEST)
     return times(xa, xa), times(xa, y), (y * y).sum(0)
 
 
@@ -136,11 +139,12 @@ def add(
     y: Float[Array | np.ndarray, "N O"],
     keep: Bool[Array | np.ndarray, " N"] | None = None,
 ) -> Moments:
-    """Add the rows of one chunk to moments. Products are float32 within the chunk, and chunks are summed in float64: a
-    few thousand rows a chunk are meant.
+    """Add the rows of one chunk to moments.
+
+    A chunk's products are summed in float32, and chunks in float64. So a chunk should have a few thousand rows at most.
 
     Args:
-        total: the moments so far; None: of no rows.
+        total: the moments so far; None where there are no rows yet.
         x: inputs.
         y: outputs.
         keep: the rows that count; None: all.
@@ -148,17 +152,21 @@ def add(
     Returns:
         The moments with these rows.
     """
-    keep = np.ones(x.shape[0], np.float32) if keep is None else jnp.asarray(keep, jnp.float32)
-    part = Moments(*(np.asarray(a, np.float64) for a in _products(jnp.asarray(x), jnp.asarray(y), keep)))
-    return part if total is None else Moments(*(a + b for a, b in zip(total, part, strict=True)))
+    keep = jnp.ones(x.shape[0], jnp.float32) if keep is None else jnp.asarray(keep, jnp.float32)
+    products = _products(jnp.asarray(x), jnp.asarray(y), keep)
+    part = Moments(*(np.asarray(product, np.float64) for product in products))
+    if total is None:
+        return part
+    return Moments(total.xx + part.xx, total.xy + part.xy, total.yy + part.yy)
 
 
 def _damped(xx: Matrix, damping: float) -> Matrix:
+    """Add `damping` times the mean of a matrix's diagonal to its diagonal."""
     return xx + damping * np.mean(np.abs(np.diag(xx))) * np.eye(len(xx))
 
 
 def _solve(a: Matrix, b: Matrix) -> Matrix:
-    """Solve a x = b for a symmetric a; where a is singular, by the solution of least norm."""
+    """Solve a x = b for a symmetric a. If a is singular, give the solution of least norm."""
     try:
         factor = np.linalg.cholesky(a)
     except np.linalg.LinAlgError:
@@ -167,28 +175,28 @@ def _solve(a: Matrix, b: Matrix) -> Matrix:
 
 
 def _centred(moments: Moments) -> tuple[Matrix, Matrix]:
-    """Compute the covariance of X, and that of X with Y, both times the number of rows."""
-    sums = moments.xx[-1, :-1]
-    return moments.xx[:-1, :-1] - np.outer(sums, sums) / moments.rows, (
-        moments.xy[:-1] - np.outer(sums, moments.xy[-1]) / moments.rows
-    )
+    """Compute the covariance of X and the covariance of X with Y, both times the number of rows."""
+    x_sums, y_sums = moments.xx[-1, :-1], moments.xy[-1]  # the products with the column of ones
+    xx = moments.xx[:-1, :-1] - np.outer(x_sums, x_sums) / moments.rows
+    xy = moments.xy[:-1] - np.outer(x_sums, y_sums) / moments.rows
+    return xx, xy
 
 
 def ridge(
     moments: Moments, damping: float = 1e-3, intercept: bool = True, centred: bool = False
 ) -> tuple[Matrix, Matrix]:
-    """Find W and b of least |Xa [W; b] - Y|^2 plus damping.
+    """Find the W and b that minimise |Xa [W; b] - Y|^2 plus damping.
 
     The released rule adds `damping` times the mean of C's diagonal to every diagonal entry of C = Xa^T Xa. The column
-    of ones counts in that mean, and the intercept is damped too. So the damping grows with the square of an offset.
-    Qwen's keys have offsets of 50 times their spread, and nothing would be learnt of them. Without their means X and Y
-    have no offset.
+    of ones counts in that mean, and the intercept is damped too. So the damping grows with the square of an offset of
+    X. Qwen's keys have offsets of 50 times their spread: with so much damping W would stay near 0. `centred` subtracts
+    the means of X and Y first, which removes the offsets.
 
     Args:
         moments: of X and Y.
         damping: relative to the mean of the diagonal.
-        intercept: whether there is a b; only where X and Y are not `centred`.
-        centred: take X and Y without their means, and b afterwards.
+        intercept: whether there is a b; with `centred` there always is.
+        centred: subtract the means of X and Y, and fit b afterwards.
 
     Returns:
         W [I, O] and b [O], float64.
@@ -205,14 +213,14 @@ def ridge(
 
 
 def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True) -> tuple[Matrix, Matrix, Matrix]:
-    """Fit Y ~ (X A) B + b by reduced-rank regression: the ridge fit, projected on the leading eigenvectors of the
-    covariance of what it fits.
+    """Fit Y ~ (X A) B + b by reduced-rank regression: the ridge fit X W, projected on the leading eigenvectors of its
+    covariance.
 
     Args:
         moments: of X and Y.
         rank: R.
         damping: as in `ridge`.
-        centred: take X without its mean, and fit b; else b is the mean of Y, as in the released code.
+        centred: subtract the mean of X, and fit b afterwards; else b is the mean of Y, as in the released code.
 
     Returns:
         A [I, R], B [R, O] and b [O], float64.
@@ -226,38 +234,47 @@ def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool =
     if not centred:
         xx = moments.xx[:-1, :-1]
     fit = _solve(_damped(xx, damping), xy)
-    vectors = np.linalg.eigh(xy.T @ fit)[1][:, ::-1][:, :rank]
-    down, up = fit @ vectors, vectors.T
-    return down, up, refit_bias(moments, down @ up) if centred else moments.xy[-1] / moments.rows
+    # Y^T X W is the covariance of X W, but for the damping. `eigh` sorts eigenvalues upwards.
+    _, vectors = np.linalg.eigh(xy.T @ fit)
+    leading = vectors[:, ::-1][:, :rank]
+    down, up = fit @ leading, leading.T
+    bias = refit_bias(moments, down @ up) if centred else moments.xy[-1] / moments.rows
+    return down, up, bias
 
 
 def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
-    """Compute the bias [O] with which the mean error of this weight [I, O] is zero: for weights that were rounded after
-    the fit."""
+    """Compute the bias [O] for which the mean error of X weight + bias is zero. Rounding a weight [I, O] after the fit
+    shifts that mean."""
     return (moments.xy[-1] - moments.xx[-1, :-1] @ weight) / moments.rows
 
 
 def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
     """Measure Y ~ X weight + bias on the rows that the moments were taken from, for a weight [I, O] and a bias [O]."""
-    solution = np.concatenate([weight, bias[None]])
-    error = moments.yy.sum() - 2 * (solution * moments.xy).sum() + (solution * (moments.xx @ solution)).sum()
-    spread = moments.yy.sum() - (moments.xy[-1] ** 2).sum() / moments.rows
-    return Score(float(error / max(moments.yy.sum(), 1e-300)), float(1 - error / max(spread, 1e-300)))
+    solution = np.concatenate([weight, bias[None]])  # S [I+1, O]
+    energy = moments.yy.sum()
+    # |Y - Xa S|^2 = |Y|^2 - 2 <S, Xa^T Y> + <S, Xa^T Xa S>
+    error = energy - 2 * (solution * moments.xy).sum() + (solution * (moments.xx @ solution)).sum()
+    spread = energy - (moments.xy[-1] ** 2).sum() / moments.rows  # |Y - mean Y|^2
+    return Score(
+        relative_mse=float(error / max(energy, TINY)),
+        explained=float(1 - error / max(spread, TINY)),
+    )
 
 
 def _group_range(weight: Matrix) -> tuple[Matrix, Matrix]:
-    """Choose scale and minimum of every output for the 4-bit codes of one group of inputs [g, O], rounded to bfloat16
-    as they are stored."""
+    """Choose scale and minimum [O] for the 4-bit codes of one group of inputs [g, O]. Both are rounded to bfloat16, as
+    they are stored. The range always contains 0."""
     low = np.minimum(weight.min(0), 0).astype(jnp.bfloat16).astype(np.float64)
     scale = ((np.maximum(weight.max(0), 0) - low) / CODES).astype(jnp.bfloat16).astype(np.float64)
-    return np.where(scale > 0, scale, 1.0), low
+    return np.where(scale > 0, scale, 1.0), low  # a group of zeros has scale 1, so that nothing is divided by 0
 
 
 def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) -> dict[str, Matrix]:
     """Round a weight to 4 bits by GPTQ's rule (arXiv 2210.17323).
 
-    Inputs are rounded one by one. Those still to come make up for what is lost, along the inverse Cholesky factor of
-    X's covariance. It is not that of X^T X, because the bias is fitted again afterwards (`refit_bias`).
+    Inputs are rounded one by one. The weights of the inputs that are not yet rounded are changed so that they
+    compensate the rounding error. The change follows from the Cholesky factor of the inverse covariance of X. GPTQ
+    takes X^T X; the covariance is right here, because the bias is fitted again afterwards (`refit_bias`).
 
     Args:
         moments: of X and Y.
@@ -274,18 +291,21 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
     inputs = weight.shape[0]
     if inputs % group:
         raise ValueError(f"group={group} does not divide {inputs} inputs")
-    inverse = np.linalg.inv(_damped(_centred(moments)[0], damping))
+    covariance, _ = _centred(moments)
+    inverse = np.linalg.inv(_damped(covariance, damping))
     upper = np.linalg.cholesky(inverse).T
-    weight, codes = weight.copy(), np.zeros(weight.shape, np.uint32)
+    weight = weight.copy()  # changed below
+    codes = np.zeros(weight.shape, np.uint32)
     scales, lows = [], []
     for i in range(inputs):
         if i % group == 0:
+            # The range of weights as they now are, changed by the rounding of the inputs before them.
             scale, low = _group_range(weight[i : i + group])
             scales.append(scale)
             lows.append(low)
         codes[i] = np.clip(np.round((weight[i] - lows[-1]) / scales[-1]), 0, CODES)
-        loss = (weight[i] - (codes[i] * scales[-1] + lows[-1])) / upper[i, i]
-        weight[i:] -= upper[i, i:, None] * loss[None]
+        error = (weight[i] - (codes[i] * scales[-1] + lows[-1])) / upper[i, i]
+        weight[i:] -= upper[i, i:, None] * error[None]
     return {"codes": codes, "scale": np.stack(scales), "low": np.stack(lows)}
 
 
@@ -293,8 +313,8 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
 
 
 def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """Draw the weights that training begins with, of variance 1 / fan-in. The last layer's are zero, so that training
-    begins with the mean."""
+    """Draw the weights that training begins with. Those of the first layer have variance 1 / inputs. Those of the last
+    layer are zero, so that the first prediction is the mean of the outputs."""
     sizes = predictor_shapes("mlp", inputs, outputs)
     start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
     down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
@@ -302,30 +322,34 @@ def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _train(key, x, y, steps: int) -> dict[str, jax.Array]:
+def _train(key: Array, x: Float[Array, "N I"], y: Float[Array, "N O"], steps: int) -> dict[str, jax.Array]:
+    """Train the predictor of standardised outputs y. The arguments are those of `train_mlp`."""
     start_key, order_key = jax.random.split(key)
-    tune = optax.adam(optax.cosine_decay_schedule(PEAK_RATE, steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(PEAK_RATE, steps))
     start = _start(start_key, x.shape[1], y.shape[1])
 
     def loss(weights, x, y):
         return ((predict("mlp", weights, x) - y) ** 2).mean()
 
     def step(state, key):
-        weights, slots = state
+        weights, optimizer_state = state
         rows = jax.random.randint(key, (min(BATCH, x.shape[0]),), 0, x.shape[0])
-        with jax.numpy_dtype_promotion("standard"):
-            update, slots = tune.update(jax.grad(loss)(weights, x[rows], y[rows]), slots)
-            return (optax.apply_updates(weights, update), slots), None
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes float32 and weak types
+            gradient = jax.grad(loss)(weights, x[rows], y[rows])
+            update, optimizer_state = optimizer.update(gradient, optimizer_state)
+            return (optax.apply_updates(weights, update), optimizer_state), None
 
     with jax.numpy_dtype_promotion("standard"):
-        return jax.lax.scan(step, (start, tune.init(start)), jax.random.split(order_key, steps))[0][0]
+        state = (start, optimizer.init(start))
+        (weights, _), _ = jax.lax.scan(step, state, jax.random.split(order_key, steps))
+        return weights
 
 
 def train_mlp(
     key: Array, x: Float[np.ndarray, "N I"], y: Float[np.ndarray, "N O"], steps: int
 ) -> dict[str, np.ndarray]:
     """Train an `mlp` predictor. Outputs are standardised for training and scaled back afterwards, so that one learning
-    rate serves keys of any size.
+    rate suits outputs of any size.
 
     Args:
         key: of the first weights and of the order of rows.
@@ -336,7 +360,8 @@ def train_mlp(
     Returns:
         The predictor's constants, float32.
     """
-    mean, spread = y.mean(0), max(float(y.std(0).mean()), 1e-20)
+    mean = y.mean(0)
+    spread = max(float(y.std(0).mean()), 1e-20)  # one for all outputs, so that large ones still weigh more
     weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
     out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
     return out | {"up": out["up"] * np.float32(spread), "bias": out["bias"] * np.float32(spread) + mean}
@@ -351,45 +376,55 @@ def cast(constants: dict, dtype) -> dict[str, jax.Array]:
 
 
 def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Fit a predictor that is linear in effect: "linear", "low_rank" or "int4". Where its weight was rounded, to
-    `dtype` or to 4 bits, the bias is fitted afterwards.
+    """Fit a predictor of kind "linear", "low_rank" or "int4", all of which multiply by one matrix. If the weight is
+    rounded, to `dtype` or to 4 bits, the bias is fitted after the rounding.
 
     Args:
-        layer: says which of these, and its rank.
+        layer: its `predictor` is the kind, its `rank` that of "low_rank".
         moments: of inputs and outputs.
         recipe: the settings.
         dtype: the model's compute dtype.
 
     Returns:
-        The constants, and the weight [I, O] and bias [O] that they stand for, float64.
+        The constants, and the rounded weight [I, O] and the bias [O] that they represent, float64.
     """
     inputs, outputs = moments.xy.shape[0] - 1, moments.xy.shape[1]
-    rounded = lambda a: np.asarray(jnp.asarray(a, dtype), np.float64)  # noqa: E731
+
+    def rounded(a: Matrix) -> Matrix:
+        return np.asarray(jnp.asarray(a, dtype), np.float64)
+
     if layer.predictor == "low_rank":
         down, up, _ = low_rank(moments, layer.rank, recipe.damping, recipe.centred)
         parts = {"down": rounded(down), "up": rounded(up)}
         weight = parts["down"] @ parts["up"]
     elif layer.predictor == "int4":
-        size = inputs // predictor_shapes("int4", inputs, outputs)["scale"][0]
-        parts = gptq(moments, ridge(moments, recipe.damping, centred=recipe.centred)[0], size)
-        weight = parts["codes"] * np.repeat(parts["scale"], size, axis=0) + np.repeat(parts["low"], size, axis=0)
+        groups = predictor_shapes("int4", inputs, outputs)["scale"][0]
+        group = inputs // groups  # inputs that share a scale
+        exact, _ = ridge(moments, recipe.damping, centred=recipe.centred)
+        parts = gptq(moments, exact, group)
+        weight = parts["codes"] * np.repeat(parts["scale"], group, axis=0) + np.repeat(parts["low"], group, axis=0)
         parts["codes"] = np.asarray(pack_nibbles(jnp.asarray(parts["codes"])))
     else:
         exact, bias = ridge(moments, recipe.damping, centred=recipe.centred)
         weight = rounded(exact)
         parts = {"weight": weight}
-        if dtype == jnp.float32:  # the released rule damps the bias too
+        if dtype == jnp.float32:
+            # Rounding to float32 shifts the mean error by nothing that counts. So the bias of `ridge` is kept, which
+            # the released rule damps.
             return {"weight": weight.astype(np.float32), "bias": bias.astype(np.float32)}, weight, bias
     bias = refit_bias(moments, weight)
     parts = parts | {"bias": bias}
-    return {name: a if a.dtype == np.uint32 else a.astype(np.float32) for name, a in parts.items()}, weight, bias
+    constants = {name: a if a.dtype == np.uint32 else a.astype(np.float32) for name, a in parts.items()}
+    return constants, weight, bias
 
 
 def _measured(constants: dict, inputs, y: np.ndarray, span: range) -> Score:
-    """Measure an MLP on the sequences of `span`, on the data themselves."""
+    """Measure an MLP on the sequences of `span`. Moments do not suffice for its errors, so that it is evaluated."""
     error = sum(float(((predict("mlp", constants, inputs(i)) - y[i]) ** 2).sum()) for i in span)
     rows = y[span.start : span.stop]
-    return Score(error / float((rows**2).sum()), 1 - error / float(((rows - rows.mean((0, 1))) ** 2).sum()))
+    energy = float((rows**2).sum())
+    spread = float(((rows - rows.mean((0, 1))) ** 2).sum())
+    return Score(relative_mse=error / energy, explained=1 - error / spread)
 
 
 def _totals(inputs, y: np.ndarray, span: range) -> Moments:
@@ -401,9 +436,21 @@ def _totals(inputs, y: np.ndarray, span: range) -> Moments:
 
 
 def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, seed: int) -> tuple[dict, dict]:
-    """Fit one predictor. `inputs(i)` gives sequence i's inputs [n, I], `y` are the outputs of all sequences, [N, n, O].
-    Returns its constants and its measures."""
+    """Fit one predictor.
+
+    Args:
+        layer: its spec.
+        inputs: inputs(i) gives the inputs [n, I] of sequence i.
+        y: the outputs of all sequences, [N, n, O].
+        recipe: the settings.
+        dtype: the model's compute dtype.
+        seed: of an MLP's first weights.
+
+    Returns:
+        The predictor's constants and measures.
+    """
     train = recipe.training(len(y))
+    # The sequences that the predictor is fitted to, and those that are held out, if any.
     spans = [span for span in (range(train), range(train, len(y))) if span]
     if layer.predictor == "mlp":
         rows = np.concatenate([np.asarray(inputs(i), np.float32) for i in spans[0]])
@@ -413,9 +460,15 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
         totals = [_totals(inputs, y, span) for span in spans]
         constants, weight, bias = fit_linear(layer, totals[0], recipe, dtype)
         scores = [score(total, weight, bias) for total in totals]
-    measures = {"relative_mse": scores[0].relative_mse, "explained": scores[0].explained}
-    measures |= {"bits_saved": scores[0].bits_saved}
-    return constants, measures | ({"held_out_mse": scores[1].relative_mse} if len(scores) > 1 else {})
+    fitted, *held_out = scores
+    measures = {
+        "relative_mse": fitted.relative_mse,
+        "explained": fitted.explained,
+        "bits_saved": fitted.bits_saved,
+    }
+    if held_out:
+        measures["held_out_mse"] = held_out[0].relative_mse
+    return constants, measures
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
@@ -423,26 +476,30 @@ def _reconstruct(layer: AquaLayer, source: str, constants, x, carry, keys):
     """Compute what the cache will hold of one sequence [n, W], tile by tile, in the carry's dtype."""
     codec = layer.codec(source).build(x.shape[-1])
     tiles = jax.tree.map(lambda a: a.reshape(-1, layer.unit, a.shape[-1]), (x, carry, keys))
-    step = lambda tile: encode_source(layer, codec, source, {source: constants}, *tile)[1]  # noqa: E731
-    return jax.lax.map(step, tiles).reshape(x.shape)
+
+    def reconstruct_tile(tile):
+        _, recon = encode_source(layer, codec, source, {source: constants}, *tile)
+        return recon
+
+    return jax.lax.map(reconstruct_tile, tiles).reshape(x.shape)
 
 
 def _inputs(names: str, keys: np.ndarray, values: np.ndarray, i: int) -> jax.Array:
-    """Put the inputs of a predictor of sequence i side by side, [n, I]."""
+    """Give the inputs [n, I] of a predictor for sequence i."""
     return predictor_inputs(names, jnp.asarray(keys[i]), jnp.asarray(values[i]))
 
 
 def _cache_inputs(
     exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int
 ) -> tuple[Array, dict[str, Array], Array]:
-    """Take what the cache gets of sequence i: one source, the carry and this layer's reconstructed keys."""
+    """Give the arrays that `encode_source` takes for sequence i: one source, the carry and the keys of this layer."""
     carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
     return jnp.asarray(exact[i]), carry, jnp.asarray(keys[i], dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
 def _missed(layer: AquaLayer, source: str, constants, x, carry, keys):
-    """Compute what the predictor misses of one sequence [n, W], float32."""
+    """Compute the predictor's error on one sequence [n, W], float32."""
     return missed(layer, source, {source: constants}, x, carry, keys)
 
 
@@ -459,33 +516,40 @@ def fit_layer(
     """Fit one layer.
 
     Args:
-        layer: with codecs that leave nothing open.
-        exact: its keys and values.
+        layer: with codecs whose sizes are known (`AquaLayer.sized`).
+        exact: keys and values of this layer.
         below: the reconstructions of the layer below for the same tokens.
         recipe: the settings.
         dtype: the model's compute dtype.
-        exact_below: the exact ones of the layer below, used by a clean fit only.
+        exact_below: the exact keys and values of the layer below, used only where `recipe.clean` is set.
         seed: of an MLP's first weights.
-        costs: what an error costs of each source that is coded by a transform (`costs_of` of kvqjax.calibrate.klt).
+        costs: for each source that is coded by a transform, the cost of its errors (`costs_of` of
+            kvqjax.calibrate.klt).
 
     Returns:
         The layer's constants, reconstructions and measures.
     """
     constants, recon, report = {}, {}, {}
-    seen = exact_below if recipe.clean else below
+    seen_below = exact_below if recipe.clean else below
+    # Keys come first: the predictor of values sees the keys of this layer.
     for source in ("k", "v"):
         constants[source], report[source] = {}, {}
-        keys = seen["k"] if source == "k" else (exact if recipe.clean else recon)["k"]
+        if source == "k":
+            seen_keys = seen_below["k"]
+        else:
+            seen_keys = exact["k"] if recipe.clean else recon["k"]
         if layer.inputs(source) != "none":
-            inputs = functools.partial(_inputs, layer.inputs(source), keys, seen["v"])
+            inputs = functools.partial(_inputs, layer.inputs(source), seen_keys, seen_below["v"])
             constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
         elif isinstance(layer.codec(source), Centred):
             constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
+        # A cache only has reconstructions, whatever predictors were fitted to. For keys, this layer's keys are unused.
         inputs_of = functools.partial(_cache_inputs, exact[source], below, recon.get("k", below["k"]), dtype)
         if isinstance(layer.codec(source), Klt):
-            fixed, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
-            residuals = [_missed(layer, source, fixed, *inputs_of(i)) for i in range(train)]
-            kept = layer.needs(source, exact[source].shape[-1])["into"][1]
+            # A transform is fitted to the predictor's errors, which it codes.
+            predictor, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
+            residuals = [_missed(layer, source, predictor, *inputs_of(i)) for i in range(train)]
+            kept = layer.needs(source, exact[source].shape[-1])["into"][1]  # coefficients that get bits
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
             constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
         fixed = cast(constants[source], dtype)

@@ -1,7 +1,7 @@
-"""The mean of every key channel, for methods that take it off before they encode (kvqjax.codecs.centring).
+"""The mean of every key channel, for methods that subtract it before they encode (kvqjax.codecs.centring).
 
-One pass over the text, a sequence at a time; sums in float64. Attention sinks, which the cache keeps exact, are left
-out. Keys are taken as the method caches them, before or after RoPE.
+The text is read once, a sequence at a time. Sums are float64. Attention sinks are left out, because the cache keeps
+them exact. Keys are taken as the method caches them, before or after RoPE.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,8 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
 def _rope(method: Method, shape: KVShape) -> str:
+    """Say whether the method's centred keys are cached before RoPE ("pre") or after it ("post"). Raises UserError where
+    it has both."""
     layers: tuple[Any, ...] = method.layers(shape)
     ropes = {layers[run.first].rope for run in runs_for(method, shape) if run.wiring.wanted()}
     if len(ropes) != 1:
@@ -43,8 +45,10 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 
 def in_frame(run: RunLayout, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
-    """Turn the key means of a run's layers to the frame that its codecs see."""
-    return mean if run.wiring.maps.frame is None else run.wiring.maps.frame.turn(constants, "k", mean)
+    """Rotate the key means of a run's n layers into the frame of the body, in which codecs subtract them. `constants`
+    has the matrices of a fitted rotation."""
+    frame = run.wiring.maps.frame
+    return mean if frame is None else frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
@@ -68,12 +72,12 @@ def fit(
 
     Args:
         data: the sequences.
-        method: which layers' keys are centred, and whether they are cached before RoPE or after it.
-        state: a file that keeps the progress after every sequence: a run that was killed continues there.
-        advance: `advance(steps, total)` is told each sequence.
+        method: says which layers' keys are centred, and whether they are cached before RoPE or after it.
+        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        advance: advance(steps, total) is called after every sequence.
 
     Returns:
-        The method with the `mean` of every layer that asks for one, float32.
+        The method with the `mean` of every layer that needs one, float32.
 
     Raises:
         UserError: sequences that are no longer than the sinks, and a method that centres keys both before and after
@@ -93,9 +97,9 @@ def fit(
 
     progress = stepped(start, data.count, step, state, owner, advance)
     mean = jnp.asarray(progress["sum"] / (data.count * (data.length - sinks)), jnp.float32)
-    constants: tuple[dict[str, dict[str, jax.Array | np.ndarray]], ...] = tuple(
-        {"k": {"mean": in_frame(run, {}, mean[run.first : run.first + run.count])}} if run.wiring.wanted() else {}
-        for run in runs_for(method, shape)
-    )
+    constants: list[dict[str, dict[str, jax.Array | np.ndarray]]] = []
+    for run in runs_for(method, shape):
+        of_run = mean[run.first : run.first + run.count]
+        constants.append({"k": {"mean": in_frame(run, {}, of_run)}} if run.wiring.wanted() else {})
     about = {"sequences": data.count, "tokens": data.length, "rope": rope}
-    return Artifact(method, constants, data.fingerprint, about)
+    return Artifact(method, tuple(constants), data.fingerprint, about)

@@ -1,9 +1,11 @@
 """CommVQ's codebooks and value encoders from calibration text (arXiv 2506.18879), layer by layer.
 
-Each layer sees the clean stream: its keys before RoPE go through EM (commvq_em.py), its values train an encoder
-(commvq_values.py), then the exact layer is applied. Of all sequences one layer's hidden states and activations are
-held. A layer's random numbers come from the seed and its number, so a calibration continued from its state on disk,
-kept after every layer, ends with the same bytes.
+A layer's codebook is fitted by EM to its keys before RoPE (commvq_em.py), its value encoder is trained on its values
+(commvq_values.py). Then the exact layer is applied, so that no layer sees compressed keys or values of another. The
+hidden states and activations of one layer are held, for all sequences.
+
+A layer's random numbers come from the seed and the layer's number, and the state can be kept on disk after every layer.
+So a calibration that continues from its state ends with the same bytes.
 """
 
 import dataclasses
@@ -41,9 +43,9 @@ class Recipe:
     """How a layer is calibrated.
 
     Attributes:
-        key_tokens: tokens that EM sees at most, evenly spread over the text. The value encoder sees all of it.
+        key_tokens: most tokens that EM sees, evenly spread over the text. The value encoder is trained on all tokens.
         keys: the settings of EM.
-        values: those of the value encoder's training.
+        values: the settings of the value encoder's training.
         seed: of all random numbers.
     """
 
@@ -57,60 +59,68 @@ class Recipe:
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
-    """Fit the codebook of one layer. Also give the error of each round, its mean over groups, and the most iterations
-    that a group took."""
+    """Fit the codebook of one layer. Also give for each round the error, a mean over groups, and the largest number of
+    iterations of a group."""
     k = k[:, sinks:].reshape(-1, k.shape[-1])
     chosen = np.linspace(0, len(k) - 1, min(recipe.key_tokens, len(k))).astype(int)
     rounds = []
 
     def report(index, fit):
-        rounds.append((float(fit.error.mean()), int(fit.steps.max())))
-        tell(f"keys, round {index + 1}: error {rounds[-1][0]:.4g} after {rounds[-1][1]} iterations")
+        error, iterations = float(fit.error.mean()), int(fit.steps.max())
+        rounds.append((error, iterations))
+        tell(f"keys, round {index + 1}: error {error:.4g} after {iterations} iterations")
 
     return fit_keys(key, k[chosen], spec, recipe.keys, report), rounds
 
 
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
-    """Train one layer's value codec. Returns its constants, and (loss, plain error) averaged over each part of the
+    """Train one layer's value codec. Give its constants, and (loss, plain error) averaged over each part of the
     training."""
     start_key, run_key = jax.random.split(key)
-    state, losses = values.start(start_key, data.v, spec, settings), []
+    state = values.start(start_key, data.v, spec, settings)
+    attention = values.Seen(shape.window, shape.softcap, shape.common_chunked)
+    losses = []
     for index in range(PARTS):
         count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
-        state, means = values.train(
-            run_key,
-            state,
-            data,
-            settings,
-            jnp.int32(count),
-            values.Seen(shape.window, shape.softcap, shape.common_chunked),
-        )
-        losses.append(tuple(np.asarray(means, float).tolist()))
-        tell(f"values, step {int(state.step)}: loss {losses[-1][0]:.4g}, error {losses[-1][1]:.4g}")
+        state, means = values.train(run_key, state, data, settings, jnp.int32(count), attention)
+        loss, error = np.asarray(means, float).tolist()
+        losses.append((loss, error))
+        tell(f"values, step {int(state.step)}: loss {loss:.4g}, error {error:.4g}")
     return values.constants(state), losses
 
 
-def _empty(data: Layers, layers) -> dict:
+def _fresh_state(data: Layers, layers) -> dict:
+    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk needs."""
     constants, reports = [], []
-    for layer in layers:
-        shape = data.shape.layer(len(constants))
-        codecs = layer.build(shape).storage.codecs.items() if isinstance(layer, CommVQLayer) else ()
-        constants.append({s: {n: np.zeros(size, np.float32) for n, size in c.needs.items()} for s, c in codecs})
-        rounds = layer.key(data.shape).rounds if codecs else 0
-        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS if codecs else 0, 2))})
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, CommVQLayer):
+            constants.append({})
+            reports.append({"keys": np.zeros((0, 2)), "values": np.zeros((0, 2))})
+            continue
+        codecs = layer.build(data.shape.layer(number)).storage.codecs
+        constants.append(
+            {
+                source: {name: np.zeros(size, np.float32) for name, size in codec.needs.items()}
+                for source, codec in codecs.items()
+            }
+        )
+        rounds = layer.key(data.shape).rounds
+        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS, 2))})
     return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}
 
 
 def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, tell) -> dict:
-    """Calibrate one more layer. Returns the state after it."""
+    """Calibrate one more layer, and give the state after it."""
     index = int(state["done"])
     layer = method.layers(data.shape)[index]
     k, activations, h = data.read(index, state["h"])
     constants, reports = list(state["constants"]), list(state["reports"])
     if isinstance(layer, CommVQLayer):
-        key, value = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
-        book, rounds = _fit_keys(key, k, layer.key(data.shape), recipe, method.sinks, tell)
-        learnt, losses = _fit_values(value, activations, layer.value(), recipe.values, tell, data.shape.layer(index))
+        em_key, training_key = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
+        book, rounds = _fit_keys(em_key, k, layer.key(data.shape), recipe, method.sinks, tell)
+        learnt, losses = _fit_values(
+            training_key, activations, layer.value(), recipe.values, tell, data.shape.layer(index)
+        )
         constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
@@ -120,13 +130,12 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, at least: those of an
-    exact pass, and for each layer of EM without improvement and of a training."""
+    """Count the floating point operations that `calibrate` takes at least on `count` sequences of `length` tokens. They
+    are an exact pass, and for each layer a training and EM whose rounds all end as early as they may."""
     recipe, config = Recipe(), model.config
     layers = [layer for layer in method.layers(config) if isinstance(layer, CommVQLayer)]
-    em = sum(
-        em_work(layer.key(config), config, min(recipe.key_tokens, count * length), recipe.keys) for layer in layers
-    )
+    key_tokens = min(recipe.key_tokens, count * length)
+    em = sum(em_work(layer.key(config), config, key_tokens, recipe.keys) for layer in layers)
     training = sum(values.work(layer.value(), config, length, recipe.values) for layer in layers)
     return count * prompt_operations(model.config, 0, length) + em + training
 
@@ -157,20 +166,22 @@ def fit(
     """Fit codebooks and encoders of `method` from layers of any model.
 
     Args:
-        data: what the layers compute.
-        method: which layers are CommVQ's, and how many rounds and bits they have.
+        data: the activations of the layers.
+        method: says which layers are CommVQ's, and how many rounds and bits they have.
         recipe: the settings.
-        state: a file that keeps the progress after every layer: a run that was killed continues there.
-        advance: `advance(number, total)` is told each round of EM and each part of a training.
-        note: is told their errors and losses, a line each.
+        state: a file that keeps the progress after every layer. A run that was killed continues from it.
+        advance: advance(number, total) is called after each round of EM and each part of a training.
+        note: note(text) is called with a line of errors and losses for each of these.
 
     Returns:
         The method with its constants.
 
     Raises:
-        UserError: no layer is CommVQ's, or there are fewer tokens than EM weighs at a time.
+        UserError: no layer is CommVQ's, or there are fewer tokens than a minibatch of EM has.
     """
-    layers, (count, length) = method.layers(data.shape), data.h.shape[:2]
+    layers = method.layers(data.shape)
+    count, length = data.h.shape[:2]
+    # How often `advance` is called for every layer.
     steps = [layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
     if not sum(steps):
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
@@ -182,15 +193,15 @@ def fit(
 
     def step(progress):
         index = int(progress["done"])
-        numbers = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
+        next_numbers = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
 
         def tell(text):
             note(f"layer {index}: {text}")
-            advance(next(numbers), sum(steps))
+            advance(next(next_numbers), sum(steps))
 
         return _advance_layer(data, method, progress, recipe, tell)
 
-    progress = stepped(_empty(data, layers), len(layers), step, state, owner)
+    progress = stepped(_fresh_state(data, layers), len(layers), step, state, owner)
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in progress["reports"]]
     return Artifact(method, by_run(method, data.shape, progress["constants"]), data.fingerprint, about)

@@ -1,16 +1,19 @@
 """EM for CommVQ's key codebooks, one group of one layer at a time (arXiv 2506.18879, appendix A.2).
 
-Tokens are divided by their norm over all heads; each round fits the residual that the earlier rounds leave, so fewer
-rounds are a prefix of the codebook. With x_n a group's residual and c(A, B) = C_A + j C_B its L^2 centres:
+Tokens are divided by their norm over all heads. Each round fits the residual that the earlier rounds leave, so the
+first rounds of a codebook are a codebook too. x_n is the residual of token n in one group: g channel pairs, read as g
+complex numbers. A group has L levels C_A and L^2 centres c(A, B) = C_A + j C_B, where j is the imaginary unit.
 
     E:  w_n,AB = softmax_AB( -|x_n - c(A,B)| / T )                               (equation 34; distance, not its square)
     M:  ( diag(N 1 + N^T 1) + j (N - N^T) ) C = sum_B S_AB - j sum_A S_AB,       N_AB = sum_n w_n,AB,  S = sum_n w_n x_n
 
-the M-step being equation 33 as an L x L Hermitian system. It needs the weights only as their sums over A and over B for
-each token and as counts, so one iteration costs N L (L + 4g) multiplications and holds one minibatch of weights.
+The M-step is equation 33 written as an L x L Hermitian system. It needs no single weight: the counts N, and for each
+token the weights' sums over A and over B, suffice. So one iteration takes N L (L + 4g) multiplications for N tokens,
+and only one minibatch of weights is in memory.
 
-T falls exponentially (equation 35) as a fraction of the residual's root mean square, so that the schedule fits every
-round, group size and model. The best codebook seen is kept, by the error of hard assignment with norms restored.
+The temperature T falls exponentially (equation 35). It is a fraction of the residual's root mean square, so that one
+schedule fits every round, group size and model. Of all codebooks seen, the one is kept whose hard assignment has the
+least error, measured after the tokens' norms are restored.
 """
 
 import dataclasses
@@ -36,11 +39,11 @@ class EMSettings:
     Attributes:
         steps: iterations, at most.
         hot: the temperature of the first iteration, as a fraction of the residual's root mean square.
-        cold: that of the last of `steps` iterations, likewise.
+        cold: the temperature of the last of `steps` iterations, as the same fraction.
         gain: a round ends once two iterations together improve the best error by less than this share.
         patience: iterations before a round may end.
-        batch: tokens that are weighed at a time: 32 suit a CPU core's cache, an accelerator takes hundreds.
-        inertia: tokens that stand at every old centre, so that centres without data stay where they are.
+        batch: tokens of a minibatch. 32 suit a CPU core's cache; an accelerator takes hundreds.
+        inertia: (fractional) tokens that are added at every old centre, so that centres without data stay in place.
     """
 
     steps: int = 24
@@ -53,13 +56,13 @@ class EMSettings:
 
 
 class Statistics(NamedTuple):
-    """What one E-step finds, for L levels and groups of 2g channels.
+    """The result of one E-step, for L levels and groups of 2g channels.
 
     Attributes:
         counts: N_AB, the soft weights of each pair of levels, summed over tokens.
-        by_a: the tokens' residuals summed under their weights, by their level A.
-        by_b: likewise, by their level B.
-        error: the sum over tokens of weight times squared distance to the nearest centre.
+        by_a: weighted sums of the tokens' residuals for each level A, sum_B S_AB.
+        by_b: weighted sums of the tokens' residuals for each level B, sum_A S_AB.
+        error: the sum over tokens of `weight` times squared distance to the nearest centre.
     """
 
     counts: Float[Array, "L L"]
@@ -69,12 +72,12 @@ class Statistics(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """One round of one group, or of all C groups with an axis of them in front.
+    """One fitted round of one group, or of all C groups with their axis in front.
 
     Attributes:
         book: the codebook.
         error: the mean squared error per channel, with the tokens' norms restored.
-        steps: how many iterations it took.
+        steps: iterations that the round took.
     """
 
     book: Float[Array, "*C L g2"]
@@ -82,14 +85,17 @@ class Fit(NamedTuple):
     steps: Int[Array, "*C"]
 
 
-PAIR_WORK = 60  # operations of a token with one pair of levels, beside products: root, exponential, sums, comparisons
+# Operations of one token and pair of levels that are no matrix products: root, exponential, sums, comparisons.
+PAIR_WORK = 60
 
 
 def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings) -> float:
-    """Count the floating point operations that fitting one layer takes at least."""
+    """Count the floating point operations that fitting one layer takes at least: every round has `patience` iterations
+    or more."""
     groups = shape.kv_width // (2 * spec.pairs)
     products = 16 * spec.levels * spec.pairs
-    return float(tokens * groups * spec.rounds * settings.patience * (spec.levels**2 * PAIR_WORK + products))
+    of_token = spec.levels**2 * PAIR_WORK + products  # in one iteration, for one group
+    return float(tokens * groups * spec.rounds * settings.patience * of_token)
 
 
 def e_step(
@@ -101,17 +107,19 @@ def e_step(
         x: residuals of one group.
         book: the group's codebook.
         temperature: T, in the unit of a distance.
-        weight: each token's squared norm. It weighs the error alone, but a token of weight 0 counts nowhere.
+        weight: each token's squared norm. It weighs the token's error, but not its residual: a token of weight 0 counts
+            nowhere, all others count alike.
 
     Returns:
-        What the M-step needs, and the error.
+        The sums that the M-step needs, and the error.
     """
     a, b, cross = split_distances(x, book)
     energy = (x * x).sum(-1)[:, None, None]
+    # [n, L, L]; rounding may make a distance near 0 negative
     squared = jnp.maximum(a[:, :, None] + b[:, None, :] + cross[None] + energy, 0.0)
     distance = jnp.sqrt(squared)
     least = distance.min((1, 2), keepdims=True)
-    soft = jnp.exp((least - distance) / temperature)
+    soft = jnp.exp((least - distance) / temperature)  # 1 for the nearest centre, so that no sum is 0
     soft = soft * ((weight > 0).astype(x.dtype) / soft.sum((1, 2)))[:, None, None]
     exact = {"precision": "highest"}
     by_a = jnp.einsum("na,nd->ad", soft.sum(2), x, **exact)
@@ -125,8 +133,8 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
     Args:
         statistics: of all minibatches.
         old: the codebook before.
-        inertia: tokens that are added at every old centre. They add 2 L inertia to the diagonal, and that times the old
-            codebook on the right. Off the diagonal they cancel.
+        inertia: tokens that are added at every old centre. They add r = 2 L inertia to the diagonal of the system, and
+            r times the old codebook to its right side. Off the diagonal they cancel.
 
     Returns:
         The new codebook.
@@ -134,7 +142,7 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
     counts, by_a, by_b, _ = statistics
     ridge = 2 * counts.shape[0] * inertia
     diagonal = counts.sum(0) + counts.sum(1) + ridge
-    # A symmetric scaling to ones on the diagonal: levels of very unequal mass would cost digits otherwise.
+    # Rows and columns are scaled so that the diagonal is 1. Without it, very different counts cost digits.
     scale = jax.lax.rsqrt(diagonal)
     skew = (counts - counts.T) * scale[:, None] * scale[None]
     system = jax.lax.complex(jnp.eye(counts.shape[0], dtype=counts.dtype), skew)
@@ -146,8 +154,8 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
 
 
 def initial_book(key: Array, x: Float[Array, "N g2"], levels: int) -> Float[Array, "L g2"]:
-    """Choose the codebook that EM begins with: C_l = m / (1 + j) + (x_l - m) / sqrt(2), m being the mean and x_l random
-    tokens. So the centres have the mean and the spread of the data, at any scale."""
+    """Choose the codebook that EM begins with: C_l = m / (1 + j) + (x_l - m) / sqrt(2), where m is the mean of all
+    tokens and x_l are random ones. The centres C_A + j C_B then have the mean and the spread of the data."""
     mean = x.mean(0)
     rows = x[jax.random.choice(key, x.shape[0], (levels,), replace=x.shape[0] < levels)]
     half = (mean - quarter_turn(mean)) / 2  # m / (1 + j)
@@ -155,8 +163,10 @@ def initial_book(key: Array, x: Float[Array, "N g2"], levels: int) -> Float[Arra
 
 
 class _Search(NamedTuple):
-    book: Float[Array, "L g2"]
-    best: Fit
+    """The state between two iterations of a round."""
+
+    book: Float[Array, "L g2"]  # the current codebook
+    best: Fit  # the best codebook so far; its `steps` count all iterations so far
     earlier: Float[Array, " 2"]  # the best errors one and two iterations ago
     stop: Array
 
@@ -170,7 +180,8 @@ def _sweep(batches, weights, book, temperature) -> Statistics:
 
     zero = jnp.zeros_like(book)
     start = Statistics(jnp.zeros((book.shape[0],) * 2), zero, zero, jnp.zeros(()))
-    return jax.lax.scan(add, start, (batches, weights))[0]
+    total, _ = jax.lax.scan(add, start, (batches, weights))
+    return total
 
 
 def fit_round(
@@ -186,19 +197,20 @@ def fit_round(
         settings: of the iterations.
 
     Returns:
-        The codebook of the least error that was seen. Where all residuals are 0 it is the first one, of error 0.
+        The codebook of least error among those of all iterations. If all residuals are 0 it is the initial codebook,
+        with error 0.
     """
     batches = x.reshape(-1, settings.batch, x.shape[-1])
     weights = weight.reshape(batches.shape[:2])
     count = jnp.maximum((weight > 0).sum(), 1).astype(jnp.float32)
     spread = jnp.sqrt((x * x).sum() / count)
-    rate = math.log(settings.cold / settings.hot) / max(settings.steps - 1, 1)
+    rate = math.log(settings.cold / settings.hot) / max(settings.steps - 1, 1)  # of the temperature, per iteration
 
     def iterate(state: _Search) -> _Search:
         step = state.best.steps
         temperature = spread * settings.hot * jnp.exp(rate * step.astype(jnp.float32))
         statistics = _sweep(batches, weights, state.book, temperature)
-        error = statistics.error / (count * x.shape[-1])
+        error = statistics.error / (count * x.shape[-1])  # of `state.book`
         better = error < state.best.error
         best = Fit(jnp.where(better, state.book, state.best.book), jnp.minimum(error, state.best.error), step + 1)
         slow = best.error > (1 - settings.gain) * state.earlier[1]
@@ -209,20 +221,29 @@ def fit_round(
     book = initial_book(key, x, levels)
     start = Fit(book, jnp.asarray(jnp.inf), jnp.asarray(0, jnp.int32))
     search = _Search(book, start, jnp.full(2, jnp.inf), jnp.asarray(False))
-    best = jax.lax.while_loop(lambda s: ~s.stop & (s.best.steps < settings.steps) & (spread > 0), iterate, search).best
+
+    def goes_on(state: _Search) -> Array:
+        return ~state.stop & (state.best.steps < settings.steps) & (spread > 0)
+
+    best = jax.lax.while_loop(goes_on, iterate, search).best
     return best._replace(error=jnp.where(spread > 0, best.error, 0.0))
 
 
 @functools.partial(jax.jit, static_argnames=("levels", "settings"))
 def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
-    """Fit one round of every group [C, N, 2g], one after the other. Returns the fits and the residuals they leave."""
+    """Fit one round of every group [C, N, 2g], one group after the other. Gives the fits, and the residuals after this
+    round."""
 
     def fit_group(entry):
         key, x = entry
         fit = fit_round(key, x, weight, levels, settings)
         batches = x.reshape(-1, settings.batch, x.shape[-1])
-        errors = jax.lax.map(lambda b: b - centre(fit.book, *nearest(b, fit.book)), batches)
-        return fit, errors.reshape(x.shape)
+
+        def residual_of(batch):
+            return batch - centre(fit.book, *nearest(batch, fit.book))
+
+        # In minibatches, because the distances of all tokens to all centres would take much memory.
+        return fit, jax.lax.map(residual_of, batches).reshape(x.shape)
 
     return jax.lax.map(fit_group, (jax.random.split(key, residual.shape[0]), residual))
 
@@ -254,7 +275,7 @@ def fit_keys(
     k = k[: k.shape[0] // settings.batch * settings.batch].astype(jnp.float32)
     norm = jnp.linalg.norm(k, axis=-1)
     unit = k / jnp.where(norm > 0, norm, 1.0)[:, None]
-    residual = jnp.swapaxes(group_pairs(unit, spec.head_dim, spec.pairs), 0, 1)
+    residual = jnp.swapaxes(group_pairs(unit, spec.head_dim, spec.pairs), 0, 1)  # [C, N, 2g]
     books = []
     for index in range(spec.rounds):
         fit, residual = _fit_groups(jax.random.fold_in(key, index), residual, norm * norm, spec.levels, settings)

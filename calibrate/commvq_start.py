@@ -1,17 +1,19 @@
-"""How CommVQ's value encoder begins: as a transform coder, which training then improves.
+"""The start of CommVQ's value encoder: a transform coder, which training then improves.
 
-Random numbers, with which the released training begins, take it 100 000 steps. But an encoder with GELU can be linear,
-for gelu(c) - gelu(-c) = c, and the largest of four linear logits is a scalar quantiser of four cells:
+The released training begins with random numbers and takes 100 000 steps. But an encoder with GELU can be linear, since
+gelu(c) - gelu(-c) = c. And the largest of four linear logits is a scalar quantiser of a number c with four cells:
 
-    c               |      t1      |      t2      |      t3      |
-    cell k          0              1              2              3        logit of cell k:  s (k c - t1 - ... - tk)
-    bits            00             10             01             11       worth 0, a, 2 a, 3 a by two codebook rows
+    c                      t1             t2             t3               thresholds
+    cell k          0      |       1      |       2      |       3        logit of cell k:  s (k c - t1 - ... - tk)
+    bits            00             10             01             11       decoded to 0, a, 2 a, 3 a by two codebook rows
 
-So each choice begins as a quantiser of one principal component c of the values. m choices of one component take turns
-at the thresholds of 3 m + 1 equal cells. Components get choices where one more lowers the squared error most. One
-choice is always 11, for the mean. The codebook is the regression of the values on the bits that this encoder gives
-them. On layer 10 of SmolLM2-135M, at 2 bits, values then lose 0.098 of their energy and attention's outputs 0.090,
-after 200 steps 0.097 and 0.071; from random numbers as many steps reach 0.35 and 0.23
+So each choice begins as a quantiser of one principal component c of the values. m choices of one component make a
+quantiser of 3 m + 1 equal cells: of its 3 m thresholds every m-th belongs to the same choice. Choices are given, one by
+one, to the component whose squared error falls most. One choice is always 11, for the mean. The codebook is the
+regression of the values on the bits that this encoder gives them.
+
+On layer 10 of SmolLM2-135M, at 2 bits, the relative squared error of values is then 0.098, and of attention outputs
+0.090. After 200 steps of training it is 0.097 and 0.071. The same 200 steps from random numbers reach 0.35 and 0.23
 (`python -m benchmarks.commvq_training`).
 """
 
@@ -31,31 +33,39 @@ from kvqjax.codecs.commvq_values import CHOICE_BITS, EPS, chosen_bits, layer_nor
 
 __all__ = ["transform_coder"]
 
-SAMPLE = 8192  # values of which components and regressions are made: 4 for every row of the codebook at W = 1024
-# Logits a standard deviation of a component apart from a threshold. The noise that training draws choices with has a
-# standard deviation of 1.8 (the difference of two Gumbel variables).
+SAMPLE = 8192  # values for components and regressions: 4 for every row of the codebook at W = 1024 and 2 bits
+# The factor s of the logits, in units of 1 / (standard deviation of the component). Training adds noise with a standard
+# deviation of 1.8 (the difference of two Gumbel variables), which is small beside it.
 SHARPNESS = 16.0
-RIDGE = 1e-3  # of the regressions, relative to the mean square of what is regressed on
-CELLS = [CHOICE_BITS.index(bits) for bits in ((0, 0), (1, 0), (0, 1), (1, 1))]  # the choice that stands for each cell
-ALWAYS = CELLS[3]
+RIDGE = 1e-3  # added to the diagonal of a regression, relative to the diagonal's mean
+CELLS = [CHOICE_BITS.index(bits) for bits in ((0, 0), (1, 0), (0, 1), (1, 1))]  # the number of the choice, by cell
+ALWAYS = CELLS[3]  # the choice 11
 
 
 # ---- Quantisers of a standard normal component ----
 
 
 def _distortion(step: float, count: int) -> float:
-    """Mean squared error of `count` equal cells of a standard normal variable, the outer ones open, each read as its
-    middle (the outer ones as if they were as wide as the others)."""
+    """Compute the mean squared error of a uniform quantiser of a standard normal variable x.
+
+    Args:
+        step: width of a cell.
+        count: of cells. The outer cells are open, but are decoded as if they were as wide as the others.
+
+    Returns:
+        E (x - level of x's cell)^2.
+    """
     levels = (np.arange(count) - (count - 1) / 2) * step
     edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
     density = np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
-    share, first = np.diff(ndtr(edges)), density[:-1] - density[1:]
-    return float(1 - 2 * levels @ first + levels**2 @ share)
+    share = np.diff(ndtr(edges))  # probability of each cell
+    moment = density[:-1] - density[1:]  # integral of x over each cell
+    return float(1 - 2 * levels @ moment + levels**2 @ share)
 
 
 @functools.cache
 def _quantiser(choices: int) -> tuple[float, float]:
-    """The best step of the cells that `choices` choices make, and its mean squared error."""
+    """Find the best step of the cells that `choices` choices make. Give it with its mean squared error."""
     if not choices:
         return 0.0, 1.0
     best = minimize_scalar(lambda step: _distortion(step, 3 * choices + 1), bounds=(0.01, 1.5), method="bounded")
@@ -63,12 +73,16 @@ def _quantiser(choices: int) -> tuple[float, float]:
 
 
 def _allotted(variances: Float[np.ndarray, " n"], choices: int) -> Int[np.ndarray, " n"]:
-    """Give each choice to the component whose squared error it lowers most. Components without variance get none."""
+    """Give each choice to the component whose squared error it lowers most. Components without variance get none.
+    Returns the number of choices of each component."""
     counts = np.zeros(len(variances), int)
 
     def gained(component: int) -> float:
+        """Compute by how much one more choice lowers the component's squared error."""
         count = int(counts[component])
-        return float(variances[component] * (_quantiser(count)[1] - _quantiser(count + 1)[1]))
+        _, error = _quantiser(count)
+        _, next_error = _quantiser(count + 1)
+        return float(variances[component] * (error - next_error))
 
     heap = [(-gained(component), component) for component in range(len(variances)) if variances[component] > 0]
     heapq.heapify(heap)
@@ -85,7 +99,7 @@ def _allotted(variances: Float[np.ndarray, " n"], choices: int) -> Int[np.ndarra
 def _regressed(
     on: Float[np.ndarray, "n a"], of: Float[np.ndarray, "n b"], weights: Float[np.ndarray, " n"]
 ) -> Float[np.ndarray, "a b"]:
-    """The matrix with the least weighted squared error |on @ matrix - of|."""
+    """Find the matrix that minimises the weighted squared error |on @ matrix - of|^2."""
     weighted = on * weights[:, None]
     square = weighted.T @ on
     ridge = RIDGE * max(float(np.trace(square)) / len(square), np.finfo(np.float32).tiny)
@@ -95,18 +109,28 @@ def _regressed(
 def _components(
     seen: Float[np.ndarray, "n W"], values: Float[np.ndarray, "n W"], weights: Float[np.ndarray, " n"], most: int
 ) -> tuple[Float[np.ndarray, " c"], Float[np.ndarray, "W1 c"]]:
-    """Principal components of what the encoder can know of weighted values, at most `most`: their variances, and the
-    matrix that gives each, of variance 1, from what the encoder sees and a one."""
+    """Find principal components of values, as far as the encoder can compute them.
+
+    Args:
+        seen: the inputs of the encoder's first linear layer.
+        values: the values that they belong to.
+        weights: of each value.
+        most: components.
+
+    Returns:
+        The components' variances, in descending order, and the matrix that maps [seen, 1] to the components, each
+        divided by its standard deviation.
+    """
     with_one = np.concatenate([seen, np.ones((len(seen), 1))], 1)
     matrix = _regressed(with_one, values, weights)
-    # LayerNorm hides the mean over channels. A choice for it would be lost, so that components are those of what can be
-    # predicted, not of the values themselves.
+    # LayerNorm subtracts the mean over channels, so the encoder cannot know it, and choices for it would be lost. So
+    # components are taken of the prediction of the values from `seen`, not of the values themselves.
     predicted = with_one @ matrix
     mean = weights @ predicted / weights.sum()
     centred = predicted - mean
     variances, axes = np.linalg.eigh((centred * weights[:, None]).T @ centred / weights.sum())
     largest = np.argsort(variances)[::-1][:most]
-    # What float32 rounds away is no component: it would be divided by nearly 0.
+    # A component that is only float32's rounding error is left out: it would be divided by nearly 0.
     kept = largest[variances[largest] > np.finfo(np.float32).eps * (mean @ mean + variances.max())]
     matrix[-1] -= mean
     return variances[kept], matrix @ axes[:, kept] / np.sqrt(variances[kept])
@@ -118,8 +142,8 @@ def transform_coder(
     """Make an encoder and a codebook begin as a transform coder of the values' principal components.
 
     Args:
-        params: of an encoder, random ones of the shapes of `CommVQValues.shapes`. Hidden units that the transform
-            leaves over keep theirs; nothing reads them until training does.
+        params: random parameters of an encoder, with the shapes of `CommVQValues.shapes`. Hidden units that the
+            transform does not need keep them; their outputs have weight 0 until training changes it.
         v: values of a layer.
         scale: of their channels.
 
@@ -132,16 +156,18 @@ def transform_coder(
     sample = _sample(v)
     unit, norm = normalise(jnp.asarray(sample), jnp.asarray(scale, jnp.float32))
     seen, directions, weights = (np.asarray(x, np.float64) for x in (layer_normed(unit), unit, norm * norm))
-    # Errors of large values are larger. Where all values are 0, every one counts.
+    # A direction's error counts with the square of its value's norm. If all values are 0, all count alike.
     weights = weights / weights.mean() if weights.any() else np.ones_like(weights)
-    # Components are those of values as they are, not of values over their channels' scale: so errors are measured.
+    # Directions are of values divided by their channels' scale. Components are taken of unscaled values, because the
+    # errors of these are measured.
     values = directions * (np.asarray(scale, np.float64) + EPS)
     hidden = params["b1"].shape[0]
     variances, matrix = _components(seen, values, weights, most=hidden // 2)  # two hidden units a component
     encoder = _quantising(params, variances, matrix)
     bits = np.asarray(chosen_bits(logits(encoder, unit)), np.float64)
     codebook = _regressed(bits, directions, weights)
-    # A codebook gives directions, and its size does not matter. Entries of about 1 are what the training's rate is for.
+    # A codebook gives directions, so its size does not matter. The training's learning rate is meant for entries of
+    # about 1.
     size = max(float(np.sqrt((codebook**2).mean())), np.finfo(np.float32).tiny)
     return encoder | {"codebook": jnp.asarray(codebook / size, jnp.float32)}
 
@@ -158,32 +184,36 @@ def _sample(v: Float[Array, "*n W"]) -> Float[np.ndarray, "s W"]:
 def _quantising(
     params: dict[str, Float[Array, "..."]], variances: Float[np.ndarray, " c"], matrix: Float[np.ndarray, "W1 c"]
 ) -> dict[str, Float[Array, "..."]]:
-    """Make an encoder's choices quantisers of components.
+    """Set an encoder's parameters so that its choices are quantisers of components.
 
     Args:
         params: of the encoder.
-        variances: of the components, which say how many choices each gets.
-        matrix: that gives the components, of variance 1, from what the encoder sees and a one.
+        variances: of the components. They decide how many choices each component gets.
+        matrix: the matrix of `_components`.
 
     Returns:
-        The parameters. Component c is the difference of hidden units c and n + c, of n components.
+        The parameters. Of n components, component c is gelu of hidden unit c minus gelu of hidden unit n + c.
     """
     new = {name: np.array(x, np.float32) for name, x in params.items()}
     count, choices = len(variances), new["b2"].shape[0] // 4
     for units, sign in ((slice(count), 1.0), (slice(count, 2 * count), -1.0)):
-        new["w1"][:, units], new["b1"][units] = sign * matrix[:-1], sign * matrix[-1]
-    new["w2"][:], new["b2"][:] = 0, 0
+        new["w1"][:, units] = sign * matrix[:-1]
+        new["b1"][units] = sign * matrix[-1]
+    new["w2"][:] = 0
+    new["b2"][:] = 0
     choice = 0
     for component, shares in enumerate(_allotted(variances, choices - 1).tolist()):
-        thresholds = (np.arange(1, 3 * shares + 1) - (3 * shares + 1) / 2) * _quantiser(shares)[0]
-        for turn in range(shares):
-            # Choices of one component have every `shares`-th threshold, so that together they tell all its cells apart.
-            passed = np.concatenate([[0.0], np.cumsum(thresholds[turn::shares])])
+        step, _ = _quantiser(shares)
+        thresholds = (np.arange(1, 3 * shares + 1) - (3 * shares + 1) / 2) * step
+        for first in range(shares):
+            # Every `shares`-th threshold belongs to this choice. All choices of the component together tell its cells
+            # apart.
+            passed = np.concatenate([[0.0], np.cumsum(thresholds[first::shares])])  # t1 + ... + tk of cell k
             logit = 4 * choice + np.asarray(CELLS)
             new["w2"][component, logit] = SHARPNESS * np.arange(4)
             new["w2"][count + component, logit] = -SHARPNESS * np.arange(4)
             new["b2"][logit] = -SHARPNESS * passed
             choice += 1
-    # One choice at least is left: its bits are always 11, and their codebook rows hold the mean.
+    # One choice at least is left. Its bits are always 11, so that their codebook rows can hold the mean.
     new["b2"][4 * np.arange(choice, choices) + ALWAYS] = SHARPNESS
     return jax.tree.map(jnp.asarray, new)

@@ -1,17 +1,19 @@
 """Training of CommVQ's value encoder and codebook, one layer at a time (arXiv 2506.18879, section 4.1).
 
-The choices are drawn from a Gumbel softmax with a straight-through gradient (temperature 1); at inference they are the
-argmax. The loss of one layer, on sequences of exact inputs (no error passes from layer to layer, as released), is
+The encoder chooses one of four values for every two bits. In training the choices are drawn from a Gumbel softmax with
+a straight-through gradient (temperature 1); at inference they are the argmax. Every layer is trained on the exact
+inputs of the model, as released: no error passes from layer to layer. Its loss is
 
     mean |v_hat - v|^2 / mean |v|^2 / 2  +  attention * mean |o_hat - o|^2 / mean |o|^2
 
-with o the layer's attention output after its output projection, once with v and once with v_hat. The paper states the
-first term only (`attention=0`), the released code uses both. Dividing by the signals' own mean squares is ours: the two
-terms and the gradient clipping then mean the same for every layer and model.
+where o and o_hat are the layer's attention outputs, after the output projection, of values v and v_hat. The paper
+states the first term only (`attention=0`); the released code uses both. The divisions by mean squares are ours: they
+give the two terms and the gradient clipping the same scale in every layer and model.
 
-Training begins with a transform coder (commvq_start.py), where the released one begins with random numbers and takes
-100 000 steps. AdamW with the released coefficients; cosine schedule after a linear warm-up; the global gradient norm is
-clipped. The random numbers of step i come from the key and i alone, so a resumed training ends with the same bytes.
+Training begins with a transform coder (commvq_start.py). The released training begins with random numbers and takes
+100 000 steps. The optimizer is AdamW with the released coefficients. Its learning rate follows a cosine schedule after
+a linear warm-up, and the global norm of the gradient is clipped. The random numbers of step i come from the key and i
+alone, so a resumed training ends with the same bytes.
 """
 
 import dataclasses
@@ -53,16 +55,16 @@ class ValueSettings:
     Attributes:
         steps: of the training.
         batch: sequences of a step.
-        queries: places of the sequences, drawn anew at every step, at which the attention output is compared; 0: all.
+        queries: number of places at which attention outputs are compared. They are drawn anew at every step; 0: all.
         rate: AdamW's largest learning rate.
-        warmup: steps until it is reached.
+        warmup: steps until the largest learning rate is reached.
         decay: AdamW's weight decay.
         clip: the largest norm of a gradient.
         attention: weighs the term of the attention output; 0: the paper's plain squared error of the values.
     """
 
-    # So many steps take about 40 processor seconds a layer of SmolLM2-135M (python -m benchmarks.commvq_training). The
-    # rate, and what follows it but for the warm-up, are the released ones.
+    # 200 steps take about 40 processor seconds a layer of SmolLM2-135M (python -m benchmarks.commvq_training). `rate`,
+    # `decay`, `clip` and `attention` are the released ones.
     steps: int = 200
     batch: int = 2
     queries: int = 128
@@ -74,12 +76,12 @@ class ValueSettings:
 
 
 class Seen(NamedTuple):
-    """What a layer's attention does beside being causal.
+    """Properties of a layer's causal attention.
 
     Attributes:
-        sliding: the tokens of its sliding window; None: it sees all.
-        softcap: of its scores; None: no cap.
-        chunked: whether the window is a chunk.
+        sliding: tokens of its sliding window; None: a query sees all tokens before it.
+        softcap: bounds scores; None: no cap.
+        chunked: whether the window is a chunk of the sequence, which does not slide.
     """
 
     sliding: int | None = None
@@ -88,7 +90,7 @@ class Seen(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The state between two steps: all that a resumed training needs beside the key and the data."""
+    """The state between two steps: everything that a resumed training needs, except for the key and the data."""
 
     params: Params
     optimizer: tuple
@@ -97,16 +99,30 @@ class Training(NamedTuple):
 
 
 def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSettings) -> float:
-    """Count the floating point operations of one layer's training: forward and back through encoder, codebook,
-    attention and output projection."""
-    sizes = sum(math.prod(s) for name, s in spec.shapes(shape.kv_width).items() if name in ("w1", "w2", "codebook"))
-    attention = shape.num_heads * shape.head_dim * (2 * length + shape.num_heads * shape.head_dim)
-    attention *= min(settings.queries or length, length) / length
-    return 6.0 * settings.steps * settings.batch * length * (sizes + attention)
+    """Estimate the floating point operations of one layer's training: forward and backward through encoder, codebook,
+    attention and output projection.
+
+    Args:
+        spec: the codec.
+        shape: the model's.
+        length: tokens of a sequence.
+        settings: of the training.
+
+    Returns:
+        The number of operations.
+    """
+    # Multiply-accumulates of one token, forward
+    shapes = spec.shapes(shape.kv_width)
+    coder = sum(math.prod(shapes[name]) for name in ("w1", "w2", "codebook"))
+    width = shape.num_heads * shape.head_dim
+    attention = width * (2 * length + width)  # scores and sums over `length` tokens, and the output projection
+    attention *= min(settings.queries or length, length) / length  # only some tokens are queries
+    # A multiply-accumulate is 2 operations, and going backward takes twice as many as going forward: 6 in all.
+    return 6.0 * settings.steps * settings.batch * length * (coder + attention)
 
 
 def channel_scale(v: Float[Array, "*n W"]) -> Float[Array, " W"]:
-    """Compute the mean |v| of each channel, which training leaves as it is."""
+    """Compute the mean |v| of each channel. It is fixed before training."""
     return jnp.abs(v.astype(jnp.float32)).reshape(-1, v.shape[-1]).mean(0)
 
 
@@ -118,21 +134,24 @@ def _optimizer(settings: ValueSettings):
 
 
 def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
-    """Draw an encoder of values of `width` channels, its linear layers uniform in +-1/sqrt(inputs)."""
-    shapes, inputs = spec.shapes(width), {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}
-    keys = dict(zip(inputs, jax.random.split(key, len(inputs)), strict=True))
+    """Draw an encoder of values of `width` channels. Weights and biases of a linear layer are uniform in
+    +-1/sqrt(inputs), as PyTorch draws them."""
+    shapes = spec.shapes(width)
+    matrix_of = {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}  # parameter -> the matrix of its layer
+    keys = dict(zip(matrix_of, jax.random.split(key, len(matrix_of)), strict=True))
     params = {"norm_weight": jnp.ones((width,)), "norm_bias": jnp.zeros((width,))}
-    for name, matrix in inputs.items():
-        bound = shapes[matrix][0] ** -0.5
+    for name, matrix in matrix_of.items():
+        inputs = shapes[matrix][0]
+        bound = inputs**-0.5
         params[name] = jax.random.uniform(keys[name], shapes[name], minval=-bound, maxval=bound)
     return params
 
 
 def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings) -> Training:
-    """The state before training: a transform coder of a layer's values (commvq_start.py).
+    """Make the state before training: a transform coder of a layer's values (commvq_start.py).
 
     Args:
-        key: of the random numbers that hidden units hold which the transform leaves over.
+        key: of the random weights of hidden units that the transform does not need.
         v: the values to learn.
         spec: the codec.
         settings: of the training.
@@ -158,8 +177,10 @@ def reconstruct(
     z = logits(params, unit)
     soft = jax.nn.softmax(z + jax.random.gumbel(key, z.shape), -1)
     hard = jax.nn.one_hot(soft.argmax(-1), 4, dtype=soft.dtype)
+    # Straight through: the value of `hard`, the gradient of `soft`.
     bits = choice_bits(hard + soft - jax.lax.stop_gradient(soft))
     w = jnp.einsum("nti,iw->ntw", bits, params["codebook"])
+    # v_hat has the norm of v. EPS^2 under the root keeps its gradient finite where w is 0.
     gain = (norm + EPS) / (jnp.sqrt((w * w).sum(-1) + EPS**2) + EPS)
     return gain[..., None] * w * (scale + EPS)[None, None]
 
@@ -169,21 +190,23 @@ def _attended(
 ) -> Float[Array, "N Q E"]:
     """Compute the causal attention output after the output projection, of the queries at `places` (None: of all)."""
     count, length = v.shape[:2]
-    everywhere = jnp.arange(length)
-    of_queries, of_keys = (
-        jnp.broadcast_to(x[None], (count, x.shape[0])) for x in (everywhere if places is None else places, everywhere)
-    )
+    key_places = jnp.arange(length)
+    query_places = key_places if places is None else places
+    key_positions = jnp.broadcast_to(key_places[None], (count, length))
+    query_positions = jnp.broadcast_to(query_places[None], (count, query_places.shape[0]))
     q = batch.q if places is None else batch.q[:, places]
-    mask = visible(of_queries, of_keys, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
+    mask = visible(query_positions, key_positions, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
     part = segment_attention(q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
     out = with_sinks(part, batch.sinks).out
     return jnp.einsum("ntf,fe->nte", out.reshape(*q.shape[:2], -1), batch.o)
 
 
 def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
-    """Compute the mean squared error of the attention outputs where values have these `errors`, one sequence at a time.
-    Attention is linear in the values: the difference of the outputs is the output of the difference."""
+    """Compute the mean squared error of attention outputs, where the values have these `errors`.
 
+    Attention is linear in the values, so the error of an output is the output of the errors."""
+
+    # One sequence at a time, because the scores of all sequences would take much memory.
     def error(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
         return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2)
@@ -216,23 +239,23 @@ def loss(
         energy: the data's `output_energy`.
         attention: weighs the term of the attention output; 0 leaves it out.
         seen: what the layer's attention does.
-        queries: places at which the attention output is compared; 0: all. The expectation is the same.
+        queries: number of places at which attention outputs are compared; 0: all. The loss's expectation is the same.
 
     Returns:
         The training loss, and the plain mean squared error of the values.
     """
-    draws, length = key, batch.v.shape[1]
+    choice_key, length = key, batch.v.shape[1]
     places = None
     if 0 < queries < length:
-        draws, at = jax.random.split(key)
-        places = jax.random.choice(at, length, (queries,), replace=False)
-    guess = reconstruct(params, scale, draws, batch.v)
-    value = jnp.mean((guess - batch.v) ** 2)
-    total = value / jnp.maximum(jnp.mean(batch.v**2), EPS) / 2
+        choice_key, place_key = jax.random.split(key)
+        places = jax.random.choice(place_key, length, (queries,), replace=False)
+    v_hat = reconstruct(params, scale, choice_key, batch.v)
+    value_error = jnp.mean((v_hat - batch.v) ** 2)
+    total = value_error / jnp.maximum(jnp.mean(batch.v**2), EPS) / 2
     if attention:
-        error = jnp.mean(_attended(batch, guess - batch.v, seen, places) ** 2)
-        total = total + attention * error / jnp.maximum(energy, EPS)
-    return total, value
+        attention_error = jnp.mean(_attended(batch, v_hat - batch.v, seen, places) ** 2)
+        total = total + attention * attention_error / jnp.maximum(energy, EPS)
+    return total, value_error
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "seen"))
@@ -247,11 +270,11 @@ def train(
     """Train for some steps more.
 
     Args:
-        key: of all random numbers; those of a step follow from it and the step's number.
+        key: of all random numbers. Those of a step depend on the key and the step's number alone.
         state: after the steps so far.
         data: the layer's activations on all sequences.
         settings: of the training.
-        count: how many steps; any number takes the same program.
+        count: of steps. It is data, so that one compiled program serves every number.
         seen: what the layer's attention does.
 
     Returns:
@@ -266,13 +289,13 @@ def train(
         rows = jax.random.choice(pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch)
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
         batch = Activations(v, q, k, data.o.astype(jnp.float32), data.sinks)
-        gradient = jax.value_and_grad(loss, has_aux=True)
-        weight, queries = settings.attention, settings.queries
-        losses, slopes = gradient(state.params, state.scale, noise, batch, energy, weight, seen, queries)
+        losses, gradient = jax.value_and_grad(loss, has_aux=True)(
+            state.params, state.scale, noise, batch, energy, settings.attention, seen, settings.queries
+        )
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
-            updates, inner = optimizer.update(slopes, state.optimizer, state.params)
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        return Training(params, inner, state.scale, state.step + 1), sums + jnp.stack(losses)
+        return Training(params, optimizer_state, state.scale, state.step + 1), sums + jnp.stack(losses)
 
     state, sums = jax.lax.fori_loop(0, count, step, (state, jnp.zeros(2)))
     return state, sums / count.astype(jnp.float32)

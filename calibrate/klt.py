@@ -1,13 +1,13 @@
-"""What transform coding needs of a model's keys and values (kvqjax.codecs.klt), in closed form from second moments.
+"""The constants of transform coding (kvqjax.codecs.klt), in closed form from second moments of keys and values.
 
-What an error costs, M:
+An error e of a vector costs e^T M e:
 
-    keys     (q . e)^2 summed over the queries of a KV head. M is diagonal: RoPE turns q and e apart by any angle, so
-             that only the mean of both energies of a rotary pair counts.
-    values   |W_o^T e|^2 summed over the query heads that read them: M = sum_h W_o,h W_o,h^T, a block a KV head.
+    keys     (q . e)^2, summed over the queries of a KV head. M is diagonal, because RoPE rotates q against e by every
+             angle. Both channels of a rotary pair cost the same: the mean of the squares of q in the two channels.
+    values   |W_o^T e|^2, summed over the query heads that read them. M = sum_h W_o,h W_o,h^T has a block per KV head.
 
-One pass over the text, all sequences of a layer at a time; sums and eigenvectors in float64 on the host. Attention
-sinks, which the cache keeps exact, are left out.
+The text is read once, all sequences of a layer at a time. Sums and eigenvectors are float64 on the host. Attention
+sinks are left out, because the cache keeps them exact.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 1024  # 16384 tokens: the covariance of 1024 channels has a million entries
-FLOOR = 1e-6  # of the largest eigenvalue: what is smaller is rounding
+FLOOR = 1e-6  # the share of the largest eigenvalue below which an eigenvalue is only a rounding error
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
@@ -77,22 +77,23 @@ def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "
 
 def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
     """Compute mean and covariance over all tokens, float64."""
-    moments = [_moments(row) for row in x]
+    sums, squares = zip(*(_moments(row) for row in x), strict=True)
     count = x.shape[0] * x.shape[1]
-    mean, square = (np.sum([np.asarray(m[order], np.float64) for m in moments], 0) / count for order in (0, 1))
+    mean = np.sum([np.asarray(a, np.float64) for a in sums], 0) / count
+    square = np.sum([np.asarray(a, np.float64) for a in squares], 0) / count
     return mean, square - np.outer(mean, mean)
 
 
 def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
-    """Compute the diagonal of M of keys from the mean square of every query channel. Channels i and i + D/2 of a head
+    """Compute the diagonal of the keys' M from the mean square of every query channel. Channels i and i + D/2 of a head
     are a rotary pair."""
-    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)
-    pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)
+    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)  # [K, D], summed over query heads
+    pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)  # [K, D/2]
     return np.concatenate([pairs, pairs], 1).reshape(-1)
 
 
 def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.ndarray, "W W"]:
-    """Compute M of values from the output projection."""
+    """Compute the values' M from the output projection."""
     width, dim = shape.kv_width, shape.head_dim
     heads = outputs.astype(np.float64).reshape(shape.num_kv_heads, -1, dim, outputs.shape[-1])
     costs = np.zeros((width, width))
@@ -105,34 +106,46 @@ def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.
 def transform_of(
     covariance: Float[np.ndarray, "W W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the transform of one layer's keys or values, and the way back (A and B of kvqjax.codecs.klt).
+    """Find the transform of one layer's keys or values and its inverse (A and B of kvqjax.codecs.klt).
 
     Args:
         covariance: of the vectors.
         costs: M.
-        kept: R, how many coefficients have bits.
+        kept: R, the number of coefficients that have bits.
 
     Returns:
         `into` [W, R] and `back` [R, W] of the R largest coefficients, float64.
     """
-    spread, basis = np.linalg.eigh(costs)
-    root = np.sqrt(np.maximum(spread, FLOOR * spread[-1]))
-    half, inverse = (basis * root) @ basis.T, (basis / root) @ basis.T
+    # M^1/2 x is the vector whose plain squared error is the cost.
+    eigenvalues, basis = np.linalg.eigh(costs)
+    root = np.sqrt(np.maximum(eigenvalues, FLOOR * eigenvalues[-1]))
+    half, inverse = (basis * root) @ basis.T, (basis / root) @ basis.T  # M^1/2 and M^-1/2
+    # Its principal components are the coefficients, each divided by its standard deviation.
     variance, vectors = np.linalg.eigh(half @ covariance @ half)
-    order = np.argsort(-variance, kind="stable")[:kept]
-    # A coefficient without variance, of channels that are always 0, must not be divided by 0.
-    deviation = np.sqrt(np.maximum(variance[order], FLOOR * variance[-1]))
-    return half @ vectors[:, order] / deviation, (inverse @ vectors[:, order] * deviation).T
+    largest = np.argsort(-variance, kind="stable")[:kept]
+    # Channels that are always 0 make coefficients without variance, which must not be divided by 0.
+    deviation = np.sqrt(np.maximum(variance[largest], FLOOR * variance[-1]))
+    into = half @ vectors[:, largest] / deviation
+    back = (inverse @ vectors[:, largest] * deviation).T
+    return into, back
 
 
 def constants_of(
     x: Float[Array | np.ndarray, "N T W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> dict[str, np.ndarray]:
-    """Find the constants of `kept` coefficients of vectors like `x`, whose errors cost `costs` (M): `mean` [W], `into`
-    [W, R] and `back` [R, W], float32."""
+    """Find the constants of transform coding.
+
+    Args:
+        x: vectors to code.
+        costs: M, the cost of their errors.
+        kept: R, the number of coefficients that have bits.
+
+    Returns:
+        `mean` [W], `into` [W, R] and `back` [R, W], float32.
+    """
     mean, covariance = covariance_of(x)
     into, back = transform_of(covariance, costs, kept)
-    return {name: array.astype(np.float32) for name, array in (("mean", mean), ("into", into), ("back", back))}
+    return {"mean": mean.astype(np.float32), "into": into.astype(np.float32), "back": back.astype(np.float32)}
 
 
 def fit(
@@ -145,10 +158,10 @@ def fit(
     """Find the transforms of `method` from sequences of any model.
 
     Args:
-        data: what the layers compute.
-        method: which layers' keys and values are transformed, and by how many coefficients.
-        state: a file that keeps the progress after every layer: a run that was killed continues there.
-        advance: `advance(steps, total)` is told each layer.
+        data: the activations of the layers.
+        method: says which layers' keys and values are transformed, and by how many coefficients.
+        state: a file that keeps the progress after every layer. A run that was killed continues from it.
+        advance: advance(steps, total) is called after every layer.
 
     Returns:
         The method with `mean`, `into` and `back` of every layer and source, float32.
@@ -162,6 +175,7 @@ def fit(
     runs = runs_for(method, shape)
     run_of = {number: run for run in runs for number in range(run.first, run.first + run.count)}
     owner = identity(data.fingerprint, repr(method), *data.parts)
+    # The state between two layers: "h", the input of the next layer, and "LAYER.SOURCE.NAME", the constants.
     start = {"done": np.int64(0), "h": data.h}
     for number, run in run_of.items():
         for source, needs in run.wiring.wanted().items():
@@ -175,7 +189,8 @@ def fit(
             x = keys if source == "k" else seen.v
             body = jnp.asarray(x)[:, sinks:].reshape(x.shape[0], -1, shape.kv_width)
             kept = progress[f"{number}.{source}.into"].shape[1]
-            arrays = constants_of(body, costs_of(source, energy_of(seen.q), seen.o, shape), kept)
+            costs = costs_of(source, energy_of(seen.q), seen.o, shape)
+            arrays = constants_of(body, costs, kept)
             new |= {f"{number}.{source}.{name}": array for name, array in arrays.items()}
         return progress | new
 
@@ -186,12 +201,14 @@ def fit(
 
 
 def _stacked(run: RunLayout, progress: dict) -> dict:
-    """Stack what a run of layers asks for."""
+    """Stack the constants of the layers of a run."""
     layers = range(run.first, run.first + run.count)
-    return {
-        source: {name: jnp.asarray(np.stack([progress[f"{n}.{source}.{name}"] for n in layers])) for name in needs}
-        for source, needs in run.wiring.wanted().items()
-    }
+
+    def stacked(source: str, name: str) -> Array:
+        return jnp.asarray(np.stack([progress[f"{number}.{source}.{name}"] for number in layers]))
+
+    wanted = run.wiring.wanted()
+    return {source: {name: stacked(source, name) for name in needs} for source, needs in wanted.items()}
 
 
 def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
@@ -202,8 +219,19 @@ def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
 def costs_of(
     source: str, energy: Float[np.ndarray, "H D"], outputs: Float[Array | np.ndarray, "HD E"], shape: KVShape
 ) -> Float[np.ndarray, "W W"]:
-    """Compute M of one layer's keys ("k") or values ("v") from what `energy_of` gives and the output projection. Where
-    these are not known, M is the identity."""
+    """Compute M of one layer's keys or values.
+
+    Args:
+        source: "k" or "v".
+        energy: the mean square of every query channel; empty where queries and outputs are not known.
+        outputs: the output projection.
+        shape: the model's.
+
+    Returns:
+        M; the identity where queries and outputs are not known.
+    """
     if not len(energy):
         return np.eye(shape.kv_width)
-    return value_costs(np.asarray(outputs), shape) if source == "v" else np.diag(key_costs(energy, shape))
+    if source == "v":
+        return value_costs(np.asarray(outputs), shape)
+    return np.diag(key_costs(energy, shape))

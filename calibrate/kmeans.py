@@ -2,10 +2,10 @@
 
     minimise over v_1 < ... < v_m:   sum_i w_i min_j (u_i - v_j)^2,   u_i in [-1, 1]
 
-Points arrive in a stream and only their histogram is kept: per bin the weight and the weighted sum, so that means are
-exact and only cluster borders are rounded, to a bin of 2.4e-4. Dynamic programming over 1024 merged bins finds the
-globally best partition (the clusters of an optimum are intervals), Lloyd's iterations on the full histogram then
-settle the borders. One k-means++ start, which the released code uses, may end 10 % and more above this.
+Points arrive in a stream and only their histogram is kept. A bin has the points' weight and weighted sum, so that means
+are exact; only borders of clusters are rounded, to a bin of 2.4e-4. In an optimum all clusters are intervals, so
+dynamic programming finds the globally best partition of 1024 merged bins. Lloyd's iterations on the full histogram then
+refine the borders. The error of a single k-means++ start, as the released code has it, may be 10 % larger and more.
 
     points u, weights w -> `histogram` (8192 bins, summed over sequences) -> 1024 bins -> `_best_borders`
     -> means of the clusters -> 100 Lloyd's iterations on 8192 bins -> sorted signposts (`weighted_kmeans`)
@@ -62,7 +62,7 @@ def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Arra
 
 
 def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> Float[Array, "N1 N1"]:
-    """Compute what one signpost takes off sum w u^2, for every interval of bins.
+    """Compute by how much one signpost lowers sum w u^2, for every interval of bins.
 
     Args:
         weight: the sum of w of each bin.
@@ -95,14 +95,14 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
     gains = _interval_gains(weight, moment)
 
     def extend(best, _):
-        """Take `best` [N+1], the largest gain of some intervals that end at each border, to that of one more."""
-        totals = best[:, None] + gains  # [border where the last interval begins, border where it ends]
+        """Add one interval. `best` [N+1] is the largest gain of the intervals so far, by the border where they end."""
+        totals = best[:, None] + gains  # [border where the new interval begins, border where it ends]
         return totals.max(0), totals.argmax(0)
 
     _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]
 
     def back(border, choices):
-        """Go from the border where an interval ends to the one where it begins."""
+        """Go from the border where an interval ends to the border where it begins."""
         return choices[border], border
 
     first, borders = jax.lax.scan(back, jnp.int32(weight.size), came_from.astype(jnp.int32), reverse=True)
@@ -127,7 +127,7 @@ def _means(cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M
 
 
 def _centres(hist: Histogram) -> Float[Array, " N"]:
-    """Say where each bin's points lie: at their weighted mean, or in the middle of an empty bin."""
+    """Give one place for all points of a bin: their weighted mean. An empty bin has its middle."""
     middle = (jnp.arange(BINS, dtype=jnp.float32) + 0.5) * (2 / BINS) - 1
     return jnp.where(hist.weight > 0, hist.moment / jnp.where(hist.weight > 0, hist.weight, 1.0), middle)
 
@@ -174,14 +174,14 @@ def weighted_kmeans(hist: Histogram, count: int) -> Float[Array, "L M"]:
 
 @jax.jit
 def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, " L"]:
-    """Compute what the signposts leave of the error.
+    """Compute the weighted squared error that the signposts leave.
 
     Args:
         hist: L histograms.
         signposts: sorted, of each histogram.
 
     Returns:
-        sum w (u - v)^2 of each histogram, v being the signpost nearest to the point's bin.
+        sum w (u - v)^2 of each histogram, where v is the signpost nearest to the point's bin.
     """
 
     def of_layer(h, points):
@@ -194,8 +194,9 @@ def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "
 
 @jax.jit
 def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2"]:
-    """Find what gives the quantised points the mean and standard deviation of the points (Q-Norm of the released code:
-    unweighted, over what is not an outlier).
+    """Find the scale and offset that give quantised points the mean and standard deviation of the points (Q-Norm).
+
+    As in the released code, all points that are no outliers count alike.
 
     Args:
         hist: L histograms.
@@ -211,11 +212,13 @@ def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2
         middle = jnp.where(h.count > 0, h.total / jnp.maximum(h.count, 1.0), 0.0)
         value = points[_nearest(middle, points)]
         number = jnp.maximum(h.count.sum(), 1.0)
-        (mean, deviation), (quantised_mean, quantised_deviation) = (
-            (m, jnp.sqrt((h.count * (x - m) ** 2).sum() / number))
-            for x in (middle, value)
-            for m in [(h.count * x).sum() / number]
-        )
+
+        def mean_and_deviation(x: Float[Array, " N"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            mean = (h.count * x).sum() / number
+            return mean, jnp.sqrt((h.count * (x - mean) ** 2).sum() / number)
+
+        mean, deviation = mean_and_deviation(middle)
+        quantised_mean, quantised_deviation = mean_and_deviation(value)
         scale = deviation / jnp.where(quantised_deviation > 0, quantised_deviation, 1.0)
         return jnp.stack([scale, mean - quantised_mean * scale])
 

@@ -1,11 +1,12 @@
 """KVQuant's offline constants from calibration text (arXiv 2401.18079, sections 3.1 to 3.5), in two passes.
 
-Pass 1 finds each key channel's thresholds, percentiles of its entries. They are interpolated exactly, from the r
-largest and smallest entries of each channel.
+Pass 1 finds two thresholds of each key channel, percentiles of the channel's entries. It keeps the r largest and the r
+smallest entries of every channel, so that the percentiles are exact.
 
-Pass 2 normalises keys by these thresholds and values by their own token. It adds every entry that is no outlier to its
-layer's histogram, with the weight F s^2: s is the half range, which turns normalised errors into errors of the cached
-vectors. K-means on the histograms gives the signposts.
+Pass 2 normalises keys by these thresholds, and values by the range of their token. Every entry that is no outlier is
+added to its layer's histogram with the weight F s^2. F is the entry's Fisher information (a squared gradient). The half
+range s turns an error of a normalised entry into an error of the cached entry. K-means on the histograms gives the
+signposts, the levels to which codes point.
 
 Nothing larger than one sequence's activations and gradients is held, and the state between two sequences is small
 enough to be kept on disk. Attention sinks are left out of both passes.
@@ -66,8 +67,8 @@ class Recipe:
     Attributes:
         objective: weighs the k-means by F s^2 ("fisher_s2", the paper's equation 3), by F alone ("fisher", the released
             code) or not at all ("none").
-        sinks_in_thresholds: whether sinks count for the thresholds, as in the released code. For the k-means they never
-            do.
+        sinks_in_thresholds: whether sinks count for the thresholds, as in the released code. They never count for the
+            k-means.
 
     Raises:
         UserError: for another objective.
@@ -92,29 +93,38 @@ class Extremes(NamedTuple):
 
 
 def _position(count: int, fraction: float) -> float:
-    """Find where the upper threshold lies among `count` sorted entries, between two of them as in
-    numpy.percentile."""
+    """Compute the index of the upper threshold among `count` entries in ascending order. As in numpy.percentile it may
+    lie between two entries."""
     return (1 - fraction / 2) * (count - 1)
 
 
 def rank(count: int, fraction: float) -> int:
-    """Count how many extreme entries at each end the percentiles of `count` entries need, of which `fraction` are
-    outliers, half of them at each end."""
+    """Count r, the extreme entries at each end that are needed to find the thresholds.
+
+    Args:
+        count: entries of a channel.
+        fraction: of the entries that are outliers, half of them at each end.
+
+    Returns:
+        r: all entries beyond a threshold, and the one below it for the interpolation.
+    """
     return count - math.floor(_position(count, fraction))
 
 
 def empty_extremes(layers: int, width: int, r: int) -> Extremes:
+    """Make the extremes of no tokens: any entry takes the place of these infinities."""
     return Extremes(jnp.full((layers, width, r), -jnp.inf), jnp.full((layers, width, r), jnp.inf))
 
 
 @jax.jit
 def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
-    """Take T more tokens into the extremes."""
+    """Update the extremes with T more tokens."""
     channels = jnp.swapaxes(x, 1, 2)
 
-    def largest(old, new):
+    def largest(old: Float[Array, "L W r"], new: Float[Array, "L W T"]) -> Float[Array, "L W r"]:
         rows = jnp.concatenate([old, new], -1).reshape(-1, old.shape[-1] + new.shape[-1])
-        return jax.lax.top_k(rows, old.shape[-1])[0].reshape(old.shape)
+        values, _ = jax.lax.top_k(rows, old.shape[-1])
+        return values.reshape(old.shape)
 
     return Extremes(largest(extremes.top, channels), -largest(-extremes.bottom, -channels))
 
@@ -123,64 +133,70 @@ def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[A
     """Compute the upper and the lower threshold of each channel.
 
     Args:
-        extremes: of all entries; there are at least `rank(count, fraction)`.
-        count: how many entries a channel has.
-        fraction: of them that are outliers, half at each end.
+        extremes: of all entries, at least `rank(count, fraction)` at each end.
+        count: entries of a channel.
+        fraction: of the entries that are outliers, half of them at each end.
 
     Returns:
         The upper and the lower thresholds.
     """
     position = _position(count, fraction)
-    inner = count - 1 - math.floor(position)  # index, from the outside, of the entry below the percentile
+    inner = count - 1 - math.floor(position)  # index of the entry inside the threshold; the outermost entry has 0
     share = position - math.floor(position)
 
-    def between(sorted_entries):
-        below, above = sorted_entries[..., inner], sorted_entries[..., max(inner - 1, 0)]
-        return below + share * (above - below)
+    def interpolated(outermost_first):
+        inside, outside = outermost_first[..., inner], outermost_first[..., max(inner - 1, 0)]
+        return inside + share * (outside - inside)
 
-    return between(extremes.top), between(extremes.bottom)
+    return interpolated(extremes.top), interpolated(extremes.bottom)
 
 
 # --- Pass 2: weighted histograms, every layer of a run at once
 
 
 class Tally(NamedTuple):
-    """Pass 2's sums over the layers of one run; `outliers` and `clipped` count key entries beyond the thresholds and
-    those of them for which no slot is left."""
+    """Pass 2's sums for every layer of one run."""
 
     k: kmeans.Histogram
     v: kmeans.Histogram
-    outliers: Float[Array, " L"]
-    clipped: Float[Array, " L"]
+    outliers: Float[Array, " L"]  # key entries beyond the thresholds
+    clipped: Float[Array, " L"]  # outliers for which a token has no slot left
 
 
 def _weigh(fisher: Float[Array, "T W"] | None, scale: Float[Array, "#T #W"], objective: str):
-    """Weigh each normalised entry by F s^2 or F; None stands for 1."""
+    """Compute the weight of each normalised entry, F s^2 or F, with half ranges s = `scale`. None means that all
+    weights are 1."""
     if fisher is None or objective == "none":
         return None
     return fisher * scale**2 if objective == "fisher_s2" else fisher
 
 
-def _points(u, weight, keep: Bool[Array, "T W"]) -> kmeans.Histogram:
+def _points(u: Float[Array, "T W"], weight, keep: Bool[Array, "T W"]) -> kmeans.Histogram:
+    """Make the histogram of the normalised entries u that `keep` marks."""
     weight = jnp.ones_like(u) if weight is None else jnp.broadcast_to(weight, u.shape)
     return kmeans.histogram(u.ravel(), weight.ravel(), keep.ravel())
 
 
 def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
-    """Make the histogram of one layer's keys inside their thresholds. Also count those outside, and those of them that
-    find no slot."""
+    """Make the histogram of one layer's key entries inside their thresholds. Also count the entries outside, and how
+    many of these find no slot."""
     u, outside = normalise_keys(bounds, x)
-    scale = channel_range(bounds)[1][None]
+    _, half_range = channel_range(bounds)
+    scale = half_range[None]
+    # A channel of range 0 has no error to be weighed.
     hist = _points(u, _weigh(fisher, scale, objective), ~outside & (scale > 0))
-    return hist, outside.sum().astype(jnp.float32), excess(slots, bounds, x).sum().astype(jnp.float32)
+    outliers = outside.sum().astype(jnp.float32)
+    clipped = excess(slots, bounds, x).sum().astype(jnp.float32)
+    return hist, outliers, clipped
 
 
 def _values(slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
-    """Make the histogram of one layer's values inside their token's range, normalised as the codec will."""
-    high, low, _ = token_range(x, slots // 2)
+    """Make the histogram of one layer's value entries inside the range of their token, normalised as the codec will."""
+    high, low, _ = token_range(x, slots // 2)  # half of the outlier slots for each end
     centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, dtype))
     inside = (x <= high) & (x >= low) & (scale > 0)
-    return _points((x - centre) / jnp.where(scale > 0, scale, 1.0), _weigh(fisher, scale, objective), inside)
+    u = (x - centre) / jnp.where(scale > 0, scale, 1.0)
+    return _points(u, _weigh(fisher, scale, objective), inside)
 
 
 @functools.partial(jax.jit, static_argnames=("key_slots", "value_slots", "dtype", "objective"))
@@ -199,8 +215,8 @@ def tally(
         x: keys, values and, unless the objective is "none", their F.
         bounds: the keys' thresholds, "upper" and "lower".
         key_slots: outlier slots of a token's keys.
-        value_slots: those of its values.
-        dtype: that of the values' stored scales.
+        value_slots: outlier slots of a token's values.
+        dtype: of the values' stored scales.
         objective: as in `Recipe`.
 
     Returns:
@@ -211,7 +227,8 @@ def tally(
         (k, v, *fisher), bounds = xs
         k_fisher, v_fisher = fisher or (None, None)
         k_hist, outliers, clipped = _keys(key_slots, objective, k, k_fisher, bounds)
-        return Tally(k_hist, _values(value_slots, dtype, objective, v, v_fisher), outliers, clipped)
+        v_hist = _values(value_slots, dtype, objective, v, v_fisher)
+        return Tally(k_hist, v_hist, outliers, clipped)
 
     return jax.lax.map(layer, (x, bounds))
 
@@ -221,15 +238,14 @@ def tally(
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """One calibration: what is measured, on what. `specs` has a run of layers' (key, value) codecs, None for other
-    runs."""
+    """One calibration: the data, and what is measured on them."""
 
     data: Sequences
     recipe: Recipe
     sinks: int
     runs: tuple[RunLayout, ...]
-    specs: tuple[tuple[Nuq, Nuq] | None, ...]
-    rope: str
+    specs: tuple[tuple[Nuq, Nuq] | None, ...]  # (key, value) codecs of each run; None for runs of other methods
+    rope: str  # whether keys are cached before RoPE ("pre") or after it ("post")
 
     @property
     def entries(self) -> int:
@@ -250,6 +266,8 @@ def _codecs(spec) -> tuple[Nuq, Nuq] | None:
 
 
 def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
+    """Describe one calibration. Raises UserError for a method without KVQuant's layers, or with two kinds of keys among
+    them, and for sequences that are no longer than the sinks."""
     layers: tuple[Any, ...] = method.layers(data.shape)
     runs = runs_for(method, data.shape)
     specs = tuple(_codecs(layers[run.first]) for run in runs)
@@ -264,17 +282,18 @@ def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
 
 
 def _fresh_state(task: _Task) -> dict[str, Any]:
+    """Make the state before the first sequence. All layers keep as many extremes as the one that needs most."""
     shape = task.data.shape
     r = max(rank(task.entries, pair[0].outliers) for pair in task.specs if pair)
     extremes = empty_extremes(shape.num_layers, shape.kv_width, r)
-    shapes = [_tally_shape(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
-    return {"done": np.int64(0), "extremes": extremes, "tallies": shapes}
+    tallies = [_empty_tally(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
+    return {"done": np.int64(0), "extremes": extremes, "tallies": tallies}
 
 
-def _tally_shape(layers: int) -> Tally:
-    row, bins = jnp.zeros(layers), jnp.zeros((layers, kmeans.BINS))
-    hist = kmeans.Histogram(bins, bins, row, bins, bins)
-    return Tally(hist, hist, row, row)
+def _empty_tally(layers: int) -> Tally:
+    per_layer, bins = jnp.zeros(layers), jnp.zeros((layers, kmeans.BINS))
+    hist = kmeans.Histogram(bins, bins, per_layer, bins, bins)
+    return Tally(hist, hist, per_layer, per_layer)
 
 
 def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dict:
@@ -285,18 +304,25 @@ def _bounds(task: _Task, run: RunLayout, pair: tuple[Nuq, Nuq], extremes) -> dic
 
 
 def _turn(task: _Task, source: str, x):
-    """Turn keys or values of all layers [L, B, T, W] to the frame of each run's codecs."""
-    frames = [(slice(run.first, run.first + run.count), run.wiring.maps.frame) for run in task.runs]
-    return jnp.concatenate([x[at] if frame is None else frame.turn({}, source, x[at]) for at, frame in frames])
+    """Rotate keys or values of all layers [L, B, T, W] into the frame of each run's body."""
+    turned = []
+    for run in task.runs:
+        of_run = x[run.first : run.first + run.count]
+        frame = run.wiring.maps.frame
+        turned.append(of_run if frame is None else frame.turn({}, source, of_run))
+    return jnp.concatenate(turned)
 
 
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
-    k = task.data.read(number, task.rope, False, functools.partial(_turn, task)).k[:, 0]
+    """Update the extremes with sequence `number`."""
+    with_gradients = False
+    k = task.data.read(number, task.rope, with_gradients, functools.partial(_turn, task)).k[:, 0]  # [L, T, W]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
     return state | {"extremes": observe(Extremes(*state["extremes"]), k[:, skipped:])}
 
 
 def _second_pass(task: _Task, state: dict, number: int) -> dict:
+    """Update the tallies with sequence `number`."""
     objective = task.recipe.objective
     activations = task.data.read(number, task.rope, objective != "none", functools.partial(_turn, task))
     tallies = []
@@ -304,17 +330,25 @@ def _second_pass(task: _Task, state: dict, number: int) -> dict:
         if pair is None:
             tallies.append(old)
             continue
+        # Keys, values and their gradients, each [L_run, T, W]
         arrays = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in activations if x is not None)
-        bounds = _bounds(task, run, pair, state["extremes"])
-        slots = dict(zip(("key_slots", "value_slots"), (c.slot_count(arrays[0].shape[-1]) for c in pair), strict=True))
-        new = tally(arrays, bounds, **slots, dtype=pair[1].dtype, objective=objective)
+        key, value = pair
+        width = arrays[0].shape[-1]
+        new = tally(
+            arrays,
+            _bounds(task, run, pair, state["extremes"]),
+            key_slots=key.slot_count(width),
+            value_slots=value.slot_count(width),
+            dtype=value.dtype,
+            objective=objective,
+        )
         tallies.append(jax.tree.map(jnp.add, old, new))
     return state | {"tallies": tallies}
 
 
 def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
-    """Collect the constants of every run, and for each layer the shares of key entries that lie beyond the thresholds
-    and that find no slot."""
+    """Collect the constants of every run, and a report: for each layer the share of key entries beyond the thresholds,
+    and the share of key entries that are beyond and find no slot."""
     constants, reports = [], []
     for run, pair, sums in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
@@ -331,33 +365,38 @@ def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
 
 
 def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
-    """Find the signposts and Q-Norm of one run's keys or values, as far as the codec asks for them."""
+    """Find the signposts and Q-Norm's constants of one run's keys or values, if the codec needs them."""
+    tables = {}
     if spec.datatype == "nuq":
-        tables = {"signposts": kmeans.weighted_kmeans(hist, 2**spec.bits)}
-        table = tables["signposts"]
+        signposts = kmeans.weighted_kmeans(hist, 2**spec.bits)  # [L_run, levels]
+        tables["signposts"] = signposts
     else:
-        tables, fixed = {}, jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
-        table = jnp.broadcast_to(fixed[None], (hist.energy.shape[0], fixed.size))
-    return tables | ({"norm": kmeans.q_norm(hist, table)} if spec.q_norm else {})
+        fixed = jnp.asarray(fixed_signposts(spec.datatype, spec.bits))
+        signposts = jnp.broadcast_to(fixed[None], (hist.energy.shape[0], fixed.size))
+    if spec.q_norm:
+        tables["norm"] = kmeans.q_norm(hist, signposts)
+    return tables
 
 
 # --- The doors
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens: those of two exact
-    passes, and of the second one's gradients, which cost two passes more."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens. Two forward passes,
+    and the gradients in the second one, which cost as much as two more, are four."""
     return 4 * count * prompt_operations(model.config, 0, length)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Constants of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the constants of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
-    """Constants of `method` from tensors of any model; `options` as in `fit`. Without gradients every entry weighs the
-    same, unless the recipe says otherwise."""
+    """Find the constants of `method` from tensors of any model; `options` as in `fit`.
+
+    Without gradients and without a recipe all entries have the same weight. Raises UserError for a recipe that needs
+    gradients where there are none."""
     recipe = recipe or Recipe(objective="none" if data.key_gradients is None else "fisher_s2")
     if data.key_gradients is None and recipe.objective != "none":
         raise UserError(f"objective {recipe.objective!r} needs key_gradients and value_gradients")
@@ -372,8 +411,22 @@ def fit(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Constants of `method` from sequences of any model. `state` names a file that keeps the progress after every
-    sequence: a run that was killed continues there. `advance(steps, total)` is told each step."""
+    """Find the constants of `method` from sequences of any model.
+
+    Args:
+        data: the sequences.
+        method: with layers of KVQuant.
+        recipe: the settings.
+        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        advance: advance(steps, total) is called after every sequence of either pass.
+
+    Returns:
+        The method with its constants.
+
+    Raises:
+        UserError: for a method without KVQuant's layers, or with two kinds of keys among them, and for sequences that
+            are no longer than the sinks.
+    """
     task, count = _prepare(data, method, recipe), data.count
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
 

@@ -1,5 +1,5 @@
-"""What calibrations read that take one layer after the other, all sequences at a time: keys before RoPE, values,
-queries and output projections, of a model that reads a text or of tensors that any model computed."""
+"""The data of calibrations that take one layer after the other, all sequences at a time: keys before RoPE, values,
+queries and output projections. They come from a model that reads a text, or from tensors that any model computed."""
 
 import functools
 from collections.abc import Callable
@@ -47,19 +47,19 @@ class Layers(NamedTuple):
 
         read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer above)
 
-    `h` is the first layer's; `parts` are what `identity` takes of them."""
+    `h` are hidden states, the input of layer `index`."""
 
     shape: KVShape
-    h: Float[np.ndarray, "N T E"]
+    h: Float[np.ndarray, "N T E"]  # the input of the first layer
     read: Callable[[int, Any], tuple[Any, Activations, Any]]
-    fingerprint: str
-    parts: tuple[Any, ...]
+    fingerprint: str  # of the model
+    parts: tuple[Any, ...]  # text and arrays that identify the data (`resume.identity`)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "unbiased"))
 def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
-    """Run one exact layer on N sequences, one at a time. Returns its keys as they are cached, its (v, q, k), and the
-    hidden states that the layer above sees."""
+    """Run one exact layer on N sequences, one at a time. Returns its keys as they are cached [N, T, W], its (v, q, k)
+    as in `Activations`, and the input of the layer above [N, T, E]."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
     turns = positions_of_layer(positions, config, index)
@@ -71,8 +71,8 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
         attended = decoder.attend_plainly(projected.q, rotated, projected.v, index, weights, config)
         out = decoder.finish(weights, row[None], attended, config)[0]
         k = cached_keys(projected, positions, config, "pre", unbiased)
-        flat = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))
-        return *flat, projected.q[0], rotated[0], out
+        flat_k, flat_v = (x[0].reshape(row.shape[0], -1) for x in (k, projected.v))  # [T, W]
+        return flat_k, flat_v, projected.q[0], rotated[0], out
 
     k, v, q, rotated, out = jax.lax.map(row_pass, h)
     return k, (v, q, rotated), out
@@ -100,7 +100,8 @@ def of_captured(data: Captured, method: Method) -> Layers:
 
     def read(index: int, h):
         k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
-        if data.queries is None or data.outputs is None:  # errors of keys and values then count as they are
+        if data.queries is None or data.outputs is None:
+            # Arrays without heads tell a calibration that it only knows errors of keys and values themselves.
             blank = jnp.zeros((*data.size, 0, 1))
             return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
         shape, positions = data.shape.layer(index), positions_of(*data.size)

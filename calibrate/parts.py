@@ -1,15 +1,15 @@
 """Which module calibrates which layers of a method, and one artifact of what several of them found.
 
-A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). Where all layers name one
-module, it calibrates the method as it is. Otherwise each module is given a method of its own, in which the layers of
-other modules are exact, and what it finds goes back to the layers that asked for it.
+A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). If all layers name one
+module, it calibrates the method as it is. Otherwise each module gets a method of its own, in which the layers of other
+modules are exact. Its constants then go to the layers that named it.
 
-All that is known of a calibration stands in its module:
+A module of a calibration has these names:
 
     DEFAULT_SEQUENCES, DEFAULT_LENGTH, work, calibrate    for a model that reads a text
     fit_captured                                          for tensors of any model
     NEEDS_MODEL                                           why there is no `fit_captured`
-    constants                                             alone, where the constants follow from the weights
+    constants                                             instead of all others, for constants made of the weights
 """
 
 import dataclasses
@@ -37,16 +37,15 @@ from kvqjax.model.config import KVShape
 __all__ = ["Part", "by_run", "calibrated", "captured_fitter", "divided", "fitter", "needed"]
 
 EXACT = KeysAndValues(key=Exact(), value=Exact())
-Asked = dict[str, Fit]  # source, or "" for a whole layer -> what fits its constants
+Asked = dict[str, Fit]  # source, or "" for a whole layer -> the fit of its constants
 
 
 class Part(NamedTuple):
-    """One module's share: a `method` that it can calibrate, and per layer number which group of constants goes back
-    ("k", "v", or "" for all of them)."""
+    """The share of one module."""
 
     fit: Fit
-    method: Method
-    groups: dict[int, str]
+    method: Method  # with exact layers in place of other modules' layers
+    groups: dict[int, str]  # layer number -> the group of constants that the layer takes: "k", "v", or "" for all
 
 
 def fitter(fit: Fit) -> ModuleType:
@@ -60,8 +59,8 @@ def fitter(fit: Fit) -> ModuleType:
 
 
 def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
-    """Find what fits on captured tensors: `fit_captured(data, method, recipe, state=, advance=)` of the fit's module.
-    Raises UserError for fits that need a model."""
+    """Find the function of the fit's module that calibrates from captured tensors, `fit_captured(data, method, recipe,
+    state=, advance=)`. Raises UserError for fits that need a model."""
     if fit.source == "weights":
         raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
     module = fitter(fit)
@@ -72,11 +71,13 @@ def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
 
 
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
-    """Leave out fits whose constants another one finds as well."""
-    return tuple(fit for fit in dict.fromkeys(fits) if not any(fit.module in candidate.also for candidate in fits))
+    """Leave out fits whose constants another one of `fits` finds as well."""
+    covered = {module for fit in fits for module in fit.also}
+    return tuple(fit for fit in dict.fromkeys(fits) if fit.module not in covered)
 
 
 def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
+    """Find the fits of one run of layers. Raises UserError where a layer that is no `Pair` needs more than one."""
     if isinstance(spec, Pair):
         codecs = run.wiring.storage.codecs.items()
         return {source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None}
@@ -88,28 +89,29 @@ def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
 
 
 def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
-    """List what every layer asks for; a fit that covers another one takes its layers too."""
-    specs, fits = method.layers(shape), []
+    """List the fits of every layer. If one fit of the method finds another one's constants as well, it replaces it."""
+    specs = method.layers(shape)
+    by_layer = []
     for run in runs_for(method, shape):
-        fits += [_fits_of(method, run, specs[run.first])] * run.count
-    everywhere = [fit for layer in fits for fit in layer.values()]
+        by_layer += [_fits_of(method, run, specs[run.first])] * run.count
+    all_fits = [fit for layer in by_layer for fit in layer.values()]
 
-    def cover(fit: Fit) -> Fit:
-        return next((candidate for candidate in everywhere if fit.module in candidate.also), fit)
+    def replacement(fit: Fit) -> Fit:
+        return next((candidate for candidate in all_fits if fit.module in candidate.also), fit)
 
-    return [{part: cover(fit) for part, fit in layer.items()} for layer in fits]
+    return [{part: replacement(fit) for part, fit in layer.items()} for layer in by_layer]
 
 
 def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
-    """List what calibrates a method, each fit once and in the order of layers; () for methods without constants."""
+    """List the fits of a method, each once and in the order of layers; () for methods without constants."""
     return tuple(dict.fromkeys(fit for layer in _by_layer(method, shape) for fit in layer.values()))
 
 
 def divided(method: Method, shape: KVShape) -> list[Part]:
-    """Divide a method among what calibrates it."""
+    """Divide a method among the modules that calibrate it."""
     by_layer, specs = _by_layer(method, shape), method.layers(shape)
     shares = dict.fromkeys((fit, part) for layer in by_layer for part, fit in layer.items())
-    if [part for _, part in shares] == [""]:
+    if [part for _, part in shares] == [""]:  # one module for whole layers takes the method as it is
         ((fit, _),) = shares
         return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
 
@@ -123,6 +125,7 @@ def divided(method: Method, shape: KVShape) -> list[Part]:
 
 
 def _part_of(spec: LayerSpec, part: str) -> LayerSpec:
+    """Give the layer of a `Pair`'s keys ("k") or values ("v"); for "" the layer itself."""
     return getattr(spec, {"k": "key", "v": "value"}[part]) if part else spec
 
 
@@ -140,8 +143,13 @@ def calibrated(
         return fit_part(parts[0], state, advance)
     artifacts = []
     for number, part in enumerate(parts):
-        tell = lambda steps, total, n=number: advance(n * 1000 + 1000 * steps // total, 1000 * len(parts))  # noqa: E731
-        artifacts.append(fit_part(part, None if state is None else part_state(state, number), tell))
+
+        def advance_part(steps: int, total: int, number: int = number) -> None:
+            # Parts have different numbers of steps; to the caller each of them is 1000 steps.
+            advance(number * 1000 + 1000 * steps // total, 1000 * len(parts))
+
+        part_path = None if state is None else part_state(state, number)
+        artifacts.append(fit_part(part, part_path, advance_part))
     constants = tuple(_merged(run, parts, artifacts, shape) for run in runs_for(method, shape))
     reports = [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, artifacts, strict=True)]
     return Artifact(method, constants, artifacts[0].fingerprint, {"parts": reports})
@@ -153,7 +161,9 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
     for part, artifact in zip(parts, artifacts, strict=True):
         if run.first not in part.groups:
             continue
-        group, runs = part.groups[run.first], runs_for(part.method, shape)
+        group = part.groups[run.first]
+        # In the part's method these layers may belong to a longer run, of which they are taken.
+        runs = runs_for(part.method, shape)
         place = next(n for n, part_run in enumerate(runs) if run.first < part_run.first + part_run.count)
         start = run.first - runs[place].first
         groups = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
@@ -162,7 +172,10 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
 
 
 def by_run(method: Method, shape: KVShape, layers: list[dict]) -> tuple[dict, ...]:
-    """Stack the constants of every layer by runs of layers, [L_run, ...], as `Model.constants` takes them; {} where
-    nothing is needed."""
-    runs = (layers[run.first : run.first + run.count] for run in runs_for(method, shape))
-    return tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *run) for run in runs)
+    """Stack the constants of layers by runs, [L_run, ...], as `Model.constants` takes them. Runs without constants have
+    {}."""
+    stacks = []
+    for run in runs_for(method, shape):
+        of_run = layers[run.first : run.first + run.count]
+        stacks.append(jax.tree.map(lambda *arrays: jnp.stack(arrays), *of_run))
+    return tuple(stacks)

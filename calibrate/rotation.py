@@ -1,15 +1,17 @@
-"""Rotations fitted to what attention sees of errors (OSCAR, arXiv 2605.17757, sections 3.1 and 3.2), in closed form.
+"""Rotations fitted so that errors harm attention little (OSCAR, arXiv 2605.17757, sections 3.1 and 3.2), in closed
+form.
 
-An error e of a key costs (q . e)^2, so keys are judged by the covariance of the queries that read them; values by that
-of the attention outputs, V^T S^T S V with softmax scores S. With U the eigenvectors of such a covariance C, ascending,
-H the Hadamard matrix and P the bit-reversal order of columns by eigenvalue,
+An error e of a key changes a score by q . e. So the rotation of keys is made of the covariance C of the queries that
+read them. The rotation of values is made of the covariance C of the attention outputs, V^T S^T S V with softmax weights
+S. U are the eigenvectors of C in ascending order of eigenvalues, H is the Hadamard matrix, and P a permutation of
+columns by bit reversal (`columns_by_energy`):
 
-    R = U H P / sqrt(D)        diag(R^T C R) = trace(C) / D in every entry:
+    R = U H P / sqrt(D)        diag(R^T C R) = trace(C) / D in every entry
 
-errors cost the same in every channel, and every group of channels has its share of the large eigenvalues.
+So errors cost the same in every channel, and every group of channels has its share of the large eigenvalues.
 
-One pass over the text, a sequence and layer at a time; sums and eigenvectors in float64 on the host. Attention sinks,
-which the cache keeps exact, are left out.
+The text is read once, a sequence and layer at a time. Sums and eigenvectors are float64 on the host. Attention sinks
+are left out, because the cache keeps them exact.
 """
 
 import dataclasses
@@ -59,8 +61,8 @@ class Recipe:
     """How rotations are fitted.
 
     Attributes:
-        values: what values are judged by: attention outputs ("outputs", the paper), or the values themselves, weighed
-            with the energy that queries find in their token's key ("energy", the released code).
+        values: of which vectors the covariance for values is taken: of attention outputs ("outputs", the paper), or of
+            the values ("energy", the released code), each weighed with the mean square score of its token's key.
         shared: whether all KV heads of a layer have one pair of matrices, from the mean over heads, as released; else
             each has its own.
 
@@ -85,8 +87,16 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 
 def columns_by_energy(dim: int) -> np.ndarray:
-    """Make P, an order of the D columns of U H, whose eigenvalues ascend: which column stands at each place. The k-th
-    largest stands at the place whose bits are those of k reversed. A D that is no power of two keeps its columns."""
+    """Make the permutation P of the D columns of U H, which are in ascending order of eigenvalues.
+
+    The column of the k-th largest eigenvalue goes to the place whose binary digits are those of k reversed.
+
+    Args:
+        dim: D. Where it is no power of two, columns stay in place.
+
+    Returns:
+        The number of the column at every place.
+    """
     bits = dim.bit_length() - 1
     if dim != 1 << bits:
         return np.arange(dim)
@@ -99,7 +109,7 @@ def columns_by_energy(dim: int) -> np.ndarray:
 def fitted(covariance: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"]:
     """Compute R of one covariance, float64."""
     dim = len(covariance)
-    vectors = np.linalg.eigh(covariance)[1]
+    _, vectors = np.linalg.eigh(covariance)
     mixed = vectors @ hadamard(dim).astype(np.float64) / dim**0.5
     return mixed[:, columns_by_energy(dim)]
 
@@ -111,7 +121,7 @@ def covariances(
     out: Float[Array, "T H D"],
     values: str,
 ) -> tuple[Float[Array, "K D D"], Float[Array, "K D D"]]:
-    """Compute what keys and values of one sequence are judged by.
+    """Compute the covariances C from which the rotations of keys and values are made, for one sequence.
 
     Args:
         q: queries after RoPE.
@@ -126,6 +136,8 @@ def covariances(
     heads = k.shape[1]
 
     def of_rows(x, weight=None):
+        """Compute the mean of the outer products of x with itself, for each KV head."""
+        # [T, H, D] -> [K, T * G, D]
         rows = jnp.swapaxes(x.astype(jnp.float32).reshape(x.shape[0], heads, -1, x.shape[-1]), 0, 1)
         rows = rows.reshape(heads, -1, x.shape[-1])
         weighed = rows if weight is None else rows * weight[..., None]
@@ -134,6 +146,7 @@ def covariances(
     keys = of_rows(q)
     if values == "outputs":
         return keys, of_rows(out)
+    # The mean square score of every key, k^T C k with the queries' covariance C.
     wide = k.astype(jnp.float32)
     energy = jnp.einsum("tkd,kde,tke->kt", wide, keys, wide, precision=jax.lax.Precision.HIGHEST)
     return keys, of_rows(v, energy / energy.mean(1, keepdims=True))
@@ -149,8 +162,19 @@ def _moments(
     sinks: int,
     unbiased: bool,
 ):
-    """Covariances [L, K, D, D] of keys and values and sums of rotated keys [L, K*D] of one sequence. `unbiased` keys
-    are those that a cache keeps without their bias."""
+    """Compute what one sequence adds to the sums.
+
+    Args:
+        params: the model's weights.
+        tokens: of the sequence.
+        config: the model's.
+        values: as in `Recipe`.
+        sinks: first tokens that are left out.
+        unbiased: whether the cache keeps keys without the model's bias.
+
+    Returns:
+        The covariances for keys and for values, [L, K, D, D], and the sum of keys after RoPE, [L, K*D].
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, index):
@@ -160,11 +184,13 @@ def _moments(
         k = rotate(projected.k, turns, config)
         out = decoder.attend_plainly(projected.q, k, projected.v, index, weights, config)
         kept = cached_keys(projected, turns, config, "post", unbiased)
-        q, body_k, v, seen = (x[0, sinks:] for x in (projected.q, kept, projected.v, out))
-        pair = covariances(q, body_k, v, seen, values)
-        return decoder.finish(weights, h, out, config), (*pair, body_k.astype(jnp.float32).sum(0).reshape(-1))
+        q, body_k, v, body_out = (x[0, sinks:] for x in (projected.q, kept, projected.v, out))
+        of_keys, of_values = covariances(q, body_k, v, body_out, values)
+        key_sum = body_k.astype(jnp.float32).sum(0).reshape(-1)
+        return decoder.finish(weights, h, out, config), (of_keys, of_values, key_sum)
 
-    return jax.lax.scan(step, decoder.embed(params, tokens, config), jnp.arange(config.num_layers))[1]
+    _, moments = jax.lax.scan(step, decoder.embed(params, tokens, config), jnp.arange(config.num_layers))
+    return moments
 
 
 def calibrate(
@@ -176,15 +202,15 @@ def calibrate(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Fit the rotations of `method` for `model`, and the key means if it takes them off.
+    """Fit the rotations of `method` for `model`, and the means of keys if the method subtracts them.
 
     Args:
         model: the model.
-        method: what is rotated.
+        method: with layers that have fitted rotations.
         tokens: N sequences of T tokens.
         recipe: the settings.
-        state: a file that keeps the progress after every sequence: a run that was killed continues there.
-        advance: `advance(steps, total)` is told each sequence.
+        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        advance: advance(steps, total) is called after every sequence.
 
     Returns:
         The method with its matrices and means, float32.
@@ -214,14 +240,20 @@ def calibrate(
 
 
 def _constants(run: RunLayout, progress: dict, recipe: Recipe, rows: int) -> dict:
-    """Collect what a run of layers asks for."""
-    layers, groups, constants = slice(run.first, run.first + run.count), run.wiring.wanted(), {}
+    """Make the constants that a run of layers needs, of the sums over `rows` tokens."""
+    layers = slice(run.first, run.first + run.count)
+    groups = run.wiring.wanted()
+    constants = {}
     if CONSTANTS in groups:
         constants[CONSTANTS] = {name: _matrices(progress[name][layers], recipe.shared) for name in groups[CONSTANTS]}
     if "k" in groups:
         mean = jnp.asarray(progress["sum"][layers] / rows, jnp.float32)
-        turn = lambda m, fixed: in_frame(run, fixed, m[None])[0]  # noqa: E731 - a layer's own matrices
-        constants["k"] = {"mean": jax.vmap(turn)(mean, {CONSTANTS: constants.get(CONSTANTS, {})})}
+
+        def turned(mean, matrices):
+            """Rotate one layer's mean into the frame of its body, by the layer's own matrices."""
+            return in_frame(run, matrices, mean[None])[0]
+
+        constants["k"] = {"mean": jax.vmap(turned)(mean, {CONSTANTS: constants.get(CONSTANTS, {})})}
     return constants
 
 
