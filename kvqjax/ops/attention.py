@@ -42,12 +42,12 @@ class Partial(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """What turns scores into softmax weights, beside their scale and the mask.
+    """Options of the softmax, apart from the scale of scores and the mask.
 
-    - `softcap`: a score s counts as softcap * tanh(s / softcap), before the mask (Gemma 2, arXiv 2408.00118, section
-      2). It is static. A reader that cannot serve it does not take the body.
-    - `sinks`: a logit for every query head, which takes its share of the softmax and gives nothing (gpt-oss). It is one
-      more term of the merge of segments, so that no reader sees it (`with_sinks`)."""
+    - `softcap`: a score s is replaced by softcap * tanh(s / softcap) before the mask (Gemma 2, arXiv 2408.00118,
+      section 2). It is static. Readers without it do not read the body.
+    - `sinks`: a logit for every query head, which takes part in the softmax with a value of 0 (gpt-oss). It is one more
+      segment in the merge of segments, so that no reader knows of it (`with_sinks`)."""
 
     softcap: float | None = None
     sinks: Float[Array, " H"] | None = None
@@ -62,12 +62,12 @@ class Running(NamedTuple):
 
 
 def capped(scores: Float[Array, "*S"], softcap: float | None) -> Float[Array, "*S"]:
-    """Cap scores that are not masked yet: a masked one would become finite."""
+    """Cap scores before they are masked. A masked score, -inf, would become finite."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def with_sinks(part: Partial, sinks: Float[Array, " H"] | None) -> Partial:
-    """Add the sink logits of every head to what all segments together gave."""
+    """Add the sink logits to the merged result of all segments."""
     if sinks is None:
         return part
     lse = jnp.logaddexp(part.lse, sinks.astype(jnp.float32)[None, None])
@@ -75,8 +75,16 @@ def with_sinks(part: Partial, sinks: Float[Array, " H"] | None) -> Partial:
 
 
 def oldest_seen(query, sliding: int, chunked: bool = False) -> Any:
-    """The oldest position that a query sees: `sliding` tokens with its own, or the first of its chunk of so many. It
-    may be below 0."""
+    """Compute the oldest position that a query sees; it may be below 0.
+
+    Args:
+        query: the query's position.
+        sliding: tokens of a sliding window, the query's own included, or of a chunk.
+        chunked: whether the query sees its chunk, which begins at a multiple of `sliding`, instead of a window.
+
+    Returns:
+        The position.
+    """
     return floor_divide(query, sliding) * sliding if chunked else query - sliding + 1
 
 
@@ -102,8 +110,8 @@ def _accumulate(
     mask: Bool[Array, "B T S"],
     softcap: float | None,
 ) -> Running:
-    """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values. A value that
-    no query sees is replaced by 0: it may be infinite, and 0 x inf is NaN."""
+    """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values."""
+    # A value that no query sees may be infinite, and 0 x inf is NaN.
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
     scores = capped(scores_of(q, k), softcap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -112,13 +120,14 @@ def _accumulate(
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
-    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
+    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])  # [B, J, H / J, T, S]
     update = sums_of(by_value, v)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
     return Running(peak, state.total * decay + weights.sum(-1), acc)
 
 
 def _start(q: Float[Array, "B K G T D"], width: int) -> Running:
+    """Make the online softmax of queries that have seen nothing, for values of `width` channels."""
     shape = q.shape[:-1]
     return Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32))
 
@@ -165,11 +174,11 @@ def blockwise_attention(
         first: the first block that is read.
         last: one past the last block.
         carry: what goes from block to block; any pytree.
-        width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output is as wide.
-        lanes: all KV heads are treated as one head of K*D channels. Queries are zero outside their own head's channels,
-            so that the products cost K times as many operations. In return no head of what is read is taken apart from
-            the others. That pays for few queries, for which a matrix unit has the time.
-        mix: with `lanes`, [K, K]: the heads of the keys are this matrix times the heads that `read` gives.
+        width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output has this width.
+        lanes: treat all KV heads as one head of K*D channels. Queries are zero outside the channels of their own head,
+            so the products take K times as many operations. In return, the channels of what is read need not be
+            separated by head. That pays with few queries, where a matrix unit is not busy.
+        mix: with `lanes`, [K, K]: the keys' heads are this matrix times the heads that `read` gives.
         softcap: caps the scores (`capped`); None: no cap.
 
     Returns:
@@ -182,15 +191,19 @@ def blockwise_attention(
     def step(j, loop):
         state, carry = loop
         k, v, mask, carry = read(j, carry)
-        k, v = (x.reshape(*x.shape[:2], 1, -1) for x in (k, v)) if lanes else (k, v)
+        if lanes:
+            k, v = (x.reshape(*x.shape[:2], 1, -1) for x in (k, v))
         return _accumulate(state, by_head, k, v, mask, softcap), carry
 
-    state, carry = jax.lax.fori_loop(first, last, step, (_start(by_head, width or by_head.shape[-1]), carry))
-    return finish(_own_lanes(state, kv_heads, width is None) if lanes else state), carry
+    start = _start(by_head, width or by_head.shape[-1])
+    state, carry = jax.lax.fori_loop(first, last, step, (start, carry))
+    if lanes:
+        state = _own_lanes(state, kv_heads, by_head=width is None)
+    return finish(state), carry
 
 
 def _own_lanes(state: Running, heads: int, by_head: bool) -> Running:
-    """Bring the state of queries that met the channels of all heads (`all_lanes`) back to KV heads.
+    """Split the state of queries that were multiplied with the channels of all heads (`all_lanes`) by KV head.
 
     Args:
         state: of one head, whose query rows are those of all KV heads, one head after the other.
@@ -201,22 +214,27 @@ def _own_lanes(state: Running, heads: int, by_head: bool) -> Running:
     Returns:
         The state by KV head.
     """
-    split = lambda x: x.reshape(x.shape[0], heads, -1, *x.shape[3:])  # noqa: E731
+
+    def split(x: Array) -> Array:
+        """Reshape [B, 1, H, ..] to [B, K, G, ..]."""
+        return x.reshape(x.shape[0], heads, -1, *x.shape[3:])
+
     acc = head_lanes(split(state.acc)) if by_head else split(state.acc)
     return Running(split(state.peak), split(state.total), acc)
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
-    """Merge one segment's parts, which lie on the devices along the mesh axes `axes`, by a collective that gives every
-    device the whole. Works inside `shard_map` only; without axes the part is returned as it is."""
+    """Merge the parts of one segment that are on the devices along the mesh axes `axes`. Every device gets the result.
+    It works inside `shard_map` only. Without axes the part is returned as it is."""
     if not axes:
         return part
     peak = jax.lax.pmax(part.lse, axes)
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(part.lse - safe)
     out, total = jax.lax.psum((part.out * weights[..., None], weights), axes)
-    floor = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    return Partial(out / floor[..., None], jnp.where(total > 0, jnp.log(floor) + safe, -jnp.inf))
+    denominator = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    lse = jnp.where(total > 0, jnp.log(denominator) + safe, -jnp.inf)
+    return Partial(out / denominator[..., None], lse)
 
 
 def total_lse(*parts: Partial) -> Float[Array, "B T H"]:
@@ -237,7 +255,9 @@ def merged(*parts: Partial) -> Partial:
 
 
 def combined(lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]) -> Float[Array, "B T H D"]:
-    """Combine segments as `merge` does, given on one axis."""
+    """Combine N segments as `merge` does. Their results are stacked on the first axis."""
     peak = lse.max(0, keepdims=True)
+    # A finite stand-in for a peak of -inf: exp(-inf - -inf) would be NaN.
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
-    return (weights[..., None] * out).sum(0) / jnp.maximum(weights.sum(0), jnp.finfo(jnp.float32).tiny)[..., None]
+    total = jnp.maximum(weights.sum(0), jnp.finfo(jnp.float32).tiny)
+    return (weights[..., None] * out).sum(0) / total[..., None]

@@ -1,8 +1,8 @@
-"""Attention of many queries to keys that all of a part of them see or none: large products on a GPU, without a kernel
-of ours.
+"""Attention of many queries by large products on a GPU, without a kernel of ours. The queries are in parts, and a
+part's queries all see the same keys.
 
-What a GPU's compiler takes into a product is the exponential of its result, but not what is subtracted before it, nor a
-mask. So both are channels of the product, COLUMNS more than the D of a head; E = D + COLUMNS:
+XLA for GPUs fuses the exponential into the product of queries and keys, but neither a mask nor a subtraction before the
+exponential. So mask and subtraction become channels of the product. Vectors have E = D + COLUMNS channels:
 
                   D channels    P columns, one a part                  1 column             the rest
     query's row   the query     1 for its own part, 0 for the others   its peak, negated    0
@@ -11,11 +11,11 @@ mask. So both are channels of the product, COLUMNS more than the D of a head; E 
                   D channels    1 column                               the rest
     value's row   the value     1 if any part sees the key, else 0     0
 
-The product of a query's row and a key's is score - peak, or so low that it leaves no weight. Its exponential is the
-softmax weight. So weights reach memory in the inputs' dtype, and scores in float32 never do. The sum of weights times
-values' rows has the sum of the weights in the column behind the values.
+The product of a query's row and a key's row is score - peak, or for a key that is not seen so low that its exponential
+is 0. The exponential is the softmax weight. So weights are written to memory in the inputs' dtype, and scores in
+float32 never are. The weighted sum of values' rows has the sum of the weights in the column behind the values.
 
-A part is some consecutive queries; a key counts as seen where all of them see it. A peak is a query's running maximum,
+A part is some consecutive queries. It sees a key if all its queries see the key. A peak is a query's running maximum,
 rounded to the queries' dtype. A tile is the keys that one turn of the loop reads.
 """
 
@@ -32,7 +32,9 @@ from kvqjax.ops.xla_workarounds import zeros_by
 
 __all__ = ["tile_attention", "tiled_attention"]
 
-COLUMNS = 16  # channels beside a head's: as many as a matrix unit takes at once; all but one may be parts
+# Channels in addition to those of a head. A GPU's matrix unit takes 16 at once. One is for the peak, the others for
+# parts.
+COLUMNS = 16
 
 
 class _State(NamedTuple):
@@ -41,7 +43,7 @@ class _State(NamedTuple):
     Attributes:
         peak: of every query so far, in the queries' dtype; -inf before any key.
         rows: the queries' rows with these peaks.
-        sums: of values' rows under their weights, float32: of the values, and behind them that of the weights.
+        sums: weighted sums of values' rows, float32: of the values, and behind them the sum of the weights.
     """
 
     peak: Float[Array, "B K G T"]
@@ -51,13 +53,14 @@ class _State(NamedTuple):
 
 def _with_columns(x: Float[Array, "*B D"], *columns: Shaped[Array, "*B _"]) -> Float[Array, "*B E"]:
     """Put COLUMNS channels behind those of `x`: the given columns, and 0 in the rest."""
-    padding = jnp.zeros((*x.shape[:-1], COLUMNS - sum(column.shape[-1] for column in columns)), x.dtype)
+    given = sum(column.shape[-1] for column in columns)
+    padding = jnp.zeros((*x.shape[:-1], COLUMNS - given), x.dtype)
     return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), padding], -1)
 
 
 def _rows(q: Float[Array, "B K G T D"], peak: Float[Array, "B K G T"], parts: int) -> Float[Array, "B K G T E"]:
-    """Make the queries' rows, of queries in `parts` equal parts."""
-    # A peak of -inf, which no key has raised yet, counts as 0: a row must be finite.
+    """Make the rows of queries that are in `parts` equal parts."""
+    # A peak is -inf until a key raises it. Rows must be finite, so it counts as 0 until then.
     negated = jnp.where(jnp.isneginf(peak), 0, -peak)[..., None]
     part = jnp.arange(q.shape[3]) // (q.shape[3] // parts)
     return _with_columns(q, jnp.broadcast_to(jax.nn.one_hot(part, parts), (*peak.shape, parts)), negated)
@@ -84,16 +87,17 @@ def _add(
     """
     # Half of the lowest number: a score and a peak are added to it, and the sum must stay finite.
     low = float(jnp.finfo(q.dtype).min) / 2
-    by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))
+    by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))  # [B, S, K, P]
     any_part = by_part.any(-1, keepdims=True)
-    # What no part sees may hold anything, and 0 x inf is NaN.
+    # Keys and values that no part sees may be infinite, and 0 x inf is NaN.
     k, v = (jnp.where(any_part, x, 0) for x in (k, v))
-    k, v = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(any_part.shape)), _with_columns(v, any_part)
-    # A first product finds how far the tile rises above the peaks, rounded: any number near a peak will do, as long as
-    # all of a query's weights are taken from the same one.
+    k = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(any_part.shape))
+    v = _with_columns(v, any_part)
+    # A first product finds by how much the tile's scores exceed the peaks. It may be rounded: any number near the
+    # maximum serves as a peak, as long as all weights of a query are taken relative to the same number.
     rise = jnp.einsum("bkgte,bske->bkgts", state.rows, k, preferred_element_type=q.dtype).max(-1)
     old = jnp.where(jnp.isneginf(state.peak), 0, state.peak)
-    # A rise as low as `low` is that of a query which sees no key of the tile: its peak stays.
+    # The rise of a query that sees no key of the tile is about `low`. Its peak stays.
     peak = jnp.maximum(state.peak, jnp.where(rise > low / 2, old + rise, -jnp.inf))
     rows = _rows(q, peak, seen.shape[1])
     weights = jnp.exp(jnp.einsum("bkgte,bske->bkgts", rows, k, preferred_element_type=jnp.float32)).astype(v.dtype)
@@ -163,32 +167,38 @@ def tiled_attention(
         q: queries of T tokens, not yet scaled.
         k: keys of S tokens.
         v: values of the same tokens.
-        seen: `seen(chunk, places)` marks which keys, by their places among the S, all queries of each of P parts of a
-            chunk see.
-        tiles: the pairs (chunk of queries, tile of keys) that are worked off, in this order.
-        size: how many queries a chunk has, and how many keys a tile has; they divide T and S.
+        seen: `seen(chunk, places)` marks the keys at `places` (of S) that each of the P parts of a chunk sees.
+        tiles: the pairs (chunk of queries, tile of keys) that are computed, in this order.
+        size: queries of a chunk, and keys of a tile; they divide T and S.
 
     Returns:
         The output in the queries' dtype, and the log-sum-exp, float32. A query that sees nothing merges as nothing.
     """
     queries, keys = size
     chunks = grouped(q, k.shape[2])
+    # [B, K, G, T, D] -> [chunks, B, K, G, queries, D]
     chunks = jnp.moveaxis(chunks.reshape(*chunks.shape[:3], -1, queries, chunks.shape[4]), 3, 0)
 
     # One loop over all pairs, whose length is static: a GPU runs it without asking its host.
     def step(number, loop):
+        all_peaks, all_sums = loop
         chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[number]
-        chunk_q, peak, sums = (jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, *loop))
+        chunk_q, peak, sums = (
+            jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, all_peaks, all_sums)
+        )
         tile_k, tile_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
         visible = seen(chunk, tile * keys + jnp.arange(keys))
-        state = _add(_State(peak, _rows(chunk_q, peak, visible.shape[1]), sums), chunk_q, tile_k, tile_v, visible)
-        put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, chunk, 0)  # noqa: E731
-        # Rows follow from queries and peaks, and are made anew at the chunk's next tile.
-        return put(loop[0], state.peak), put(loop[1], state.sums)
+        # Rows are made of queries and peaks anew for every tile, so that they need not be kept.
+        rows = _rows(chunk_q, peak, visible.shape[1])
+        state = _add(_State(peak, rows, sums), chunk_q, tile_k, tile_v, visible)
+        all_peaks = jax.lax.dynamic_update_index_in_dim(all_peaks, state.peak, chunk, 0)
+        all_sums = jax.lax.dynamic_update_index_in_dim(all_sums, state.sums, chunk, 0)
+        return all_peaks, all_sums
 
     peak = jnp.full(chunks.shape[:-1], -jnp.inf, q.dtype)
     start = peak, zeros_by(q, (*peak.shape, q.shape[3] + COLUMNS))
-    results = jax.vmap(_finished)(*jax.lax.fori_loop(0, len(tiles), step, start))
-    # [chunks, B, queries, ..] to [B, T, ..].
+    peaks, sums = jax.lax.fori_loop(0, len(tiles), step, start)
+    results = jax.vmap(_finished)(peaks, sums)
+    # [chunks, B, queries, ..] -> [B, T, ..]
     out, lse = (jnp.moveaxis(x, 0, 1).reshape(q.shape[:2] + x.shape[3:]) for x in results)
     return Partial(out.astype(q.dtype), lse)

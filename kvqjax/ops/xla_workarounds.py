@@ -1,6 +1,6 @@
-"""What XLA must be told so that it leaves arrays where and as they are: every workaround has a name here.
+"""Workarounds for XLA, each under a name: hints that keep it from copying, re-ordering or merging arrays.
 
-A docstring says what a function gives. The comment in it says what the compiler did without it.
+The docstring of a function says what the function returns. The comment in it says what XLA did without it.
 """
 
 import functools
@@ -46,10 +46,14 @@ __all__ = [
 Tree = TypeVar("Tree")
 Index = Int[Array, "*S"] | int
 
-MOST_HEADS = 4  # KV heads that a CPU leaves side by side; it makes as many times the products
-FEW = 64  # rows; the product of so many with a matrix is bound by the matrix's bytes
-LN2_HIGH = np.float32(0.693359375)  # log 2 in 9 bits, whose product with a power of up to 2**14 is exact
-LN2_LOW = np.float32(math.log(2) - 0.693359375)  # what is missing
+# Most KV heads whose channels a CPU multiplies together (`all_lanes`). With K heads it computes K times as many
+# products.
+MOST_HEADS = 4
+# Most rows of a product with a matrix whose time is that of reading the matrix.
+FEW = 64
+# log 2 as the sum of two float32 numbers. The first has 9 bits: its product with a whole number up to 2**14 is exact.
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(math.log(2) - 0.693359375)
 
 
 # Indices: as few operations as a step needs. Every one is a kernel or a part of one.
@@ -57,30 +61,32 @@ LN2_LOW = np.float32(math.log(2) - 0.693359375)  # what is missing
 
 def floor_divide(x: Index, by: int) -> Index:
     """Return `x // by`, for `by` > 0."""
-    # `//` rounds down for negative numbers too, which takes XLA a dozen operations; by a power of two it is one shift.
-    return x // by if by & (by - 1) else x >> by.bit_length() - 1
+    # `//` rounds down for negative numbers too, which takes XLA a dozen operations. By a power of two it is one shift.
+    is_power_of_two = not by & (by - 1)
+    return x >> by.bit_length() - 1 if is_power_of_two else x // by
 
 
 def modulo(x: Index, by: int) -> Index:
     """Return `x % by`, for `by` > 0."""
-    # As for `floor_divide`: by a power of two it is one mask.
-    return x % by if by & (by - 1) else x & (by - 1)
+    # As for `floor_divide`. By a power of two it is one mask.
+    is_power_of_two = not by & (by - 1)
+    return x & (by - 1) if is_power_of_two else x % by
 
 
 def cut_at(array: Shaped[Array, "..."], start: tuple[Index, ...], shape: tuple[int, ...]) -> Shaped[Array, "..."]:
-    """Return the part of `shape` that begins at `start`, which is nowhere negative."""
-    # `jax.lax` takes negative starts from the end, by three operations an axis.
+    """Return the part of `shape` that begins at `start`. No start may be negative."""
+    # `jax.lax` counts negative starts from the end, which takes three operations an axis.
     return jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
 
 
 def cut_along(array: Shaped[Array, "..."], start: Index, count: int, axis: int) -> Shaped[Array, "..."]:
-    """Return `count` entries of an axis from `start` on, which is not negative."""
+    """Return `count` entries of an axis from `start` on, which may not be negative."""
     # As for `cut_at`.
     return jax.lax.dynamic_slice_in_dim(array, start, count, axis, allow_negative_indices=False)
 
 
 def put_at(array: Shaped[Array, "..."], part: Shaped[Array, "..."], start: tuple[Index, ...]) -> Shaped[Array, "..."]:
-    """Return `array` with `part` in the place that begins at `start`, which is nowhere negative."""
+    """Return `array` with `part` in the place that begins at `start`. No start may be negative."""
     # As for `cut_at`.
     return jax.lax.dynamic_update_slice(array, part, start, allow_negative_indices=False)
 
@@ -89,33 +95,35 @@ def put_at(array: Shaped[Array, "..."], part: Shaped[Array, "..."], start: tuple
 
 
 def row_major(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
-    """Return `x`, kept in row-major order, as what is cut from or put into a stored array must be."""
-    # A user that wants another order (a transpose, a head split) made XLA re-order the whole array, not the piece.
+    """Return `x`, kept in row-major order in memory. Pieces that are cut from or put into a stored array need this."""
+    # An operation that wants a piece in another order (a transpose, a head split) made XLA re-order the whole array
+    # instead of the piece.
     mesh = jax.sharding.get_abstract_mesh()
-    # XLA's partitioner gathers around a layout constraint: under a mesh (`jax.set_mesh`) it only stands in shard_map.
+    # XLA's partitioner gathers an array for a layout constraint. So under a mesh (`jax.set_mesh`) there is none, except
+    # inside shard_map.
     if not (mesh.empty or mesh.are_all_axes_manual):
         return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def kept_apart(tree: Tree) -> Tree:
-    """Return `tree`, each part of which is ready before any is used."""
-    # XLA merged what comes before with what comes after, or computed what comes before anew for every user.
+    """Return `tree`. All its arrays are computed before any of them is used."""
+    # XLA merged the operations before with those after, or computed the operations before anew for every user.
     return jax.lax.optimization_barrier(tree)
 
 
 def given_to_gpus(tree: Tree) -> Tree:
-    """Return `tree`, which XLA for GPUs takes as given."""
-    # Whenever XLA for GPUs fuses one user of an operation it weighs all others anew: of one with users in every layer,
-    # compile time grows with the square of the depth.
+    """Return `tree`. XLA for GPUs does not fuse the operations that compute it into their users."""
+    # Whenever XLA for GPUs fuses an operation into one user, it considers all its other users anew. For an operation
+    # with users in every layer, compile time grows with the square of the number of layers.
     return jax.lax.platform_dependent(tree, cuda=kept_apart, default=lambda tree: tree)
 
 
 def made_once(x: Float[Array, "*B T P"]) -> Float[Array, "*B T P"]:
     """Return `x`, written to memory before it is used."""
 
-    # XLA for CPUs fused what makes it into its user and computed it once for every number of the result. It drops an
-    # optimization barrier, but leaves a product's operands and result apart.
+    # XLA for CPUs fused the operations that compute `x` into its user, and repeated them for every number of the user's
+    # result. It removes an optimization barrier, but does not fuse through a matrix product.
     def times_identity(x):
         return jnp.einsum("...p,pq->...q", x, jnp.eye(x.shape[-1], dtype=x.dtype), precision="highest")
 
@@ -123,8 +131,9 @@ def made_once(x: Float[Array, "*B T P"]) -> Float[Array, "*B T P"]:
 
 
 def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:
-    """Return `x`, what a product has made; of few rows, it is ready before anything uses it on a TPU."""
-    # XLA for TPUs makes a product and the one that uses it a single program, which takes a seventh longer than both.
+    """Return `x`, the result of a matrix product. If it has few rows, a TPU computes it before anything uses it."""
+    # XLA for TPUs fuses a product and a second product that uses the first. That takes a seventh longer than both
+    # apart.
     if math.prod(x.shape[:-1]) > FEW:
         return x
     return jax.lax.platform_dependent(x, tpu=kept_apart, default=lambda x: x)
@@ -134,24 +143,27 @@ def few_rows(x: Float[Array, "*N E"]) -> Float[Array, "*N E"]:
 
 
 def rounded(x: Float[Array, "*S"], dtype: DTypeLike) -> Float[Array, "*S"]:
-    """Return `x` rounded to the numbers that `dtype` has, in its own dtype."""
-    # XLA may drop a conversion there and back, and an encoder and a decoder would then differ.
+    """Round `x` to numbers of `dtype`, and return them in the dtype of `x`."""
+    # XLA may remove a conversion to `dtype` and back. An encoder and a decoder would then differ.
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def exp_in_loops(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Compute e^x of float32 numbers that are at most 0, within 2e-7 of it; 0 below -87, where float32 loses digits
-    (Cody and Waite, Software Manual for the Elementary Functions, 1980)."""
+    """Compute e^x of float32 numbers x <= 0, with an error of at most 2e-7. Below -87, where e^x is nearly too small
+    for float32, it is 0 (method: Cody and Waite, Software Manual for the Elementary Functions, 1980)."""
 
-    # XLA for CPUs takes four times as long for an exponential of what it computes in the same loop, and uses one core.
+    # Where XLA for CPUs fuses an exponential into the loop that computes its argument, the loop takes four times as
+    # long and uses one core.
     def series(x):
         x = jnp.where(x < -87, np.float32(-88), x)
         power = jnp.round(x * np.float32(1 / math.log(2)))
         remainder = (x - power * LN2_HIGH) - power * LN2_LOW  # e^x = 2^power e^remainder, |remainder| < 0.35
+        # Taylor's series of e^remainder up to the 7th power, by Horner's rule.
         total = jnp.full_like(x, 1 / math.factorial(7))
         for n in reversed(range(7)):
             total = total * remainder + np.float32(1 / math.factorial(n))
+        # The bits of the float32 number 2^power: the exponent, plus 127, above 23 bits of mantissa.
         scale = jax.lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
         return jnp.where(x < -87, np.float32(0), total * scale)
 
@@ -165,9 +177,9 @@ def times_matrix(
 
     Args:
         x: rows.
-        w: [E, F], or [F, E] if it is `turned`.
-        dtype: of the result, if one is given.
-        turned: whether the matrix is.
+        w: the matrix [E, F], or its transpose [F, E].
+        dtype: of the result; None: that of the operands.
+        turned: whether `w` is the transpose.
 
     Returns:
         The products.
@@ -177,47 +189,56 @@ def times_matrix(
     if x.ndim < 2 or math.prod(x.shape[:-1]) != 1:
         return plain(x, w)
 
-    # XLA for TPUs multiplies a single row on the vector unit, which takes four times what the matrix's bytes do on a
-    # v5e or v6e; of two rows it makes a product.
+    # XLA for TPUs multiplies a single row on the vector unit. On a v5e or v6e that takes four times as long as reading
+    # the matrix. Two rows are multiplied on the matrix unit.
     def two_rows(x, w):
         pad = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
         return plain(jnp.pad(x, pad), w)[..., :1, :]
 
-    # XLA for CPUs takes a third longer than a matrix's bytes do; of the sum's quarters it makes products that both
-    # cores read at their full rate.
+    # XLA for CPUs takes a third longer than reading the matrix takes. Four products, each over a quarter of E, are
+    # computed by both cores at the full rate of their memory.
     def quarters(x, w):
         parts, w = x.reshape(4, -1), w.reshape(4, -1, w.shape[1])
         out = jnp.einsum("pe,pef->pf", parts, w, preferred_element_type=dtype).sum(0)
         return out.reshape(*x.shape[:-1], -1)
 
-    cut = not turned and x.shape[-1] % 4 == 0 and x.dtype == w.dtype == jnp.float32
-    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=quarters if cut else plain, default=plain)
+    has_quarters = not turned and x.shape[-1] % 4 == 0 and x.dtype == w.dtype == jnp.float32
+    on_cpu = quarters if has_quarters else plain
+    return jax.lax.platform_dependent(x, w, tpu=two_rows, cpu=on_cpu, default=plain)
 
 
 def of_two(make: Callable[..., Tree], *rows: Shaped[Array, "1 ..."]) -> Tree:
-    """Return `make(*rows)` for arrays of one row, computed as the first of two equal ones."""
-    # Of a vector times a small matrix XLA for GPUs makes two kernels: one writes all products, the other adds them up.
-    # Keys' and values' matrices of an 8B model took 32 us a layer, a tenth of a step, where their bytes take 5 (H100,
-    # jax 0.11.2). Of two rows it makes one product with the queries' matrix, 19 us for all three.
+    """Return `make(*rows)` for arrays of one row. The row is computed twice, and the first result is returned."""
+    # XLA for GPUs computes a vector times a small matrix in two kernels: one writes all products, the other sums them.
+    # The matrices of keys and values of an 8B model took 32 us a layer, a tenth of a step, where reading them takes 5
+    # (H100, jax 0.11.2). Two rows are multiplied by these and the queries' matrix in one kernel of 19 us.
     pairs = make(*(jnp.broadcast_to(x, (2, *x.shape[1:])) for x in rows))
     return jax.tree.map(lambda x: x[:1], pairs)
 
 
 def all_lanes(x: Float[Array, "B K G T D"], mix: np.ndarray | None = None) -> Float[Array, "B K G T K D"]:
-    """Put every head's rows on the channels of all heads: in their own head's, zero elsewhere. With `mix` [K, K], they
-    stand in every head's, times a row of it."""
+    """Extend the rows of every head to the channels of all heads.
+
+    Args:
+        x: rows by KV head.
+        mix: [K, K] or None.
+
+    Returns:
+        The row of head k has x in the channels of head k, and 0 in those of other heads. With `mix` it has
+        mix[k, j] x in the channels of every head j.
+    """
     shares = jnp.eye(x.shape[1], dtype=x.dtype) if mix is None else jnp.asarray(mix, x.dtype)
     return x[:, :, :, :, None] * shares[None, :, None, None, :, None]
 
 
 def head_lanes(x: Float[Array, "B K G T L"]) -> Float[Array, "B K G T D"]:
-    """Take every head's own channels of those of all heads."""
+    """Undo `all_lanes`: of the channels L = K * D of all heads, take the channels of each row's own head."""
     shares = jnp.eye(x.shape[1])[None, :, None, None, :, None]
     return (x.reshape(*x.shape[:4], x.shape[1], -1) * shares).sum(4)
 
 
 def _are_few(rows: Float[Array, "B K G T _"]) -> bool:
-    """Say whether a CPU may multiply these rows by the channels of all heads, of which each needs those of one."""
+    """Say whether a CPU multiplies these rows by the channels of all heads, although each needs those of one head."""
     return 1 < rows.shape[1] <= MOST_HEADS and math.prod(rows.shape[1:4]) <= FEW
 
 
@@ -227,12 +248,13 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
     if q.shape[2] * q.shape[3] > FEW:
         return plain(q, k)
 
-    # XLA for CPUs turns the second operand of a product over its last axis. Of a few queries that costs more than the
-    # product, and keys that are decoded for it are then made number by number. Taking a few heads apart costs more
-    # than the zeros of queries that meet all of them.
+    # XLA for CPUs transposes the second operand of a product over its last axis. With few queries that costs more than
+    # the product, and keys that are decoded for the product are then computed number by number. So keys are the first
+    # operand. Separating the channels of a few heads costs more than multiplying by zeros in other heads' channels.
     def keys_first(q, k):
         if _are_few(q):
-            k, rows = k.reshape(*k.shape[:2], -1), all_lanes(q).reshape(*q.shape[:4], -1)
+            k = k.reshape(*k.shape[:2], -1)
+            rows = all_lanes(q).reshape(*q.shape[:4], -1)
             scores = jnp.einsum("bsc,bkgtc->bskgt", k, rows, preferred_element_type=jnp.float32)
             return jnp.moveaxis(scores, 1, -1)
         scores = jnp.einsum("bskd,bkgtd->bksgt", k, q, preferred_element_type=jnp.float32)
@@ -242,12 +264,12 @@ def scores_of(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float
 
 
 def sums_of(weights: Float[Array, "B K G T S"], v: Float[Array, "B S K D"]) -> Float[Array, "B K G T D"]:
-    """Sum values under their weights, float32."""
+    """Compute weighted sums of values, float32."""
     plain = functools.partial(jnp.einsum, "bkgts,bskd->bkgtd", preferred_element_type=jnp.float32)
     if not _are_few(weights):
         return plain(weights, v)
 
-    # As for `scores_of`: taking a few heads apart costs a CPU more than the products that nobody needs.
+    # As for `scores_of`: separating the channels of a few heads costs a CPU more than products that are not needed.
     def together(weights, v):
         v = v.reshape(*v.shape[:2], -1)
         return head_lanes(jnp.einsum("bkgts,bsc->bkgtc", weights, v, preferred_element_type=jnp.float32))
@@ -259,57 +281,58 @@ def sums_of(weights: Float[Array, "B K G T S"], v: Float[Array, "B S K D"]) -> F
 
 
 def _never(x: Array) -> Bool[Array, ""]:
-    """Return False, made of a number of `x`, so that XLA cannot know it before."""
+    """Return False, computed from a number of `x`, so that XLA cannot know it before `x`."""
     number = x.reshape(-1)[0]
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         number = number.astype(jnp.float32)
-    return jnp.isposinf(number) & jnp.isneginf(number)
+    return jnp.isposinf(number) & jnp.isneginf(number)  # no number is both infinities
 
 
 def depending_on(x: Array, new: Tree) -> Tree:
     """Return `new`, made to depend on `x`."""
-    # What a layer outside a loop captures is ready before its attention has read the body: XLA copied the body so that
-    # `append` may write at the same time. It must be data, since an optimization barrier is gone when XLA's CPU
-    # backend places copies.
+    # In a layer outside a loop, new sources are ready before attention has read the body. XLA copied the body, so that
+    # `append` could write at the same time. The dependence is made of data, since XLA for CPUs removes optimization
+    # barriers before it decides on copies.
     never = given_to_gpus(_never(x))
     return jax.tree.map(lambda y: jnp.where(never, jnp.zeros_like(y), y), new)
 
 
 def entering_after(body: Tree, new: dict[str, Array]) -> dict[str, Array]:
-    """Return `new`, which enters the window, not before `body` has what was due of it."""
-    # XLA for CPUs copied the window at every step, so that it may be written while what is due is read.
+    """Return `new` tokens for the window. They are ready only after the tokens that leave the window are in `body`."""
+    # XLA for CPUs copied the window at every step, so that it could be written while due tokens were read from it.
     body = jax.tree.leaves(body)[0]
     return jax.lax.platform_dependent(body, new, cpu=depending_on, default=lambda _, new: new)
 
 
 def known_after(x: Array, number: Int[Array, ""] | int) -> Int[Array, ""]:
-    """Return `number`, which XLA cannot know before it has `x`."""
-    # XLA may cut what is cut from a stored array at a known number for all unrolled layers at once. Where the number is
-    # part of the kernel that reads, a GPU makes it anew for every number read, with all that `x` comes from.
+    """Return `number`, made to depend on `x`."""
+    # If XLA knows the number at which a piece is cut from a stored array, it may cut the pieces of all unrolled layers
+    # at once. GPUs take the number as given: fused into the kernel that reads the piece, it would be computed for
+    # every number read, together with the operations that compute `x`.
     return given_to_gpus(jnp.where(_never(x), jnp.int32(number + 1), jnp.int32(number)))
 
 
 def unknown_zero(counts: Int[Array, " B"]) -> Int[Array, ""]:
-    """Return zero, made of counts that are never negative, so that XLA cannot know it."""
-    # XLA unrolls a loop of one turn: it copied that layer's weights out of the stack before a decode loop, and compiled
-    # a layer's products anew.
+    """Return zero, computed from counts that are never negative, so that XLA cannot know it."""
+    # Added to a layer's number or to the number of layers, it hides that a loop over layers has one turn. XLA unrolled
+    # that loop: it copied the layer's weights out of the stack before a decode loop, and compiled its products again.
     return jnp.minimum(counts[0], 0)
 
 
 def filled_by(x: Array, shapes: Tree) -> Tree:
-    """Make arrays of these shapes and dtypes to be overwritten, filled with one number of `x`."""
-    # Zeros are ready at once, and XLA made those of all unrolled layers at the start.
+    """Make arrays of these shapes and dtypes, filled with one number of `x`. All of them are overwritten later."""
+    # Zeros depend on nothing, so XLA made the arrays of all unrolled layers at the start.
     number = x.reshape(-1)[0]
     return jax.tree.map(lambda like: jnp.full(like.shape, number, like.dtype), shapes)
 
 
 def zeros_by(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Make zeros, float32, that XLA cannot know before it has `x`."""
-    # It made constant ones for all unrolled layers at once.
+    """Make float32 zeros that depend on `x`."""
+    # Constant zeros depend on nothing, so XLA made those of all unrolled layers at once.
     return jnp.full(shape, jnp.where(_never(x), 1.0, 0.0), jnp.float32)
 
 
 def rows_if(condition: Bool[Array, ""], rows: int) -> Int[Array, ""]:
-    """Count the rows that a loop goes over: none where the condition is False, instead of a `cond`."""
-    # XLA for GPUs copies whatever passes through the branch of a `cond` that leaves it as it is.
+    """Return `rows` where the condition is True, else 0: the length of a loop that takes the place of a `cond`."""
+    # XLA for GPUs copies every array that a branch of a `cond` returns unchanged.
     return jnp.where(condition, rows, 0)

@@ -1,8 +1,8 @@
-"""The protocol of packings: what every way to lay out a field's arrays can do.
+"""The protocol of packings: how the arrays of a field are laid out, written and read.
 
 A packing is a value. It knows the sizes of a field, and where the number of (layer, row, token, channel) lies. The
-arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. What is written and read is a tile, whose shape the field's
-kind says (`kvqjax.ops.layout.Field`) and no packing changes: so equal tiles come back from every packing.
+arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. Tokens are written and read as tiles. A tile's shape depends
+on the field's kind (`kvqjax.ops.layout.Field`) and not on the packing, so every packing gives back equal tiles.
 """
 
 import abc
@@ -39,7 +39,7 @@ Stored = tuple  # the arrays of one field: one for each plane set, else a single
 Number = Int[Array, ""] | int
 
 TOKENS, CHANNELS = "tokens", "channels"  # what an axis of a stored array counts
-PIECE = 128  # tokens that `convert` moves at a time: whole groups of every size
+PIECE = 128  # tokens that `convert` moves at a time; groups have 32, 64 or 128 tokens, so these are whole groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,9 @@ class Packing(abc.ABC):
         group: tokens that share a number.
         dtype: of plain numbers; "compute" until a cache's compute dtype is known.
         heads: KV heads, where they are stored apart, else 0.
-        axes: what the axes of a stored array count behind [L, B]: TOKENS, CHANNELS or nothing that devices share out.
-        scatters: whether `scatter` is there.
+        axes: what the axes of a stored array behind [L, B] count: TOKENS, CHANNELS, or None for an axis that a mesh
+            never splits.
+        scatters: whether the packing has `scatter`.
     """
 
     width: int
@@ -77,12 +78,12 @@ class Packing(abc.ABC):
 
     @property
     def token_axis(self) -> int:
-        """The axis of the stored arrays whose entries are the same number of slots each."""
+        """The axis of the stored arrays that counts tokens. All its entries have the same number of slots."""
         return 2 + self.axes.index(TOKENS)
 
     @property
     def in_bits(self) -> "Packing":
-        """The packing of the same arrays whose tiles are the stored numbers as they are, for moving them."""
+        """A packing of the same arrays whose tiles are the stored integers: for moving numbers without converting."""
         return self
 
     @abc.abstractmethod
@@ -104,8 +105,8 @@ class Packing(abc.ABC):
             stored: the arrays.
             index: (layer, row).
             token: the slot of the tile's first token.
-            tile: of u tokens, shaped as the field's kind says. Of codes u is 1, or u and `token` are multiples of 32;
-                a tile of at most FEW tokens then begins at a multiple of u.
+            tile: of u tokens, shaped as the field's kind says. For codes u is 1, or u and `token` are multiples of 32;
+                a tile of at most FEW tokens begins at a multiple of u.
             write_mask: whether to store it; None is always.
 
         Returns:
@@ -124,8 +125,8 @@ class Packing(abc.ABC):
         tile: Num[Array, "_ _"],
         write_mask: Bool[Array, " B"],
     ) -> Stored:
-        """Store one token of every row that `write_mask` marks in its slot, by one scatter an array. `tile` has a token
-        of each row. The words are those that `write` makes row by row."""
+        """Store one token of each row that `write_mask` marks, in the slot of `slots`, by one scatter per array. `tile`
+        has a token of each row. The result is the same as that of `write` row by row."""
         raise NotImplementedError(f"{type(self).__name__} has no scatter")
 
     def first_slots(self, stored: Stored, slots: int, count: int) -> Stored:
@@ -145,20 +146,21 @@ class Packing(abc.ABC):
 
         def cut(x):
             slots_each = slots // x.shape[axis]  # of an entry
-            shape, start = [1, 1, *x.shape[2:]], [layer, 0, *[0] * (x.ndim - 2)]
+            shape = [1, 1, *x.shape[2:]]
             shape[axis] = size // slots_each
 
             def span(row, slot):
-                begin = list(start)
-                begin[1], begin[axis] = row, floor_divide(slot, slots_each)
-                return cut_at(x, tuple(begin), tuple(shape))
+                start = [layer, row, *[0] * (x.ndim - 2)]
+                start[axis] = floor_divide(slot, slots_each)
+                return cut_at(x, tuple(start), tuple(shape))
 
             return jax.vmap(span, out_axes=1)(rows, first)[:, :, 0]
 
         return tuple(map(cut, stored))
 
     def resized(self, stored: Stored, slots: int, new_slots: int) -> Stored:
-        """Give `new_slots` instead of `slots` slots. New ones are zero. Equal sizes are the very arrays."""
+        """Change the number of slots from `slots` to `new_slots`. New slots are zero. If nothing changes, the arrays
+        themselves are returned."""
         axis = self.token_axis
 
         def resize(x):
@@ -179,8 +181,9 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: i
         old: the packing of `stored`.
         new: the packing of the result; its tiles have the same shape.
         stored: arrays [1, B, ...].
-        slots: that `stored` has. Blocks of packings differ in size; slots that only one of them has hold no token.
-        new_slots: slots of the result.
+        slots: of `stored`.
+        new_slots: of the result. The two differ where the packings have blocks of different sizes; slots that only one
+            of them has hold no token.
 
     Returns:
         Arrays [1, B, ...] of the new packing.
@@ -197,8 +200,8 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordPacking(Packing):
-    """Codes in uint32 words. Widths that are no power of two are several plane sets, each with arrays of its own:
-    3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane set lie."""
+    """Codes in uint32 words. A number of bits that is no power of two is stored as several plane sets, each in an array
+    of its own: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane set lie."""
 
     @property
     def token_bits(self) -> float:
@@ -209,8 +212,8 @@ class WordPacking(Packing):
         return math.lcm(BLOCK, *(self.plane(bits) * 32 // bits for bits in split_bits(self.bits)))
 
     def plane(self, bits: int) -> int:
-        """Count the tokens of a plane: those of a block whose codes of `bits` bits sit in the same bits of words side
-        by side."""
+        """Count the tokens of a plane: the tokens of a block whose codes of `bits` bits are in the same bits of
+        neighbouring words."""
         return PLANE
 
     @abc.abstractmethod
@@ -251,14 +254,16 @@ class WordPacking(Packing):
 
 
 def chosen(write_mask: Bool[Array, ""] | None, new: Array, old: Array) -> Array:
-    """Take `new` where the mask is True (None: always), else what stands there."""
+    """Take `new` where the mask is True (None: always), else `old`."""
     return new if write_mask is None else jnp.where(write_mask, new, old)
 
 
 def cut_tokens(array: Shaped[Array, "L B ..."], layer: Number, start: Number, count: int, axis: int) -> Array:
     """Cut `count` entries from `start` on along `axis` out of one layer, all batch rows."""
-    starts, sizes = [layer, *[0] * (array.ndim - 1)], [1, *array.shape[1:]]
-    starts[axis], sizes[axis] = start, count
+    starts = [layer, *[0] * (array.ndim - 1)]
+    sizes = [1, *array.shape[1:]]
+    starts[axis] = start
+    sizes[axis] = count
     return row_major(cut_at(array, tuple(starts), tuple(sizes)))[0]
 
 
@@ -268,7 +273,7 @@ def pieces(tokens: int, piece: int, step: int) -> int:
     Args:
         tokens: of the run.
         piece: tokens of a piece; pieces begin at multiples of it.
-        step: the run begins at a multiple of so many tokens, which need not begin a piece.
+        step: tokens; the run begins at a multiple of it, which need not be a multiple of `piece`.
 
     Returns:
         The number of pieces, the first and the last of which may be touched in part."""
@@ -276,15 +281,17 @@ def pieces(tokens: int, piece: int, step: int) -> int:
 
 
 def placed(codes: Num[Array, "u W"], offset: Number, count: int) -> tuple[Num[Array, "n W"], Bool[Array, " n"]]:
-    """Put codes from `offset` on among `count` tokens that are else 0, and say which tokens they are."""
+    """Put the codes of u tokens from place `offset` on among `count` tokens of code 0. Also mark these u places."""
     place = jnp.arange(count)
     blank = jnp.zeros((count, codes.shape[1]), codes.dtype)
     return put_at(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
 
 
 def entry_index(array: Array, layer: Number, place: Int[Array, " B"], lanes: bool) -> tuple:
-    """Index one entry of every row, [B, W]. With `lanes` entries are on the last axis: then every number is one of its
-    own, because XLA would turn an array whose scattered axes are not the first."""
+    """Make the index of one entry of every row, [B, W].
+
+    With `lanes` entries are on the last axis. Then every single number is indexed: XLA would transpose an array of
+    which whole entries are scattered along an axis that is not among the first."""
     rows = jnp.arange(array.shape[1])
     if not lanes:
         return layer, rows, place

@@ -1,12 +1,13 @@
 """Fields stored head by head, `[L, B, K, rows, D]`: the form that XLA reads best on GPUs, straight into its products.
 
-Codes are signed integers, because XLA for GPUs fuses the conversion of those into a product and no other unpacking:
+Codes c are stored as signed integers n. XLA for GPUs fuses the conversion of signed integers into a product, but hardly
+any other unpacking:
 
-- 3 or 4 bits: int4, c - 8. 3 bits are stored as 4: a third plane would be read a second time.
-- 1 or 2 bits: two tokens a nibble, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even). So c1 - 2 = floor(n / 4), and
-  c0 + 0.5 = ||n + 0.5| - 4|. Either code is read by one chain of operations, which XLA fuses as well. Of 256
-  consecutive tokens the first 128 are the c0 of 128 rows, the others their c1.
-- 5 to 8 bits: int8, c - 128.
+- 3 or 4 bits: int4, n = c - 8. 3 bits take the room of 4: packed by itself, the third bit would be read twice.
+- 1 or 2 bits: int4 with the codes c0 and c1 of two tokens, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even). So
+  c1 - 2 = floor(n / 4), and c0 + 0.5 = ||n + 0.5| - 4|. Each code is read by a single chain of operations, which XLA
+  fuses, too. Of 256 consecutive tokens the first 128 are the c0 of 128 rows, the others the c1 of the same rows.
+- 5 to 8 bits: int8, n = c - 128.
 
 Floats are stored as they are.
 """
@@ -24,7 +25,7 @@ from kvqjax.ops.xla_workarounds import cut_at, floor_divide, modulo, put_at, row
 
 __all__ = ["HALF", "Heads", "IntegersByHead", "NibblesByHead", "by_head", "offset", "tokens_per_row"]
 
-HALF = 128  # tokens of one plane of a nibble: whole groups of every size
+HALF = 128  # consecutive tokens of one plane (c0 or c1); groups have 32, 64 or 128 tokens, so these are whole groups
 
 
 def tokens_per_row(bits: int) -> int:
@@ -33,7 +34,7 @@ def tokens_per_row(bits: int) -> int:
 
 
 def offset(bits: int) -> int:
-    """Give what is taken off a code that has a number of its own, so that it is signed."""
+    """Give the number that is subtracted from a code to make it signed, where no two codes share a stored number."""
     return 128 if bits > 4 else 8
 
 
@@ -109,7 +110,7 @@ class IntegersByHead(Heads):
 
     @property
     def block(self) -> int:
-        # That of planes, so that a cache keeps its blocks when it changes its form.
+        # The same blocks as in planes, so that a cache keeps its blocks when it changes its form.
         return math.lcm(BLOCK, *(PLANE * 32 // bits for bits in split_bits(self.bits)))
 
     @property
@@ -124,13 +125,13 @@ class IntegersByHead(Heads):
 
 
 def _split_pair(n: Int[Array, "*S"]) -> tuple[Int[Array, "*S"], Int[Array, "*S"]]:
-    """Give both codes of a nibble."""
+    """Give both codes, c0 and c1, of a stored number."""
     upper = (n + 8) >> 2
     return jnp.where(upper & 1 == 1, n & 3, 3 - (n & 3)), upper
 
 
 def _as_pair(lower: Int[Array, "*S"], upper: Int[Array, "*S"]) -> Int[Array, "*S"]:
-    """Give the nibble of two codes."""
+    """Give the stored number of two codes, c0 and c1."""
     return 4 * upper - 8 + jnp.where(upper & 1 == 1, lower, 3 - lower)
 
 
@@ -162,30 +163,31 @@ class NibblesByHead(IntegersByHead):
 
     def _write_half(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
         """Put consecutive tokens into consecutive rows of one plane."""
-        half = floor_divide(modulo(token, 2 * HALF), HALF)
+        is_lower = floor_divide(modulo(token, 2 * HALF), HALF) == 0
         row = floor_divide(token, 2 * HALF) * HALF + modulo(token, HALF)
         start, shape = (*index, 0, row, 0), (1,) * len(index) + tile.shape
         old = cut_at(array, start, shape)
-        new = tile.astype(jnp.int32).reshape(shape)
+        codes = tile.astype(jnp.int32).reshape(shape)
         lower, upper = _split_pair(old.astype(jnp.int32))
-        new = _as_pair(jnp.where(half == 0, new, lower), jnp.where(half == 0, upper, new)).astype(array.dtype)
+        new = _as_pair(jnp.where(is_lower, codes, lower), jnp.where(is_lower, upper, codes)).astype(array.dtype)
         return put_at(array, row_major(chosen(write_mask, new, old)), start)
 
     def _write_blocks(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
-        """Put many tokens into the blocks of 2 * HALF that they are parts of, as one piece."""
+        """Put many tokens into the array. All blocks of 2 * HALF tokens that hold some of them are read, changed and
+        written as one piece."""
         heads, tokens, dim = tile.shape
         block, blocks = 2 * HALF, array.shape[-2] // HALF
-        count = min(pieces(tokens, block, PLANE), blocks)
+        count = min(pieces(tokens, block, PLANE), blocks)  # blocks of the piece
         first = jnp.minimum(floor_divide(token, block), blocks - count)
         flat = jnp.swapaxes(tile, 0, 1).reshape(tokens, heads * dim).astype(jnp.int32)
         codes, token_mask = placed(flat, token - first * block, count * block)
-        planes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
+        # By plane: new codes [2, K, count, HALF, D], and the mask of the tokens that get them, [2, 1, count, HALF, 1].
+        codes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
         token_mask = jnp.moveaxis(token_mask.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
         start = (*index, 0, first * HALF, 0)
         old = cut_at(array, start, (1,) * len(index) + (heads, count * HALF, dim))
-        pair = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
-        lower, upper = (
-            jnp.where(inside, new, stood) for inside, new, stood in zip(token_mask, planes, pair, strict=True)
-        )
+        old_lower, old_upper = _split_pair(old.astype(jnp.int32).reshape(heads, count, HALF, dim))
+        lower = jnp.where(token_mask[0], codes[0], old_lower)
+        upper = jnp.where(token_mask[1], codes[1], old_upper)
         new = _as_pair(lower, upper).astype(array.dtype).reshape(old.shape)
         return put_at(array, row_major(chosen(write_mask, new, old)), start)

@@ -1,8 +1,8 @@
-"""Codes in lines of words, as a CPU's vector unit multiplies keys by queries.
+"""Codes in lines of words: the order in which a CPU's vector unit multiplies keys by queries.
 
 A word has the b-bit codes of 32/b neighbouring channels of one token, the first channel in its lowest bits. A stretch
-of 32 tokens lies side by side, word by word. So a head is read from memory in one go, a query's channel multiplies all
-tokens of a stretch, and a token that is written shares no word with another.
+is 32 tokens, whose words of the same channels lie side by side. So a head's words are consecutive in memory, a vector
+instruction multiplies a query's channel by that channel of 32 tokens, and no word is shared by two tokens.
 """
 
 import dataclasses
@@ -46,8 +46,9 @@ class Lines(WordPacking):
         return words_shape(self.heads, self.width // self.heads, bits, slots)
 
     def write_set(self, words, codes, bits, index, token, write_mask):
-        tokens, (heads, _, rows, _) = len(codes), words.shape[-4:]
-        parts = codes.reshape(-1, min(tokens, STRETCH), heads, rows, 32 // bits)
+        heads, _, rows, _ = words.shape[-4:]
+        # [stretches, tokens, K, words, codes of a word] -> [K, stretches, words, tokens]
+        parts = codes.reshape(-1, min(len(codes), STRETCH), heads, rows, 32 // bits)
         new = (parts << _places(bits, parts.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
         new = new.reshape((1,) * len(index) + new.shape)
         start = (*index, 0, floor_divide(token, STRETCH), 0, modulo(token, STRETCH))

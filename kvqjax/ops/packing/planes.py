@@ -1,7 +1,7 @@
 """Codes in planes of words, as TPU kernels read them and CPUs decode them; and the same words on the lanes.
 
-A block of 1024/b tokens is 32 rows of words. Token t of the block sits in row t % 32, bits b*(t//32) and up. So one
-shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves.
+A block is 1024/b tokens with codes of b bits, in 32 rows of words. Row t % 32 has the code of the block's token t, in
+the b bits from bit b*(t//32) on. So one shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves.
 """
 
 import dataclasses
@@ -38,19 +38,19 @@ class Planes(WordPacking):
         return slots * bits // 32, self.width
 
     def start(self, block, token, plane: int) -> tuple:
-        """Say where in a row's words the plane of a token in a block begins."""
+        """Give the place, in a row's words, of the word of `token` in a block; `plane` is a plane's tokens."""
         return block * plane + modulo(token, plane), 0
 
     def entries(self, bits: int) -> tuple[int, int]:
-        """Give a number of tokens, and the entries along the axis of tokens that they take."""
+        """Give a number of tokens, and the number of entries that they take along the axis of tokens."""
         return 32, bits
 
     def turned(self, words: UInt[Array, "R W"], plane: int) -> Array:
-        """Turn rows of words, of one block or fewer or of whole blocks, as they are stored."""
+        """Bring rows of words into the stored order of axes. They are a part of one block, or whole blocks."""
         return words
 
     def upright(self, words: Array) -> UInt[Array, "B R W"]:
-        """Turn stored words of every row back to rows of words."""
+        """Undo `turned` for every row of the batch."""
         return words
 
     def write_set(self, words, codes, bits, index, token, write_mask):
@@ -62,13 +62,16 @@ class Planes(WordPacking):
         return words
 
     def _write_planes(self, words, codes, bits, index, token, write_mask):
-        """Put the codes of u tokens from a multiple of u on, whole planes of one block or fewer tokens than a plane,
-        into the words that hold them."""
+        """Put the codes of u tokens into their words. The first token is a multiple of u. The tokens are whole planes
+        of one block, or a part of one plane."""
         plane = self.plane(bits)
-        per, count = plane * 32 // bits, max(1, len(codes) // plane)
-        start = (*index, *self.start(floor_divide(token, per), token, plane))
-        shift = jnp.asarray(floor_divide(modulo(token, per), plane) * bits, jnp.uint32)
+        block_tokens = plane * 32 // bits
+        count = max(1, len(codes) // plane)  # planes
+        start = (*index, *self.start(floor_divide(token, block_tokens), token, plane))
+        # The lowest bit of the first plane, and the planes' bits relative to it.
+        shift = jnp.asarray(floor_divide(modulo(token, block_tokens), plane) * bits, jnp.uint32)
         shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
+        # Planes have no bits in common, so that their sum has the bits of all.
         codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
         codes = self.turned(codes, plane)
         old = cut_at(words, start, (1,) * len(index) + codes.shape)
@@ -78,24 +81,29 @@ class Planes(WordPacking):
         return put_at(words, row_major(new), start)
 
     def _write_blocks(self, words, codes, bits, index, token, write_mask):
-        """Put many tokens' codes into the blocks that they are parts of, as one piece."""
+        """Put the codes of many tokens into their words. All blocks that hold the tokens are read, changed and written
+        as one piece."""
         plane = self.plane(bits)
-        blocks, per = math.prod(words.shape[len(index) :]) // (self.width * plane), plane * 32 // bits
-        count = min(pieces(len(codes), per, PLANE), blocks)
-        first = jnp.minimum(floor_divide(token, per), blocks - count)
-        codes, token_mask = placed(codes, token - first * per, count * per)
+        block_tokens = plane * 32 // bits
+        blocks = math.prod(words.shape[len(index) :]) // (self.width * plane)  # of a row
+        count = min(pieces(len(codes), block_tokens, PLANE), blocks)  # blocks of the piece
+        first = jnp.minimum(floor_divide(token, block_tokens), blocks - count)
+        codes, token_mask = placed(codes, token - first * block_tokens, count * block_tokens)
         shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None, None]
 
         def pack(x):
-            return (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)
+            """Pack numbers of tokens, [tokens, W], into rows of words."""
+            blocks = (x.reshape(count, -1, plane, x.shape[1]) << shifts).sum(1, dtype=jnp.uint32)
+            return blocks.reshape(count * plane, -1)
 
         full = jnp.where(token_mask, jnp.uint32((1 << bits) - 1), jnp.uint32(0))[:, None]
-        codes, mask = (pack(x).reshape(count * plane, -1) for x in (codes, full))
+        codes = self.turned(pack(codes), plane)
+        mask = self.turned(pack(full), plane)  # the bits of the new tokens; one channel, for all
         start = (*index, *self.start(first, 0, plane))
-        codes, mask = self.turned(codes, plane), self.turned(mask, plane)
-        shape = (1,) * len(index) + codes.shape
-        old = cut_at(words, start, shape)
-        new = (old & ~mask.reshape((1,) * len(index) + mask.shape)) | codes.reshape(shape)
+        lead = (1,) * len(index)
+        codes, mask = codes.reshape(lead + codes.shape), mask.reshape(lead + mask.shape)
+        old = cut_at(words, start, codes.shape)
+        new = (old & ~mask) | codes
         return put_at(words, row_major(chosen(write_mask, new, old)), start)
 
     def read_set(self, words, bits, layer, token, count):
@@ -105,12 +113,14 @@ class Planes(WordPacking):
         return unpack(self.upright(part), bits, self.plane(bits))
 
     def scatter(self, stored, layer, slots, tile, write_mask):
-        lanes, arrays = self.axes[-1] == TOKENS, []
+        lanes = self.axes[-1] == TOKENS
+        arrays = []
         for words, part, bits in self.by_set(stored, tile.astype(jnp.uint32)):
-            per = PLANE * 32 // bits
-            place = jnp.asarray(floor_divide(slots, per) * PLANE + modulo(slots, PLANE))
-            shift = jnp.asarray(floor_divide(modulo(slots, per), PLANE) * bits, jnp.uint32)[:, None]
-            # Read in a kernel of its own, so that none reads the array that it writes in place.
+            block_tokens = PLANE * 32 // bits
+            place = jnp.asarray(floor_divide(slots, block_tokens) * PLANE + modulo(slots, PLANE))
+            shift = jnp.asarray(floor_divide(modulo(slots, block_tokens), PLANE) * bits, jnp.uint32)[:, None]
+            # The old words are read by a kernel of their own: a kernel that also wrote the array in place would need a
+            # copy of it.
             old = kept_apart(words[entry_index(words, layer, place, lanes)])
             new = (old & ~(jnp.uint32((1 << bits) - 1) << shift)) | part << shift
             arrays.append(with_entries(words, layer, place, new, write_mask, lanes))
@@ -119,8 +129,9 @@ class Planes(WordPacking):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns(Planes):
-    """The same words on the lanes, `[L, B, W, S*b/32]`: for a width that is no multiple of 128. XLA for TPUs keeps
-    such rows like this anyway, and would turn them before and after every decode loop."""
+    """The same words transposed, `[L, B, W, S*b/32]`, with tokens on a TPU's lanes: for a width that is no multiple of
+    128. XLA for TPUs stores arrays of such widths in this order anyway. Declared as `Planes`, they would be transposed
+    before and after every decode loop."""
 
     axes = (CHANNELS, TOKENS)
 

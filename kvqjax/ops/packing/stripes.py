@@ -1,7 +1,8 @@
-"""Codes in stripes of words, as a CPU's vector unit sums values up.
+"""Codes in stripes of words: the order in which a CPU's vector unit sums values over tokens.
 
-A channel's words of 1024 tokens lie side by side. Token t of a block sits in word t % (32*b), bits b*(t // (32*b)) and
-up: a block is a block of planes whose plane is 32*b tokens long, turned.
+A block is 1024 tokens, whose codes of b bits are 32*b words for each channel. The words of a channel lie side by side.
+Word t % (32*b) has the code of the block's token t, in the b bits from bit b*(t // (32*b)) on. This is a block of
+`Planes` with planes of 32*b tokens, transposed.
 """
 
 import dataclasses
