@@ -1,4 +1,4 @@
-"""Several hosts that run one program: joining them, and who speaks."""
+"""Several hosts that run one program: how they join, and which of their processes prints."""
 
 import jax
 
@@ -11,9 +11,17 @@ MOST_PORT = 65535  # ports of TCP are numbers of 16 bits
 
 
 def join_hosts(coordinator: str, processes: int, process: int) -> None:
-    """Join process `process` of `processes` through `coordinator` ("host:port", reachable by all, served by process 0),
-    before anything else of JAX is used; `jax.devices()` then lists every host's devices. Raises UserError when the
-    numbers or the address cannot be right, or the others do not come."""
+    """Join this process with those of other hosts. It must come before any other use of JAX. `jax.devices()` then lists
+    the devices of all hosts.
+
+    Args:
+        coordinator: "host:port" of process 0, which all processes can reach.
+        processes: number of processes.
+        process: number of this process, from 0 on.
+
+    Raises:
+        UserError: for numbers or an address that cannot be right, and where the other processes do not come.
+    """
     check_counts(processes=processes)
     check_integer("process", process, 0)
     host, _, port = coordinator.rpartition(":")
@@ -30,5 +38,5 @@ def join_hosts(coordinator: str, processes: int, process: int) -> None:
 
 
 def speaks() -> bool:
-    """Whether this process prints what all of them computed."""
+    """Say whether this process is the one that prints."""
     return jax.process_index() == 0

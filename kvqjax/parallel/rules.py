@@ -1,15 +1,16 @@
-"""Which axis of which array is split over which axis of a mesh (kvqjax/parallel/sharding.py), said once.
+"""How the axes of arrays are split over the axes of a mesh: the one place that says so.
 
-A logical axis is what an array's axis means: rows, body tokens, KV heads, query heads, vocabulary. `Rules` maps each to
-mesh axes, and gives a `PartitionSpec` for every parameter and for every array of a cache. The mesh of a model of ours:
+A logical axis is the meaning of an array's axis: rows, body tokens, KV heads, query heads, vocabulary. `Rules` maps
+each logical axis to mesh axes, and gives a `PartitionSpec` for every parameter and for every array of a cache. The mesh
+for this library's models has four axes. `kv` and `group` together have `model` devices (`MeshSize`):
 
     mesh axis    data      seq                kv                    group
-    splits       rows      blocks of the      KV heads, and with    what is left of `model`: query heads, MLP,
-                           body, in turn      them query heads      and blocks of the body that `kv` has split by heads
+    splits       rows      blocks of the      KV heads, and with    the query heads and the MLP of a part along `kv`,
+                           body, in turn      them query heads      and the blocks of its KV heads' body
 
 `kvqjax/parallel/sharding.py` chooses the rules and runs a step under them. `local_config` and `local_layout` describe
-one device's part, so that the code of a single device runs on it unchanged. A method that mixes KV heads needs all
-channels of a token on one device: `kv_heads` is empty then, and `sequence` takes `kv` too (`shares_heads` finds out).
+one device's part, so that code for a single device runs on it unchanged. A method that mixes KV heads needs all
+channels of a token on one device. Then `kv_heads` is empty, and `sequence` has the axis `kv` too (`shares_heads`).
 """
 
 import dataclasses
@@ -37,14 +38,16 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Logical axes to mesh axes. The rest of `width` behind `kv_heads` ends `sequence`: devices along it have the same
-    KV heads and share their tokens.
+    """The mesh axes over which each logical axis is split.
+
+    `kv_heads` is the first part of `width`. The axes of `width` that are not in it are the last ones of `sequence`:
+    devices along these have the same KV heads and share the tokens of the body.
 
     Attributes:
-        mesh: the devices, or an abstract mesh where they are only planned with.
+        mesh: the devices, or an abstract mesh for plans without devices.
         batch: splits rows of tokens, cache and logits.
-        sequence: the body's blocks are dealt over it in turn.
-        kv_heads: splits sinks, window and the channels of the body; a leading part of `width`.
+        sequence: splits the body. Its blocks are dealt to the devices in turn.
+        kv_heads: splits sinks, window and the channels of the body.
         projections: splits the columns of the key and value projections: as `kv_heads`, as `width`, or not at all.
         width: splits query heads, MLP, whole experts and the heads of recurrent layers.
         vocabulary: splits the embedding, the head and logits.
@@ -64,14 +67,15 @@ class Rules:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Mesh axes whose kind is Explicit: every array's type says how it lies along them."""
+        """The mesh axes whose kind is Explicit: the type of an array says how it is split over them."""
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
     def splits_as(self, other: "Rules | None") -> bool:
-        """Say whether a row of a cache lies on the mesh as it does by other rules; what splits rows may differ."""
-        of_row = lambda rules: (rules.mesh, rules.sequence, rules.kv_heads)  # noqa: E731
-        return other is not None and of_row(self) == of_row(other)
+        """Say whether both rules split a single row of a cache alike. Their `batch` may differ."""
+        if other is None:
+            return False
+        return (self.mesh, self.sequence, self.kv_heads) == (other.mesh, other.sequence, other.kv_heads)
 
     def parameter(self, name: str) -> PartitionSpec:
         """Say how a parameter is split.
@@ -84,8 +88,10 @@ class Rules:
             The spec. A parameter that no rule names lies on every device: norms, routers, biases of outputs.
         """
         layer = name.removeprefix("layers/")
-        if name in ("embed", "head"):
-            return PartitionSpec(*((self.vocabulary, None) if name == "embed" else (None, self.vocabulary)))
+        if name == "embed":
+            return PartitionSpec(self.vocabulary, None)
+        if name == "head":
+            return PartitionSpec(None, self.vocabulary)
         recurrent = layer.startswith("delta_") and layer != "delta_norm"  # split by heads
         # Matrices that lead into heads or into the MLP are split by columns, those that lead out of them by rows. A
         # device then multiplies its own columns by its own rows, and one sum over `width` completes the product.
@@ -93,15 +99,15 @@ class Rules:
             return PartitionSpec(None, None, self.width)
         if recurrent and name in MATRICES and layer != "delta_o":
             return PartitionSpec(None, None, self.width)
-        # Of experts whole ones are split, whose axis comes first. Of a recurrent layer's vectors and kernels the first
-        # axis is heads or channels.
+        # Experts are never cut: their axis comes first and is split. The first axis of a recurrent layer's vectors and
+        # kernels is that of heads or channels.
         if layer in ("o", "down", "shared_down") or layer in OF_EXPERTS or recurrent:
             return PartitionSpec(None, self.width)
         if layer in ("k", "v"):
             return PartitionSpec(None, None, self.projections)
         if layer in ("q_bias", "k_bias", "v_bias"):
-            # A key bias lies as the keys that are cached, so that a read of some block needs no exchange for it. A
-            # value bias is added to what the projection's columns give here, before heads are gathered.
+            # A key bias is split as cached keys are: reading a block adds it without an exchange between devices. A
+            # value bias is split as the columns of its projection are, since it is added before heads are gathered.
             axes = {"q_bias": self.width, "k_bias": self.kv_heads, "v_bias": self.projections}
             return PartitionSpec(None, axes[layer])
         if layer == "score_sinks":  # as the query heads that attend on a device
@@ -118,25 +124,34 @@ class Rules:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def shares(self, tree, specs):
-        """Give the shapes of what one device holds of `tree`; a spec of `specs` stands for one array or for several."""
+        """Give the shapes of one device's part of `tree`. A spec of `specs` applies to one array or to several."""
 
         def share(spec, x):
             return jax.ShapeDtypeStruct(NamedSharding(self.mesh, spec).shard_shape(x.shape), x.dtype)
 
-        # A parameter is several arrays where it is codes with scales, or rows of a stack: all are split alike.
-        return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(share, spec), part), specs, tree)
+        def shares_of(spec, parameter):
+            # A parameter may be several arrays, codes with scales or rows of a stack, which are all split alike.
+            return jax.tree.map(functools.partial(share, spec), parameter)
+
+        return jax.tree.map(shares_of, specs, tree)
 
     def parameters(self, params: dict) -> dict:
         """Give the specs of a params pytree, of any form of layers."""
         specs = {name: self.parameter(name) for name in params if name != "layers"}
-        # A layer's own array has a stack's axes but the first, the layers'. One spec serves all of `LayerMatrices`.
-        stack = lambda name: self.parameter(f"layers/{name}")  # noqa: E731
-        single = lambda name: PartitionSpec(*stack(name)[1:])  # noqa: E731
+
+        def of_stack(name: str) -> PartitionSpec:
+            return self.parameter(f"layers/{name}")
+
+        def of_layer(name: str) -> PartitionSpec:
+            # An array of one layer has the axes of a stack except for the first one, that of layers.
+            return PartitionSpec(*of_stack(name)[1:])
+
         layers = params["layers"]
         if is_unrolled(params):
-            return specs | {"layers": [{name: single(name) for name in layer} for layer in layers]}
-        chosen = {name for name, x in layers.items() if isinstance(stack_of(x), LayerMatrices)}
-        return specs | {"layers": {name: single(name) if name in chosen else stack(name) for name in layers}}
+            return specs | {"layers": [{name: of_layer(name) for name in layer} for layer in layers]}
+        # `LayerMatrices` are one array per layer, to all of which one spec applies.
+        apart = {name for name, x in layers.items() if isinstance(stack_of(x), LayerMatrices)}
+        return specs | {"layers": {name: of_layer(name) if name in apart else of_stack(name) for name in layers}}
 
     def run(self, state: Run, plan: RunLayout) -> Run:
         """Give the specs of one run's arrays.
@@ -148,15 +163,15 @@ class Rules:
         Returns:
             A `Run` with a spec in place of every array.
         """
-        # Sinks and window [L, B, tokens, W] are on every device of a row and KV head: each of these devices encodes
-        # what is due, and the owner of a block stores it.
+        # Sinks and window [L, B, tokens, W] are on every device that has a row's KV head. Each of these devices encodes
+        # the tokens that leave the window, and the device that owns their block stores them.
         exact = PartitionSpec(None, self.batch, None, self.kv_heads)
-        # A packing says what the axes of its arrays count behind [L, B].
+        # A packing says what the axes of its arrays behind [L, B] count.
         shared = {TOKENS: self.sequence, CHANNELS: self.kv_heads, None: None}
 
         def field(source: str, name: str, stored):
             axes = plan.wiring.storage.codecs[source].fields[name].packing.axes
-            # Any row may have any page, so that every device has a part of each.
+            # Any row may have any page, so pages are not split over `batch`.
             rows = None if plan.page else self.batch
             spec = PartitionSpec(None, rows, *(shared[axis] for axis in axes))
             return tuple(spec for _ in stored)
@@ -178,8 +193,8 @@ class Rules:
         return cache.replace(runs=runs, lengths=rows, overflow=rows, finite=rows, kept=kept, states=states, pages=pages)
 
     def state(self, name: str) -> PartitionSpec:
-        """Say how a part of recurrent layers' states is split: by heads, as their weights are. Devices that share out
-        the sequence all hold the same."""
+        """Say how a part of the states of recurrent layers is split: by heads, as the layers' weights are. Devices
+        along `seq` all hold the same state."""
         # "delta" is [layers, B, Hv, Dk, Dv]. Inputs of the convolutions are [layers, B, kernel - 1, W].
         heads = (self.width,) if name == "delta" else (None, self.width)
         return PartitionSpec(None, self.batch, *heads)
@@ -196,10 +211,12 @@ class Rules:
 
         Returns:
             The config with the KV heads that the device caches and all query heads that attend to them. Its `split`
-            and `gathered` name the mesh axes along which the decoder sums and gathers; no axes where one device is all.
+            and `gathered` name the mesh axes along which the decoder sums and gathers; they have no axes along which
+            there is one device only.
         """
-        # Devices along the rest of `width` share the tokens of the same KV heads. Each attends with the queries of all
-        # of them, which are gathered before (`decoder.whole_heads`): hence heads are divided by `kv_heads` alone.
+        # Devices along the rest of `width` have the same KV heads and share their tokens. Each of them attends with the
+        # query heads of all of them, which are gathered before (`decoder.whole_heads`). So the number of query heads is
+        # divided by `kv_heads` alone.
         axes = self.width[len(self.kv_heads) :]
         return dataclasses.replace(
             config,
@@ -215,8 +232,8 @@ class Rules:
         return None if shape.recurrent is None else shape.recurrent.shared_out(self.size(self.width))
 
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
-        """Describe one device's part of a cache. It has no rules, so that a step inside does not split its part again.
-        `heads_over` lets devices with other heads agree on which tokens are finite."""
+        """Describe one device's part of a cache. The layout has no rules, so that a step on the part does not split it
+        again. Along its `heads_over`, devices with different heads agree on which tokens are finite."""
         axes = self.sequence if layout.dealt > 1 else ()
         shape = _share(layout.shape, self.size(self.kv_heads))
         shape = dataclasses.replace(shape, recurrent=self._local_recurrent(layout.shape))
@@ -224,7 +241,7 @@ class Rules:
         return dataclasses.replace(layout, shape=shape, dealt_over=axes, heads_over=heads, rules=None)
 
     def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
-        """Give the layout of a cache that is dealt as these rules say.
+        """Give the layout of a cache that is split by these rules.
 
         Args:
             layout: of the cache on one device.
@@ -237,7 +254,8 @@ class Rules:
             UserError: for a method that evicts tokens or mixes the KV heads that are split, rows in pages that are
                 split, and rows that the devices cannot share out evenly.
         """
-        # A device knows the attention mass of its own heads and tokens only, and nothing exchanges it.
+        # Eviction needs the attention mass of all heads and tokens. A device knows that of its own, and no step
+        # exchanges it.
         if layout.method.keep is not None and self.mesh.size > 1:
             raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
         if layout.pool is not None and self.size(self.batch) > 1:
@@ -255,16 +273,16 @@ def _share(shape: KVShape, parts: int) -> KVShape:
 
 
 def shares_heads(layout: CacheLayout, parts: int) -> bool:
-    """Say whether devices can each cache their own KV heads. No method declares it: the wirings are built for a part of
-    the heads and compared with those for all.
+    """Say whether every device can cache KV heads of its own. To find out, the wirings of a part of the heads are built
+    and compared with those of all heads.
 
     Args:
         layout: of the whole cache.
-        parts: how many devices share out the KV heads; it divides their number.
+        parts: number of devices over which KV heads are split; it divides the number of KV heads.
 
     Returns:
-        True where every stored field is as wide on a part of the heads as its share of the whole, and nothing is
-        calibrated on, or carried for, all heads together.
+        True if every stored field of a part is `parts` times narrower than that of all heads, there is no carry, and no
+        constants are calibrated for all heads together.
     """
     if parts == 1:
         return True
@@ -272,21 +290,23 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
         local = runs_of(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
     except UserError:  # a codec that cannot be built for so few channels
         return False
-    return all(_is_share(a.wiring, b.wiring, parts) for a, b in zip(runs_of(layout), local, strict=True))
+    runs = zip(runs_of(layout), local, strict=True)
+    return all(_is_share(whole.wiring, part.wiring, parts) for whole, part in runs)
 
 
 def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
     """Say whether `parts` wirings like `part`, side by side, store what `parent` stores."""
 
     def widened(wiring: Wiring, times: int):
-        """Give the widths of sources and the fields, made so many times as wide."""
+        """Give the widths of sources, and the fields, both `times` as wide."""
+        widths = {source: width * times for source, width in wiring.storage.sources.items()}
         fields = {
             (source, name): dataclasses.replace(field, width=field.width * times, heads=field.heads * times)
             for source, codec in wiring.storage.codecs.items()
             for name, field in codec.fields.items()
         }
-        return {source: width * times for source, width in wiring.storage.sources.items()}, fields
+        return widths, fields
 
-    # Constants belong to all heads together, but for fitted rotations: each of these is a head's own.
+    # Constants are of all heads together, except for fitted rotations, of which each head has its own.
     by_head = not (parent.chain.carry or parent.wanted().keys() - {ROTATIONS})
     return by_head and widened(parent, 1) == widened(part, parts)

@@ -1,21 +1,23 @@
-"""A model and its cache on a mesh of devices: which axis of which array is split over which mesh axis, said once.
+"""A step of a model and its cache on a mesh of devices, by the rules of kvqjax/parallel/rules.py.
 
-One `shard_map` runs the whole step; a device holds its part of everything and runs the code of a single device on it:
+One `shard_map` runs the whole step. A device holds a part of every array and runs the code of a single device on it.
+`batch`, `width`, `sequence` and `kv_heads` are fields of `Rules`:
 
-- rows of the batch over `batch`; query heads, MLP, experts and vocabulary over `width`; blocks of the body, dealt in
-  turn, over `sequence`. Two sums over `width` per layer (after the output projection and after the MLP), as usual.
-- Of experts, a device holds a share of whole ones and computes the tokens that chose them; every device routes every
-  token of its rows, since all hold it. A shared expert is split as an MLP is.
-- Attention to the body gives (out, lse) of the tokens that lie here; the log-sum-exp merge over `sequence` is the only
-  collective inside attention.
-- A method whose codecs see each KV head by itself also splits keys and values over `kv_heads`, the leading part of
-  `width`. Devices along the rest of `width` (more devices than KV heads) share the tokens of their KV heads: the body
-  is dealt over them too, their queries are gathered before attention, and each keeps its own heads' output.
-- A method that mixes heads needs all channels of a token on one device: `kv_heads` is empty, so all of `width` shares
-  tokens. Its key and value projections are split over `width` all the same, and what they give is gathered; whole on
-  every device they are for a method that rematerialises keys and values (XQuant).
-- Sinks, window and new tokens are on every device of a row and KV head, which all encode what is due; the owner of a
-  block stores it.
+- Rows of the batch are split over `batch`; query heads, MLP, experts and vocabulary over `width`. A layer takes two
+sums
+  over `width`: after the output projection and after the MLP.
+- Blocks of the body are dealt over `sequence` in turn. A device attends to its own blocks, which gives (out, lse). The
+  log-sum-exp merge over `sequence` is the only collective inside attention.
+- A device holds whole experts, and computes those of its rows' tokens that chose them. All devices along `width` hold
+  the same tokens and route them alike. A shared expert is split as an MLP is.
+- If a method's codecs see each KV head by itself, keys and values are split over `kv_heads`, the first part of `width`.
+  With more devices than KV heads, devices along the rest of `width` have the same KV heads and share their tokens: the
+  body is dealt over them too, their queries are gathered before attention, and each keeps the output of its own heads.
+- If a method mixes heads, a device needs all channels of a token. Then `kv_heads` is empty, and all devices along
+  `width` share tokens. The key and value projections are still split over `width`, and keys and values are gathered. A
+  method that rematerialises keys and values (XQuant) has whole projections on every device instead.
+- Sinks, window and new tokens are on every device that has a row's KV head. All these devices encode the tokens that
+  leave the window, and the device that owns their block stores them.
 """
 
 import dataclasses
@@ -47,9 +49,10 @@ AxisNames = str | tuple[str, ...] | None
 
 
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
+    """Make the mesh of the first of `devices` (None: of jax.devices()). Raises UserError for too few."""
     names = ("data", "seq", "kv", "group")
     devices = jax.devices() if devices is None else devices
-    # A plan asks what lies where on chips that are not here.
+    # Plans are made for chips that are not here.
     if not len(devices):
         return AbstractMesh(shape, names)
     if len(devices) < math.prod(shape):
@@ -58,7 +61,7 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
 
 
 def _divided(config: KVShape) -> dict[str, int]:
-    """What a mesh's `model` must divide beside the KV heads."""
+    """List the numbers, by their names in messages, that a mesh's `model` must divide. KV heads are not among them."""
     parts = {f"{config.num_heads} heads": config.num_heads}
     if not isinstance(config, ModelConfig):
         return parts
@@ -75,11 +78,20 @@ def _divided(config: KVShape) -> dict[str, int]:
 
 
 def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None) -> Rules:
-    """Rules for a model, or for the shape of another one, and the caches of `method` on `size.devices` devices (the
-    first of jax.devices()). An empty list of devices stands for ones that are only planned with.
+    """Choose the rules for a model and the caches of a method.
 
-    Raises UserError when heads, MLP or experts cannot be split over `size.model`, or devices are missing. A vocabulary
-    that it does not divide is not split."""
+    Args:
+        config: the model's, or the shape of a model of another library.
+        method: of the caches.
+        size: of the mesh.
+        devices: the first `size.devices` of these are used; None: of jax.devices(); empty: a plan without devices.
+
+    Returns:
+        The rules. A vocabulary that `size.model` does not divide is not split.
+
+    Raises:
+        UserError: for heads, MLP or experts that cannot be split over `size.model`, and for too few devices.
+    """
     kv, model, divided = config.num_kv_heads, size.model, _divided(config)
     if any(number % model for number in divided.values()) or (kv % model and model % kv):
         numbers = " and ".join(divided)
@@ -93,10 +105,11 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
     shape = config.kv_shape if isinstance(config, ModelConfig) else config.alone
     layout = CacheLayout(shape=shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        # A method that mixes heads needs a token's channels on one device. Its projections are still split where they
-        # give what is cached; a method that caches their input (XQuant) multiplies cached tokens by all of them.
-        stored = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout))
-        columns = rules.width if stored and config.kv_width % model == 0 else ()
+        # A method that mixes heads needs all channels of a token on one device. If it caches the projections' results,
+        # projections are split and results gathered. If it caches their input (XQuant), every device multiplies cached
+        # tokens by whole projections.
+        caches_results = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout))
+        columns = rules.width if caches_results and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
     return rules
 
@@ -110,22 +123,22 @@ def rules_on(
     head_axis: AxisNames = None,
     sequence_axis: AxisNames = None,
 ) -> Rules:
-    """Rules for caches of another model's shape on that model's own mesh, whatever its axes are called.
+    """Choose the rules for caches of a model of another library, on that model's own mesh.
 
     Args:
         mesh: the model's mesh, of axes of any kind (Auto, Explicit).
         shape: the model's shape.
         method: of the caches.
         batch_axis: the mesh axis, or axes, that split rows.
-        head_axis: those that split KV heads, as far as they divide them and the method keeps heads apart; along the
-            rest of them, which may be all, the body's tokens are split.
-        sequence_axis: those that split the body's tokens.
+        head_axis: the mesh axis, or axes, that split KV heads. Only the first of them do so: as many as divide the
+            number of KV heads, and none for a method that mixes heads. The others split the body's tokens.
+        sequence_axis: the mesh axis, or axes, that split the body's tokens.
 
     Returns:
         The rules, for `init_cache` and `load_cache`.
 
     Raises:
-        UserError: for what is no mesh, an axis that it has not, and an axis that is named twice.
+        UserError: for a `mesh` that is none, an axis that it does not have, and an axis that is named twice.
     """
     if not isinstance(mesh, Mesh):
         raise UserError(f"mesh is {named(mesh)}; wanted a jax.sharding.Mesh, such as jax.make_mesh gives")
@@ -135,7 +148,8 @@ def rules_on(
             raise UserError(f"mesh axis {axis!r} is named twice; it splits rows, heads or the sequence")
     layout = CacheLayout(shape=shape.alone, method=parse(method), capacity=1, dtype="float32")
     rules = Rules(mesh=mesh, batch=batch, width=heads, projections=(), vocabulary=())
-    for count in range(len(heads), -1, -1):  # as many of the axes as keep heads apart
+    # The largest number of head axes that can split KV heads; 0 always can.
+    for count in range(len(heads), -1, -1):
         parts = rules.size(heads[:count])
         if shape.num_kv_heads % parts == 0 and shares_heads(layout, parts):
             break
@@ -143,8 +157,13 @@ def rules_on(
 
 
 def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
-    """Axes of a mesh, of one name, several or none."""
-    axes = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    """Give the axes that one name, several or none stand for. Raises UserError for an axis that the mesh lacks."""
+    if names is None:
+        axes = ()
+    elif isinstance(names, str):
+        axes = (names,)
+    else:
+        axes = tuple(names)
     for axis in axes:
         if axis not in mesh.axis_names:
             raise UserError(f"the mesh has no axis {axis!r}; it has {', '.join(map(repr, mesh.axis_names))}")
@@ -152,23 +171,39 @@ def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
 
 
 def _restored(result, layout: CacheLayout):
-    """A result whose caches carry the whole layout again."""
-    is_cache = lambda x: isinstance(x, Cache)  # noqa: E731
+    """Give the caches in a result the layout of the whole cache again."""
+
+    def is_cache(x) -> bool:
+        return isinstance(x, Cache)
+
     return jax.tree.map(lambda x: x.replace(layout=layout) if is_cache(x) else x, result, is_leaf=is_cache)
 
 
 def of_constants(rules: Rules, constants):
-    """Specs of calibrated constants: rotations are a head's own, all others are on every device."""
+    """Give the specs of calibrated constants. Rotations [L, K, D, D] are split by head; all others are on every
+    device."""
 
     def spec(path, _):
-        of_heads = any(getattr(key, "key", None) == ROTATIONS for key in path)
-        return PartitionSpec(None, rules.kv_heads) if of_heads else PartitionSpec()
+        is_rotation = any(getattr(key, "key", None) == ROTATIONS for key in path)
+        return PartitionSpec(None, rules.kv_heads) if is_rotation else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, constants)
 
 
 def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: tuple, out):
-    """`function(cache, *arguments)` on every device's part of them; `specs` are the arguments', `out` the results'."""
+    """Run `function(cache, *arguments)` on every device's part of cache and arguments.
+
+    Args:
+        function: gives results whose caches have the layout of a part.
+        rules: of the mesh.
+        cache: the whole cache.
+        arguments: pytrees of whole arrays.
+        specs: of the arguments.
+        out: specs of the results.
+
+    Returns:
+        The results, whose caches have the layout of the whole.
+    """
     # Inside, a cache's layout is that of the device's part, so that code for one device runs unchanged.
     layout = cache.layout
 
@@ -179,36 +214,47 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
 
 
 def lying_as(x, like, rules: Rules):
-    """`x` sent to where `like`, an array of its shape, lies along the mesh's Explicit axes."""
+    """Split `x` over the mesh's Explicit axes as `like`, an array of the same shape, is split."""
     place = jax.typeof(like).sharding
     return jax.sharding.reshard(x, place) if rules.explicit and place.mesh.axis_names else x
 
 
 def over_parts(function: Callable, rules: Rules, *arguments, specs: tuple, out):
-    """`function(*arguments)` on every device's part of them, which are sent to where their `specs` say first."""
+    """Run `function(*arguments)` on every device's part of the arguments, which are first split as `specs` say."""
     arguments = tuple(sent(x, rules, spec) for x, spec in zip(arguments, specs, strict=True))
     return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
 
 
 def sent(tree, rules: Rules, specs):
-    """Arrays of a program that lie as their `specs` say along the mesh's Explicit axes. Along those whose kind is Auto
-    JAX itself sends what `shard_map` takes, and along no other."""
+    """Split the arrays of a program over the mesh's Explicit axes as `specs` say. `shard_map` itself splits its
+    arguments over Auto axes, but not over Explicit ones."""
     explicit = rules.explicit
     if not explicit:
         return tree
 
     def send(spec, part):
-        # JAX refuses to reshard along Auto axes.
+        # JAX refuses to reshard along Auto axes, so these are left out of the spec.
         groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
-        along = PartitionSpec(*(tuple(axis for axis in axes if axis in explicit) for axes in groups))
-        return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(rules.mesh, along)), part)
+        explicit_groups = [tuple(axis for axis in axes if axis in explicit) for axes in groups]
+        sharding = NamedSharding(rules.mesh, PartitionSpec(*explicit_groups))
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), part)
 
     return jax.tree.map(send, specs, tree)
 
 
 def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[str, ...]):
-    """`function(model, cache, *arguments)` on every device's part. `arguments` are arrays with rows in front, or
-    pending sources; `out` names the results: "logits" [B, V], "chunk" [B, T, V], "cache" or "pending"."""
+    """Run `function(model, cache, *arguments)` on every device's part of model, cache and arguments.
+
+    Args:
+        function: a step for one device.
+        model: with rules.
+        cache: the whole cache.
+        arguments: arrays [B, ...], or tuples of pending sources.
+        out: names of the results: "logits" [B, V], "chunk" [B, T, V], "cache" or "pending".
+
+    Returns:
+        The results; a single one by itself.
+    """
     rules = model.rules
     rows = PartitionSpec(rules.batch)
     source = PartitionSpec(None, rules.batch, None, rules.kv_heads)
@@ -224,7 +270,7 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     }
 
     def local(cache, model, *arguments):
-        # Without rules: the step that runs inside must not split its part again.
+        # The part of a model has no rules, so that the step does not split it again.
         local_model = model.replace(config=rules.local_config(model.config), rules=None)
         return function(local_model, cache, *arguments)
 
@@ -237,18 +283,39 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
 
 
 def _placed(parameter, sharding: NamedSharding):
-    """A parameter where its rule says, as an array, as codes, or as rows of either."""
-    coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
-    place = lambda x: (place_codes if coded(x) else jax.device_put)(x, sharding)  # noqa: E731
-    return jax.tree.map(place, parameter, is_leaf=coded)
+    """Place a parameter on the mesh. It may be an array, codes with scales, or a tree of either."""
+
+    def is_coded(x) -> bool:
+        return isinstance(x, CodedWeight)
+
+    def place(x):
+        return place_codes(x, sharding) if is_coded(x) else jax.device_put(x, sharding)
+
+    return jax.tree.map(place, parameter, is_leaf=is_coded)
 
 
 def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
-    """The model placed on a mesh of data * seq * model devices for caches of `method`: see `rules_for`. Large
-    models are better loaded in place: `load(name, sharding=rules_for(...))`."""
+    """Place a model on a mesh of devices. Large models are better loaded in place:
+    `load(name, sharding=rules_for(...))`.
+
+    Args:
+        whole: the model.
+        method: of the caches.
+        data: devices over which rows are split.
+        seq: devices over which blocks of the body are split.
+        model: devices over which heads, MLP and vocabulary are split.
+
+    Returns:
+        The model on data * seq * model devices.
+
+    Raises:
+        UserError: as `rules_for` does.
+    """
     rules = rules_for(whole.config, method, MeshSize(data=data, seq=seq, model=model))
-    params = jax.tree.map(
-        lambda spec, x: _placed(x, NamedSharding(rules.mesh, spec)), rules.parameters(whole.params), whole.params
-    )
+
+    def place(spec, parameter):
+        return _placed(parameter, NamedSharding(rules.mesh, spec))
+
+    params = jax.tree.map(place, rules.parameters(whole.params), whole.params)
     constants, others = jax.device_put((whole.constants, whole.others), rules.everywhere)
     return whole.replace(params=as_multiplied(params), constants=constants, others=others, rules=rules)
