@@ -1,12 +1,13 @@
-"""What a cache loses on a text that is cut into windows: perplexity, KL divergence and top-1 agreement, over all tokens
-(`perplexity`) or along the steps of a long decode (`drift`). All tokens really pass through the cache.
+"""The loss of quality by a cache, on a text that is cut into windows: perplexity, KL divergence and top-1 agreement,
+over all tokens (`perplexity`) or along the steps of a long decode (`drift`).
 
-Modes (every report names its mode):
-- loop: every token passes through the cache in chunks of N; later chunks see earlier ones compressed.
-- prefill: the first half of each window attends exactly (the papers' prefill); the second half passes through in
-  chunks of N and only it is scored.
+All tokens are written to the cache and read from it, in one of two modes, which every report names:
 
-The exact cache runs beside the compressed one on the same chunks, so `ppl_exact` has the same tokens and positions.
+- loop: every token enters the cache in chunks of N tokens. Later chunks see earlier ones compressed.
+- prefill: the first half of each window attends exactly, as a prompt in most papers. The second half enters in chunks
+  of N tokens, and is scored alone.
+
+The exact cache gets the same chunks, so `ppl_exact` is of the same tokens and positions.
 """
 
 import functools
@@ -52,16 +53,12 @@ __all__ = [
 
 
 class Style(NamedTuple):
-    """Defaults of one way to cut a text. All windows are disjoint and the last partial one is dropped.
+    """Defaults of one way to cut a text. All windows are disjoint and the last partial one is dropped."""
 
-    length: tokens per window; chunk: tokens that enter the cache at a time; half: only the second half of each window
-    is scored; bos: every window starts with the begin token, where the text itself was encoded with one.
-    """
-
-    length: int
-    chunk: int
-    half: bool = False
-    bos: bool = False
+    length: int  # tokens of a window
+    chunk: int  # tokens that enter the cache at a time
+    half: bool = False  # only the second half of each window is scored
+    bos: bool = False  # every window starts with the begin token, if the text was encoded with one
 
 
 # gptq: GPTQ's script, as KVQuant and most papers use it (with windows of 2048). aqua: AQUA-KV's, 8192 tokens in steps
@@ -70,15 +67,28 @@ STYLES = {"gptq": Style(512, 32), "aqua": Style(8192, 32), "llama-perplexity": S
 
 
 def style(name: str) -> Style:
-    """A style by name. Raises UserError for one that does not exist."""
+    """Find a style by name. Raises UserError for one that does not exist."""
     if name not in STYLES:
         raise UserError(f"windows={name!r}; known: {', '.join(STYLES)}")
     return STYLES[name]
 
 
 def windows(ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int | None = None) -> np.ndarray:
-    """Windows [N, length] of a text's ids, about `tokens` ids in all (0: the whole text). `bos` replaces the first id
-    of every window if the text begins with it."""
+    """Cut a text into windows.
+
+    Args:
+        ids: of the text.
+        length: tokens of a window.
+        tokens: about how many tokens are used; 0: all.
+        bos: the begin token, if every window starts with it. It replaces the first token of each window, but only in a
+            text that begins with it.
+
+    Returns:
+        Windows [N, length].
+
+    Raises:
+        UserError: for a text that is shorter than one window.
+    """
     count = min(len(ids), max(tokens or len(ids), length)) // length
     if count == 0:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}")
@@ -92,14 +102,13 @@ def windows(ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int 
 
 
 class Sums(NamedTuple):
-    """Sums over scored tokens: negative log-likelihoods with both caches (nats), KL(exact || cache), agreements,
-    count."""
+    """Sums over scored tokens."""
 
-    nll: Float[Array, ""]
-    nll_exact: Float[Array, ""]
-    kld: Float[Array, ""]
-    top1: Float[Array, ""]
-    tokens: Float[Array, ""]
+    nll: Float[Array, ""]  # negative log-likelihood with the compressed cache, in nats
+    nll_exact: Float[Array, ""]  # with the exact cache
+    kld: Float[Array, ""]  # KL(exact || compressed), in nats
+    top1: Float[Array, ""]  # tokens at which both caches have the same most likely token
+    tokens: Float[Array, ""]  # number of scored tokens
 
 
 def score_chunk(
@@ -108,9 +117,22 @@ def score_chunk(
     targets: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Sums:
-    """Score T predictions of each row; `valid` marks those that count."""
+    """Score T predictions of each row.
+
+    Args:
+        logits: with the compressed cache.
+        reference: logits with the exact cache.
+        targets: the tokens that follow.
+        valid: marks the predictions that count.
+
+    Returns:
+        The sums over these predictions.
+    """
     scores, weight = token_scores(logits, reference, targets), valid.astype(jnp.float32)
-    total = lambda x: (x.astype(jnp.float32) * weight).sum()  # noqa: E731
+
+    def total(x: Array) -> Array:
+        return (x.astype(jnp.float32) * weight).sum()
+
     exact_nll = negative_log_likelihood(reference, targets)
     return Sums(total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum())
 
@@ -125,9 +147,20 @@ def score_windows(
     exact_prefix: int,
     scored_from: int = 0,
 ) -> Sums:
-    """Sums over a batch of windows, one entry per chunk. The first `exact_prefix` tokens are prefilled exactly;
-    predictions made there or at positions before `scored_from` are not scored. `reference` is the model without the
-    method's constants: the exact cache takes none. `layouts` are those of both caches (`cache_layouts`)."""
+    """Score a batch of windows.
+
+    Args:
+        model: with the method's constants.
+        reference: the model without constants, since the exact cache takes none.
+        batch: the windows.
+        layouts: of the compressed and the exact cache (`cache_layouts`).
+        chunk: tokens that enter the caches at a time.
+        exact_prefix: first tokens of a window that are prefilled exactly, and not scored.
+        scored_from: the first position that is scored.
+
+    Returns:
+        The sums, one entry per chunk.
+    """
     rows, models = len(batch), (model, reference)
     caches = tuple(empty_cache(m, layout, rows) for m, layout in zip(models, layouts, strict=True))
     if exact_prefix:
@@ -135,24 +168,28 @@ def score_windows(
         caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
     tokens = batch[:, exact_prefix:]
     counts = jnp.full((rows,), tokens.shape[1], jnp.int32)
-    score = lambda logits, targets, valid: score_chunk(logits[0], logits[1], targets, valid)  # noqa: E731
+
+    def score(logits, targets, valid):
+        return score_chunk(logits[0], logits[1], targets, valid)
+
     return through(models, caches, tokens, counts, chunk, score, max(0, scored_from - exact_prefix))
 
 
 def cache_layouts(
     model: Model, reference: Model, method: Method, rows: int, length: int, kernels: str
 ) -> tuple[CacheLayout, CacheLayout]:
-    """Of the cache of `method`, and of the exact one beside it, on which nothing is forced."""
+    """Plan the layouts of the cache of `method` and of the exact cache. `kernels` other than "off" apply to the first
+    one only."""
     exact_kernels = "off" if kernels == "off" else "auto"
     coded = planned_layout(model, method, rows, length, kernels=kernels)
     return coded, planned_layout(reference, exact(), rows, length, kernels=exact_kernels)
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
-    """The name under which reports carry this mode. Raises UserError for one that does not exist."""
+    """Give the name of a mode in reports. Raises UserError for a mode that does not exist, and for too few tokens."""
     if mode not in ("loop", "prefill"):
         raise UserError(f"mode={mode!r}; known: loop, prefill")
-    least = 3 if mode == "prefill" else 2  # of a half of one token nothing is predicted
+    least = 3 if mode == "prefill" else 2  # a token that is scored needs one before it in its half
     if chunk < 1 or window < least:
         raise UserError(f"chunk={chunk} and window={window}; at least 1 and {least} tokens are needed")
     return f"prefill-exact-chunk{chunk}" if mode == "prefill" else f"in-the-loop-chunk{chunk}"
@@ -176,7 +213,7 @@ def perplexity(
     kernels: str = "auto",
     progress=lambda fraction: None,
 ) -> dict[str, Any]:
-    """Perplexity through the cache and through the exact one, and the divergence between them.
+    """Measure perplexity with the cache and with the exact one, and the divergence between them.
 
     Args:
         model: the model, with the method's constants.
@@ -188,8 +225,8 @@ def perplexity(
         window: tokens of a window; None: the cut's own.
         tokens: about how many tokens of the text are used; 0: all.
         batch: windows at a time.
-        context: tokens of the row whose ledger gives `bits_stored` and `bytes`: a window is so short that what stays
-            exact would decide.
+        context: tokens of the row for which `bits_stored` and `bytes` are computed. In a row as short as a window,
+            exact tokens (sinks, window) would take most of the bytes.
         kernels: as in `init_cache`.
         progress: `progress(fraction)` is called as batches finish.
 
@@ -204,14 +241,16 @@ def perplexity(
     check_counts(chunk=chunk, window=window, batch=batch, context=context)
     check_integer("tokens", tokens, 0)
     method, chosen = parse(method), style(cut)
-    chunk, window = (chosen.chunk if chunk is None else chunk), (chosen.length if window is None else window)
+    chunk = chosen.chunk if chunk is None else chunk
+    window = chosen.length if window is None else window
     name = check_mode(mode, chunk, window)
     if chosen.half and window < 3:
         raise UserError(f"window={window}; of windows cut as {cut} the second half is scored: wanted 3 tokens at least")
     pieces = windows(token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None)
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
-    plain, parts = model.replace(constants=()), []
+    plain = model.replace(constants=())
+    parts = []
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
         layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
@@ -237,15 +276,25 @@ def perplexity(
 
 
 def encoded_from(model: Model, method: Method, capacity: int) -> int:
-    """The first step that attends to encoded tokens in every layer: until then sinks and windows hold all."""
+    """Find the first step that attends to encoded tokens in every layer. Before it, sinks and windows hold all tokens
+    of some layer."""
     cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
     clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
     return method.sinks + max(clock.window + clock.unit for clock in clocks)
 
 
 def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
-    """The last span's KLD over that of the first span that begins at step `encoded` or later; None where no earlier
-    span does, or where there is only rounding."""
+    """Compute the divergence of the last span relative to the first span with encoded tokens alone.
+
+    Args:
+        kld: of every span.
+        starts: the first step of every span.
+        encoded: the step of `encoded_from`.
+
+    Returns:
+        The ratio. None if no span before the last one begins at `encoded` or later, or if that span's divergence is
+        only rounding.
+    """
     first = next((value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0)
     return kld[-1] / first if first > ROUNDING else None
 
@@ -271,8 +320,8 @@ def drift(
     kernels: str = "auto",
     progress=lambda fraction: None,
 ) -> dict[str, Any]:
-    """The KL divergence from the exact cache against the step number: whether the error grows as decoding goes on. The
-    text is fed, not what the model would say (teacher forcing).
+    """Measure the KL divergence from the exact cache along the steps of a decode: whether the error grows. The text's
+    tokens are fed, not the model's predictions (teacher forcing).
 
     Args:
         model: the model, with the method's constants.
@@ -286,8 +335,9 @@ def drift(
         progress: `progress(fraction)` is called as windows finish.
 
     Returns:
-        A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last span over that of the
-        first in which every step attends to encoded tokens (None: there is none but the last, or nothing is lost).
+        A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last span divided by that
+        of the first span in which every step attends to encoded tokens. It is None if that is the last span, or if
+        nothing is lost.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.
@@ -298,12 +348,13 @@ def drift(
     method, name = parse(method), check_drift(chunk, window)
     pieces = windows(token_ids(model, texts), window, tokens)
     plain = model.replace(constants=())
-    layouts, parts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels), []
+    layouts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels)
+    parts = []
     for number, piece in enumerate(pieces):
         sums = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
         parts.append(np.stack([np.asarray(sums.kld), np.asarray(sums.nll), np.asarray(sums.tokens)]))
         progress((number + 1) / len(pieces))
-    total = np.sum(parts, axis=0)
+    total = np.sum(parts, axis=0)  # [3, chunks]: sums of KLD, of NLL and of tokens over all windows
     total = total[:, total[2] > 0]  # a window's last token predicts nothing
     spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
     starts = [int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))]

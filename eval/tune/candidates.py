@@ -1,5 +1,4 @@
-"""The methods that tuning chooses among: what a list of names stands for, what each costs, and the constants that each
-needs."""
+"""The candidates of tuning: the methods that a list of names stands for, their bytes and their calibrated constants."""
 
 import dataclasses
 import inspect
@@ -40,24 +39,24 @@ __all__ = [
     "stretches",
 ]
 
-WIDTHS = (1, 2, 3, 4, 6, 8)  # bits that a method is tried at where none are named
-GROUPS = ("data-free", "all")
-VARIANTS = ("kivi:group=128",)  # beside every method's defaults
+WIDTHS = (1, 2, 3, 4, 6, 8)  # bits at which a method is tried if none are named
+GROUPS = ("data-free", "all")  # names that stand for several methods
+VARIANTS = ("kivi:group=128",)  # candidates of both groups in addition to methods with default options
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """`parts` may stand in any layer, those that are not `joint` for its keys or values alone. `others` are taken for
-    all layers or not at all (they have exceptions of their own), or as a chain with exceptions (`Chain` of
-    kvqjax.eval.tune.trials) where their layers feed each other. All have `sinks`."""
+    """The methods among which tuning chooses. All have the same number of sinks."""
 
-    parts: tuple[Method, ...]
-    joint: np.ndarray
+    parts: tuple[Method, ...]  # any layer may follow one of these; number 0 is the exact cache
+    joint: np.ndarray  # Bool [C]: a layer follows this part with keys and values or with neither
+    # Methods for all layers or none, because they have exceptions of their own, or whose layers feed each other. The
+    # latter may have exceptions (`Chain` of kvqjax.eval.tune.trials).
     others: tuple[Method, ...]
     sinks: int
 
     def method(self, chosen: np.ndarray) -> Method:
-        """The policy [L, 2] as a method: the most frequent candidate with exceptions."""
+        """Write the policy [L, 2] as a method: the most frequent candidate, with exceptions."""
         names, counts = np.unique(chosen, return_counts=True)
         default = names[counts.argmax()]
         exceptions = {}
@@ -74,15 +73,15 @@ class Candidates:
 
 
 def stretches(chosen: np.ndarray) -> Iterable[tuple[str, tuple[int, int]]]:
-    """The layers that follow one another with equal choices in a policy [L, 2], as exceptions name them ("0-2"), and
-    these choices."""
+    """Group the consecutive layers of a policy [L, 2] that have the same candidates. Yields the layers, as exceptions
+    name them ("0-2"), with the candidates of keys and values."""
     for pair, group in itertools.groupby(range(len(chosen)), key=lambda layer: tuple(chosen[layer])):
         first, *tail = group
         yield f"{first}-{tail[-1]}" if tail else str(first), pair
 
 
 def bare(method: Method) -> Method:
-    """A method without sinks, which are the whole policy's."""
+    """Give a method without its sinks. As an exception it has none: sinks belong to the whole policy."""
     return parse({name: value for name, value in to_dict(method).items() if name != "sinks"})
 
 
@@ -90,7 +89,8 @@ def bare(method: Method) -> Method:
 
 
 def _split(text: str) -> list[str]:
-    """`kivi,higgs:window=32,buffer=64` is kivi and higgs:window=32,buffer=64."""
+    """Split a list of policies at its commas, except for commas between options: "kivi,higgs:window=32,buffer=64" is
+    "kivi" and "higgs:window=32,buffer=64"."""
     out: list[str] = []
     for item in (part.strip() for part in text.split(",")):
         if out and re.match(r"\w+=", item):
@@ -101,7 +101,7 @@ def _split(text: str) -> list[str]:
 
 
 def _free(shape: KVShape) -> Iterable[str]:
-    """Every method that needs nothing but the model and may stand in any layer, and variants of it."""
+    """List the methods that need no calibration and can be chosen layer by layer, keys and values apart."""
     for name in METHODS:
         method = METHODS[name]()
         if name == "exact" or method.overrides:
@@ -113,12 +113,12 @@ def _free(shape: KVShape) -> Iterable[str]:
 
 
 def _all(shape: KVShape) -> Iterable[str]:
-    """Every method but the exact cache and those that are another one with exceptions of their own."""
+    """List all methods but the exact cache, and but kivi_star, which is kivi with exceptions."""
     return [name for name in METHODS if name not in ("exact", "kivi_star")] + [*VARIANTS]
 
 
 def _at_widths(text: str, config: ModelConfig) -> list[Method]:
-    """A method at the bits it names, or at every width that it has and the model admits."""
+    """Give a policy with the bits that it names. If it names none, give it at every width that the model admits."""
     method = parse(text)
     options = inspect.signature(METHODS[re.split("[:;]", method.name)[0]]).parameters
     if "bits" not in options or re.search(r"bits=", text):
@@ -137,14 +137,14 @@ def _at_widths(text: str, config: ModelConfig) -> list[Method]:
 
 
 def named(text: str, config: ModelConfig) -> list[Method]:
-    """The methods of a list such as `data-free`, `all` or `kivi,higgs:window=32`.
+    """Read a list of methods such as `data-free`, `all` or `kivi,higgs:window=32`.
 
     Args:
         text: names of groups and policies, with commas between them.
         config: the model's.
 
     Returns:
-        Every method once, at all the widths that the model admits where its bits are not named.
+        Every method once. A policy that names no bits gives a method for each width that the model admits.
 
     Raises:
         UserError: an empty list, and a method that the model refuses.
@@ -152,17 +152,18 @@ def named(text: str, config: ModelConfig) -> list[Method]:
     items = _split(text)
     if not items:
         raise UserError(f"methods {text!r} names none; wanted {', '.join(GROUPS)}, or methods")
+    members = {"data-free": _free, "all": _all}
     texts: list[str] = []
     for item in items:
-        texts += {"data-free": _free, "all": _all}[item](config.kv_shape) if item in GROUPS else [item]
+        texts += members[item](config.kv_shape) if item in members else [item]
     methods = [method for policy_text in dict.fromkeys(texts) for method in _at_widths(policy_text, config)]
     for method in methods:
-        runs_for(method, config)
+        runs_for(method, config)  # raises an error for a method that the model refuses
     return list(dict.fromkeys(methods))
 
 
 def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
-    """The methods, and the exact cache, with one number of sinks for all: the largest of theirs.
+    """Sort methods into candidates, with the exact cache as the first. All get the largest number of sinks of any.
 
     Raises:
         UserError: where no method can be chosen layer by layer.
@@ -189,8 +190,21 @@ def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
 def fast_enough(
     methods: list[Method], config: ModelConfig, context: int, device: str, slowdown: float
 ) -> tuple[list[Method], dict[str, float]]:
-    """Methods whose decode step at a full context takes at most `slowdown` times the exact cache's by the planner's
-    cost model, and the ratio of every method."""
+    """Choose the methods whose decode step is fast enough by the planner's cost model.
+
+    Args:
+        methods: to choose from.
+        config: the model's.
+        context: cached tokens of the step's row.
+        device: the chip's name.
+        slowdown: the largest time of a step, relative to a step with the exact cache.
+
+    Returns:
+        The methods that are fast enough, and the relative time of every method.
+
+    Raises:
+        UserError: where no method is fast enough.
+    """
     chip = DEVICES[find_device(device).name]
 
     def seconds(method: Method) -> float:
@@ -210,8 +224,8 @@ def fast_enough(
 
 
 def layer_bytes(model: Model, candidates: Candidates, context: int) -> np.ndarray:
-    """Bytes [L, C, C] of every layer of a row of `context` tokens, keys by the first candidate and values by the
-    second; inf where they cannot stand together."""
+    """Compute the bytes [L, C, C] of every layer of a row of `context` tokens, by the candidates of keys and of values.
+    They are inf for candidates that cannot be combined."""
     count, layers = len(candidates.parts), model.config.num_layers
     out = np.full((layers, count, count), np.inf)
     for a, key in enumerate(candidates.parts):
@@ -223,12 +237,12 @@ def layer_bytes(model: Model, candidates: Candidates, context: int) -> np.ndarra
 
 
 def bytes_by_layer(model: Model, method: Method, context: int) -> np.ndarray:
-    """Bytes of every layer of a row of `context` tokens."""
+    """Compute the bytes [L] of every layer of a row of `context` tokens."""
     book, out = ledger_of(model, method, context), np.zeros(model.config.num_layers)
     for entry in book.entries:
         first, _, last = entry.layers.partition("-")
         run = slice(int(first), int(last or first) + 1)
-        out[run] += entry.bytes / (run.stop - run.start)
+        out[run] += entry.bytes / (run.stop - run.start)  # layers of a run have equal bytes
     return out
 
 
@@ -236,15 +250,17 @@ def bytes_by_layer(model: Model, method: Method, context: int) -> np.ndarray:
 
 
 class Learnt(NamedTuple):
-    """`fixed`: constants {group: {name: [L, ...]}} of the parts that have some, by number. `ready`: the model with
-    those of each candidate that is taken for all layers."""
+    """The calibrated constants of candidates."""
 
-    fixed: dict[int, dict]
-    ready: tuple[Model, ...]
+    fixed: dict[
+        int, dict
+    ]  # number of a part -> its constants {group: {name: [L, ...]}}; parts without any are left out
+    ready: tuple[Model, ...]  # for each of the candidates' `others`: the model with its constants
 
 
 def _constants(model: Model, method: Method, texts: TextLike, folder: Path | None, bar: Bar) -> tuple[dict, ...]:
-    """What one method needs, as `Model.constants`; kept in `folder`, where a stopped calibration goes on."""
+    """Find the constants of one method, as `Model.constants` has them. They are kept in `folder`, together with the
+    state of a calibration that was stopped, which then continues."""
     if not any(run.wiring.wanted() for run in runs_for(method, model.config, str(model.params["embed"].dtype))):
         return ()
     if not calibrate.learns(method, model.config):
@@ -254,7 +270,10 @@ def _constants(model: Model, method: Method, texts: TextLike, folder: Path | Non
         return model.with_artifact(load_artifact(path)).constants
     state = None if path is None else path.with_name(path.name + ".state.npz")
     update = bar(f"calibrating {method}")
-    advance = lambda steps, total: update(steps / total)  # noqa: E731
+
+    def advance(steps: int, total: int) -> None:
+        update(steps / total)
+
     artifact = calibrate.run(model, method, texts, state=state, advance=advance)
     if path is not None and state is not None:
         artifact.save(path)
@@ -263,10 +282,17 @@ def _constants(model: Model, method: Method, texts: TextLike, folder: Path | Non
 
 
 def learnt(model: Model, candidates: Candidates, texts: TextLike, out: Path | None, bar: Bar) -> Learnt:
-    """The constants of every candidate, from `texts` or from the weights."""
+    """Find the constants of every candidate, from `texts` or from the weights."""
     folder = None if out is None else out / "calibrated"
-    needs = lambda method: _constants(model, method, texts, folder, bar)  # noqa: E731
-    parts = {number: needs(method) for number, method in enumerate(candidates.parts)}
-    layers = lambda *runs: jnp.concatenate([jnp.asarray(x) for x in runs])  # noqa: E731
-    fixed = {number: jax.tree.map(layers, *runs) for number, runs in parts.items() if runs}
-    return Learnt(fixed, tuple(model.replace(constants=needs(method)) for method in candidates.others))
+
+    def constants_of(method: Method) -> tuple[dict, ...]:
+        return _constants(model, method, texts, folder, bar)
+
+    def all_layers(*runs):
+        """Join arrays [L_run, ...] of runs to [L, ...]."""
+        return jnp.concatenate([jnp.asarray(x) for x in runs])
+
+    by_part = {number: constants_of(method) for number, method in enumerate(candidates.parts)}
+    fixed = {number: jax.tree.map(all_layers, *runs) for number, runs in by_part.items() if runs}
+    ready = tuple(model.replace(constants=constants_of(method)) for method in candidates.others)
+    return Learnt(fixed, ready)

@@ -1,10 +1,11 @@
-"""A cache whose codecs are data: one compiled program measures every policy over a list of candidates.
+"""A cache whose codecs are chosen by data: one compiled program measures every policy over a list of candidates.
 
-The layer spec `Choice` holds every candidate. A layer's constants say by number which one its keys and which one its
-values follow. The body stores what that candidate's decoder would give back, so tokens meet the same keys and values
-as in the candidate's own cache, at the same time. Candidates that differ in their codecs alone share the vectors that
-sinks, window and body hold. Layers of a chain are told what flows from the layer below when they encode; a reader finds
-reconstructions and needs nothing of it.
+The layer spec `Choice` holds all candidates. A layer's constants have the number of the candidate that its keys follow,
+and of the one that its values follow. The body stores reconstructions: the vectors that this candidate would decode. So
+queries see the same keys and values, at the same steps, as in the candidate's own cache.
+
+Candidates that differ in their codecs alone are of one kind, and share the vectors in sinks, window and body. In a
+chain only encoding takes the carry of the layer below; a reader finds reconstructions and does not need it.
 """
 
 import dataclasses
@@ -22,33 +23,36 @@ from kvqjax.model.config import KVShape
 
 __all__ = ["Choice", "chosen_constants"]
 
-CHOSEN = "chosen"  # the group of constants that holds the numbers
-# Fields of layer specs that say how vectors are encoded, not which vectors and when.
+CHOSEN = "chosen"  # the group of constants with the numbers of candidates: {"k": [], "v": []}
+# Fields of layer specs that say how vectors are encoded. The other fields say which vectors are encoded, and when.
 CODED = {"key", "value", "key_inputs", "value_inputs", "predictor", "rank", "copy", "start", "bits", "axis"} | {
     "accumulator", "latent", "scales"}  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """Candidates that capture and expand alike: their numbers and wirings. `joint`: keys and values are one choice."""
+    """Candidates that capture and expand alike."""
 
-    members: dict[int, Wiring]
-    joint: bool
+    members: dict[int, Wiring]  # number of a candidate -> its wiring
+    joint: bool  # keys and values of a layer follow the same candidate
 
     @property
     def wiring(self) -> Wiring:
+        """The wiring of any member: its `capture` and `expand` are those of all."""
         return next(iter(self.members.values()))
 
 
 def _likeness(number: int, spec: Any, wiring: Wiring):
-    """What candidates of one kind have in common; one with calibrated constants is a kind of its own."""
+    """Give a value that is equal for candidates of one kind. A candidate with calibrated constants, unless it is of a
+    chain, is a kind of its own; so is a `Pair`, whose parts have windows of their own."""
     names = [field.name for field in dataclasses.fields(spec)]
     separable = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
-    if isinstance(spec, Pair) or not (separable or wiring.chain.carry):  # the windows of a pair are its parts' own
+    if isinstance(spec, Pair) or not (separable or wiring.chain.carry):
         return number
     return type(spec), *((name, getattr(spec, name)) for name in names if name not in CODED)
 
 
 def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
+    """Sort candidates into kinds."""
     kinds: dict[Any, Kind] = {}
     for number, spec in enumerate(specs):
         wiring = spec.build(shape)
@@ -58,15 +62,15 @@ def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
 
 
 def _table(numbers, count: int, default: int) -> np.ndarray:
-    """Which branch candidate 0 .. count - 1 takes: its place in `numbers`, or `default`."""
+    """Make the table of the branch that each of `count` candidates takes: its place in `numbers`, or `default`."""
     places = {number: place for place, number in enumerate(numbers)}
     return np.asarray([places.get(number, default) for number in range(count)], np.int32)
 
 
 def _of_candidate(constants: dict, number: int) -> dict:
-    """A candidate's own constants."""
-    head = f"{number}."
-    return {name.removeprefix(head): group for name, group in constants.items() if name.startswith(head)}
+    """Give a candidate's own constants: candidate 3 has the groups "3.k", "3.v" and so on."""
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): group for name, group in constants.items() if name.startswith(prefix)}
 
 
 def _name(number: int, source: str) -> str:
@@ -81,17 +85,17 @@ class Mixed(NamedTuple):
     count: int
 
     def capture(self, weights, constants, projected, positions):
-        return {
-            _name(n, source): x
-            for n, kind in enumerate(self.kinds)
-            for source, x in kind.wiring.maps.capture(
-                weights, _of_candidate(constants, next(iter(kind.members))), projected, positions
-            ).items()
-        }
+        captured = {}
+        for n, kind in enumerate(self.kinds):
+            groups = _of_candidate(constants, next(iter(kind.members)))  # members of a kind capture alike
+            sources = kind.wiring.maps.capture(weights, groups, projected, positions)
+            captured |= {_name(n, source): x for source, x in sources.items()}
+        return captured
 
     def encode(self, constants, tile, carry):
         recon = {}
         for n, kind in enumerate(self.kinds):
+            # The sources of this kind that leave the window now: together where they are one choice, else one by one.
             names = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
             for sources in [names] if kind.joint and names else [(s,) for s in names]:
                 inputs = {s: tile[_name(n, s)] for s in sources}
@@ -100,36 +104,51 @@ class Mixed(NamedTuple):
         return {source: {"x": x} for source, x in recon.items()}, recon, carry
 
     def _recoded(self, constants, kind: Kind, sources: tuple[str, ...], tile: dict, carry: dict):
-        """Encode and decode a tile by the chosen candidate; return it with the carry for the layer above. Both stay as
-        they are where a candidate of another kind is chosen."""
+        """Encode and decode a tile by the chosen candidate.
 
-        def by(number):
+        Args:
+            constants: the layer's.
+            kind: of the candidates that these sources belong to.
+            sources: that are encoded together.
+            tile: the sources' vectors.
+            carry: of the layer below.
+
+        Returns:
+            The reconstructions and the carry for the layer above. Both are unchanged where a candidate of another kind
+            is chosen.
+        """
+
+        def recode_by(number):
             def recode(x, carry):
                 _, outputs, above = kind.members[number].maps.encode(_of_candidate(constants, number), x, carry)
                 return {s: outputs[s].astype(x[s].dtype) for s in sources}, above
 
             return recode
 
-        index = constants[CHOSEN]["v" if sources == ("v",) else "k"]
-        table = _table(kind.members, self.count, len(kind.members))
-        branches = [*map(by, kind.members), lambda x, carry: (x, carry)]
-        return jax.lax.switch(jnp.asarray(table)[index], branches, tile, carry)
+        # Sources that are one choice, "x" of XQuant among them, go by the number of keys.
+        chosen = constants[CHOSEN]["v" if sources == ("v",) else "k"]
+        unchanged = len(kind.members)  # the last branch
+        table = _table(kind.members, self.count, unchanged)
+        branches = [*map(recode_by, kind.members), lambda x, carry: (x, carry)]
+        return jax.lax.switch(jnp.asarray(table)[chosen], branches, tile, carry)
 
     @staticmethod
     def decode(constants, payload, carry):
         return {source: stored["x"] for source, stored in payload.items()}, carry
 
     def expand(self, weights, constants, sources, positions):
-        place = {number: n for n, kind in enumerate(self.kinds) for number in kind.members}
-        table = jnp.asarray(np.asarray([place[number] for number in range(self.count)], np.int32))
+        kind_of = {number: n for n, kind in enumerate(self.kinds) for number in kind.members}
+        table = jnp.asarray(np.asarray([kind_of[number] for number in range(self.count)], np.int32))
 
         def expanded(part: int):
-            def by(n, kind):
+            """Expand keys (0) or values (1) by the kind of the candidate that they follow."""
+
+            def expand_by(n, kind):
                 stored = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}
                 groups = _of_candidate(constants, next(iter(kind.members)))  # members of a kind expand alike
                 return lambda: kind.wiring.maps.expand(weights, groups, stored, positions)[part]
 
-            branches = [by(n, kind) for n, kind in enumerate(self.kinds)]
+            branches = [expand_by(n, kind) for n, kind in enumerate(self.kinds)]
             return jax.lax.switch(table[constants[CHOSEN][PARTS[part]]], branches)
 
         return expanded(0), expanded(1)
@@ -137,7 +156,7 @@ class Mixed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layer whose keys and values follow one of `specs` each."""
+    """A layer whose keys follow one of `specs`, and whose values follow one of them."""
 
     specs: tuple[LayerSpec, ...]
 
@@ -145,12 +164,15 @@ class Choice:
         kinds = _kinds(self.specs, config)
         storages = [kind.wiring.storage for kind in kinds]
         widths = {_name(n, s): width for n, storage in enumerate(storages) for s, width in storage.sources.items()}
-        clocks: dict[tuple[int, int], list[str]] = {}
-        for number, storage in enumerate(storages):
+        clocks: dict[tuple[int, int], list[str]] = {}  # (window, unit) -> sources that leave the window so
+        for n, storage in enumerate(storages):
             for clock in storage.clocks:
-                clocks.setdefault(clock[1:], []).extend(_name(number, source) for source in clock.sources)
+                times = (clock.window, clock.unit)
+                clocks.setdefault(times, []).extend(_name(n, source) for source in clock.sources)
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
-        shapes = {f"{n}.{group}": names for n, w in members.items() for group, names in w.wanted().items()}
+        shapes = {
+            f"{number}.{group}": names for number, wiring in members.items() for group, names in wiring.wanted().items()
+        }
         kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
         carried = {source: width for wiring in members.values() for source, width in wiring.chain.carry.items()}
         mixed = Mixed(kinds, len(self.specs))
@@ -161,14 +183,26 @@ class Choice:
                 clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
             ),
             Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
-            chain=Chain(carried, flows=False),  # what is read is stored as it is
+            chain=Chain(carried, flows=False),  # reconstructions are stored, so that a reader needs no carry
             calibration=Calibration(shapes | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
         )
 
 
 def chosen_constants(policy: np.ndarray, fixed: dict[str, dict], runs) -> tuple[dict, ...]:
-    """Constants of a model for `Choice`: the candidates' own, {"3.k": {name: [L, ...]}}, and `policy` [L, 2], which
-    says by number what each layer's keys and values follow."""
+    """Make the constants of a model whose layers are `Choice`.
+
+    Args:
+        policy: [L, 2], the numbers of the candidates that keys and values of each layer follow.
+        fixed: the candidates' own constants, {"3.k": {name: [L, ...]}}.
+        runs: of layers.
+
+    Returns:
+        The constants of each run.
+    """
     numbers = {"k": jnp.asarray(policy[:, 0], jnp.int32), "v": jnp.asarray(policy[:, 1], jnp.int32)}
-    cut = lambda run: jax.tree.map(lambda x: x[run.first : run.first + run.count], fixed | {CHOSEN: numbers})  # noqa: E731
-    return tuple(cut(run) for run in runs)
+    of_model = fixed | {CHOSEN: numbers}
+
+    def of_run(run):
+        return jax.tree.map(lambda x: x[run.first : run.first + run.count], of_model)
+
+    return tuple(of_run(run) for run in runs)

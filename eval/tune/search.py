@@ -1,8 +1,11 @@
-"""Which candidate each layer's keys and values take within a budget: a first guess that adds losses up, then measured
-exchanges.
+"""The search for a policy: which candidate the keys and the values of each layer follow, within a budget.
 
-A policy is an int array [L, 2]: the candidates of every layer's keys and values. `Table` says what each costs. Nothing
-here knows what a candidate is: `measure(policies)` gives the divergences of policies in every window.
+A policy is an int array [L, 2]: the numbers of the candidates of every layer's keys and values. `Table` has the bytes
+and losses of candidates. Nothing here knows what a candidate is.
+
+A first guess assumes that the losses of layers add up, and is found by dynamic programming. From there the search goes
+on by exchanges of candidates, which are measured: `measure(policies)` gives the KL divergence [P, N] of P policies in N
+windows of text.
 """
 
 import itertools
@@ -21,12 +24,12 @@ from kvqjax.model.config import ModelConfig
 __all__ = ["Budget", "Measure", "Table", "better", "chosen", "climb", "guess", "limit_of", "neighbours", "read_budget"]
 
 
-GRID = 400  # steps of the budget per layer in the dynamic programme
+GRID = 400  # steps per layer into which dynamic programming divides the budget
 ROUND = 16  # exchanges that are measured together
 PATIENCE = 2  # rounds without a gain after which the search ends
-NOISE = 1.0  # standard errors of the paired difference by which an exchange must help
-PAIRED = 64  # best changes, and as many that save bytes, of which pairs are made
-HALVINGS = 12  # of the bytes, in the search for the fewest that keep a divergence
+NOISE = 1.0  # an exchange must help by more standard errors of the paired difference than this
+PAIRED = 64  # pairs are made of so many of the best changes, and so many that save bytes
+HALVINGS = 12  # steps of the bisection for the fewest bytes that keep a divergence
 
 MOST_BITS = 32  # of a number
 
@@ -38,11 +41,10 @@ Measure = Callable[[list[Policy]], Float[np.ndarray, "P N"]]
 
 
 class Budget(NamedTuple):
-    """What may be spent: average bits of all that is stored, bytes, or a KL divergence that may not be exceeded. `kind`
-    is "bits", "bytes" or "kld"."""
+    """The largest amount that a policy may take."""
 
-    kind: str
-    amount: float
+    kind: str  # "bits" per number of keys and values, on average over all that is stored; "bytes"; or "kld"
+    amount: float  # of a KL divergence in nats
 
 
 def read_budget(text: str | float | int) -> Budget:
@@ -75,36 +77,47 @@ def read_budget(text: str | float | int) -> Budget:
 
 
 class Table(NamedTuple):
-    """`bytes`[l, a, b] of a layer whose keys follow candidate a and values b, inf where that cannot be; `loss`[l, part,
-    c] is the divergence when one part alone follows c. `joint`[c]: keys and values of c are one choice, whose loss
-    stands half with each."""
+    """The costs of C candidates in L layers. Part 0 of a layer is its keys, part 1 its values."""
 
-    bytes: Float[np.ndarray, "L C C"]
-    loss: Float[np.ndarray, "L 2 C"]
-    joint: Bool[np.ndarray, " C"]
+    bytes: Float[np.ndarray, "L C C"]  # by the candidates of keys and of values; inf for candidates that cannot combine
+    loss: Float[
+        np.ndarray, "L 2 C"
+    ]  # the divergence where this part alone follows the candidate; half for each if joint
+    joint: Bool[np.ndarray, " C"]  # keys and values must both follow the candidate, or neither
 
     def size(self, policy: Policy) -> float:
-        """Bytes of a policy."""
+        """Sum the bytes of a policy."""
         return float(sum(self.bytes[layer, a, b] for layer, (a, b) in enumerate(policy)))
 
     def sum(self, policy: Policy) -> float:
-        """The loss of a policy if losses added up."""
+        """Sum the losses of a policy's parts: an estimate of its divergence."""
         return float(sum(self.loss[layer, 0, a] + self.loss[layer, 1, b] for layer, (a, b) in enumerate(policy)))
 
     def changes(self, policy: Policy) -> list[list[tuple[int, int, int]]]:
-        """Every change (layer, part, candidate) of one part, or of a layer where keys and values are one choice."""
+        """List the smallest changes of a policy. A change is a list of (layer, part, candidate). It has one part, or
+        both parts of a layer whose old or new candidate is joint."""
         count, changes = self.bytes.shape[1], []
         for layer, candidate in itertools.product(range(len(policy)), range(count)):
-            pair = [(layer, part, candidate) for part in (0, 1)]
+            both = [(layer, part, candidate) for part in (0, 1)]
             if self.joint[candidate] or self.joint[policy[layer]].any():
-                changes.append(pair)
+                changes.append(both)
             else:
-                changes += [[change] for change in pair]
+                changes += [[change] for change in both]
+        # A part that follows the candidate already is no change.
         return [parts for parts in changes if any(policy[layer, part] != c for layer, part, c in parts)]
 
 
 def limit_of(budget: Budget, table: Table, config: ModelConfig, context: int) -> float:
-    """The budget in bytes of a row of `context` tokens; of a divergence, the exact cache's bytes.
+    """Convert a budget to bytes of a row.
+
+    Args:
+        budget: the budget. A divergence has no limit of bytes but those of the exact cache.
+        table: the costs. Candidate 0 is the exact cache.
+        config: the model's.
+        context: tokens of the row.
+
+    Returns:
+        The most bytes that a policy may take.
 
     Raises:
         UserError: a budget that no method reaches, or that the exact cache does not fill.
@@ -131,43 +144,68 @@ def limit_of(budget: Budget, table: Table, config: ModelConfig, context: int) ->
 
 
 def _options(table: Table, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(pairs [n, 2], bytes, loss) of a layer, without pairs that another one beats in both."""
+    """List the pairs of candidates (for keys, for values) of a layer. A pair is left out if another one takes no more
+    bytes and loses no more.
+
+    Args:
+        table: the costs.
+        layer: the layer.
+
+    Returns:
+        The pairs [n, 2] in ascending order of bytes, their bytes [n] and their losses [n].
+    """
     count = table.bytes.shape[1]
     pairs = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij"), -1).reshape(-1, 2)
     size = table.bytes[layer].reshape(-1)
     loss = table.loss[layer, 0][pairs[:, 0]] + table.loss[layer, 1][pairs[:, 1]]
-    order = np.lexsort((loss, size))
+    order = np.lexsort((loss, size))  # by bytes, then by loss
     order = order[np.isfinite(size[order])]
+    # A pair is kept if it loses less than every pair before it.
     lowest = np.minimum.accumulate(loss[order])
     front = order[np.r_[True, lowest[1:] < lowest[:-1]]]
     return pairs[front], size[front], loss[front]
 
 
 def _programme(options: list, limit: float, steps: int) -> Policy | None:
-    """The pairs of least summed loss with at most `steps` steps of the budget, costs rounded up to whole steps."""
-    best, choices = np.zeros(steps + 1), []
+    """Find the policy of least summed loss by dynamic programming.
+
+    Args:
+        options: of every layer, as `_options` gives them.
+        limit: the budget in bytes.
+        steps: equal parts into which the budget is divided. The bytes of a pair are rounded up to whole parts.
+
+    Returns:
+        The policy; None where no policy fits.
+    """
+    best = np.zeros(steps + 1)  # the least loss of the layers so far, by the steps that they may take
+    choices = []
     for _, size, loss in options:
-        cost = np.ceil(size / limit * steps - 1e-9).astype(int)
-        rows = np.full((len(cost), steps + 1), np.inf)
-        for row, c, x in zip(rows, cost, loss, strict=True):
-            if c <= steps:
-                row[c:] = best[: steps + 1 - c] + x
-        choices.append((rows.argmin(0), cost))
-        best = rows.min(0)
+        costs = np.ceil(size / limit * steps - 1e-9).astype(int)  # in steps; 1e-9 is for rounding errors
+        # The least loss if this layer takes a pair: a row for each pair.
+        by_pair = np.full((len(costs), steps + 1), np.inf)
+        for row, cost, pair_loss in zip(by_pair, costs, loss, strict=True):
+            if cost <= steps:
+                row[cost:] = best[: steps + 1 - cost] + pair_loss
+        choices.append((by_pair.argmin(0), costs))
+        best = by_pair.min(0)
     if not np.isfinite(best[steps]):
         return None
-    credit, policy = steps, []
-    for (pairs, _, _), (choice, cost) in zip(reversed(options), reversed(choices), strict=True):
-        policy.append(pairs[choice[credit]])
-        credit -= cost[choice[credit]]
+    # Backwards: the last layer's choice with all steps, then the choice before it with what is left.
+    left, policy = steps, []
+    for (pairs, _, _), (choice, costs) in zip(reversed(options), reversed(choices), strict=True):
+        policy.append(pairs[choice[left]])
+        left -= costs[choice[left]]
     return np.asarray(policy[::-1])
 
 
 def guess(table: Table, limit: float) -> Policy | None:
-    """The policy of at most `limit` bytes whose losses add up to least; None where none is so small."""
+    """Find a policy of at most `limit` bytes with the least summed loss, up to the rounding of bytes to steps. None
+    where no policy is so small."""
     layers = len(table.bytes)
-    options, steps = [_options(table, layer) for layer in range(layers)], GRID * layers
-    # Costs are rounded up. A programme with room for that rounding comes first, and holds where its policy fits.
+    options = [_options(table, layer) for layer in range(layers)]
+    steps = GRID * layers
+    # Bytes are rounded up by at most one step a layer. So a budget of one step more for each layer is tried first. Its
+    # policy is taken if it fits the true limit.
     for slack in (1 + 1 / GRID, 1.0):
         policy = _programme(options, limit * slack, steps)
         if policy is not None and table.size(policy) <= limit:
@@ -187,42 +225,61 @@ def _changed(policy: Policy, changes: Sequence[tuple[int, int, int]]) -> Policy:
 
 
 def neighbours(table: Table, policy: Policy, limit: float) -> list[Policy]:
-    """Policies of at most `limit` bytes that differ from this one in one choice or two, the most promising first."""
+    """List policies of at most `limit` bytes that differ from this one by one or two changes. Those of least summed
+    loss come first."""
     singles = table.changes(policy)
-    worth = [table.sum(_changed(policy, changes)) for changes in singles]
-    order = np.argsort(worth, kind="stable")
-    # Pairs of the best changes and of the cheapest: one gains, the other pays for it.
+    losses = [table.sum(_changed(policy, changes)) for changes in singles]
     sizes = [table.size(_changed(policy, changes)) for changes in singles]
+    order = np.argsort(losses, kind="stable")
+    # In a pair, one change lowers the loss, and the other one saves the bytes for it.
     best = [singles[i] for i in order[:PAIRED]]
-    payers = [singles[i] for i in order if sizes[i] < table.size(policy)][:PAIRED]
-    pairs = [a + b for a, b in itertools.product(best, payers) if not {x[:2] for x in a} & {x[:2] for x in b}]
-    variants = {p.tobytes(): p for p in (_changed(policy, changes) for changes in [*singles, *pairs])}
-    fitting = [p for p in variants.values() if table.size(p) <= limit]
-    return sorted(fitting, key=lambda p: (table.sum(p), p.tobytes()))
+    savings = [singles[i] for i in order if sizes[i] < table.size(policy)][:PAIRED]
+    pairs = []
+    for gain, saving in itertools.product(best, savings):
+        places = {(layer, part) for layer, part, _ in gain} & {(layer, part) for layer, part, _ in saving}
+        if not places:  # the changes do not overlap
+            pairs.append(gain + saving)
+    variants = [_changed(policy, changes) for changes in [*singles, *pairs]]
+    unique = {variant.tobytes(): variant for variant in variants}
+    fitting = [variant for variant in unique.values() if table.size(variant) <= limit]
+    return sorted(fitting, key=lambda variant: (table.sum(variant), variant.tobytes()))
 
 
 def better(new: np.ndarray, old: np.ndarray) -> bool:
-    """Whether the mean over windows fell by more than its paired standard error."""
+    """Say whether the mean over windows fell by more than the standard error of the paired differences."""
     gap = old - new
     error = gap.std(ddof=1) / len(gap) ** 0.5 if len(gap) > 1 else 0.0
     return bool(gap.mean() > NOISE * error)
 
 
 def climb(table: Table, start: Policy, limit: float, measure: Measure) -> Policy:
-    """The policy that no measured exchange improves beyond noise."""
-    policy, seen, idle = start, {start.tobytes()}, 0
-    (current,) = measure([policy])
-    while idle < PATIENCE:
-        fresh = [p for p in neighbours(table, policy, limit) if p.tobytes() not in seen][:ROUND]
-        if not fresh:
+    """Exchange candidates as long as measurements improve beyond noise.
+
+    Args:
+        table: the costs.
+        start: the policy to begin with.
+        limit: the most bytes of a policy.
+        measure: gives the divergences of policies.
+
+    Returns:
+        The last policy: `PATIENCE` rounds of its neighbours did not improve on it, or none was left.
+    """
+    policy = start
+    seen = {start.tobytes()}
+    idle_rounds = 0
+    (divergence,) = measure([policy])  # in every window
+    while idle_rounds < PATIENCE:
+        unseen = [p for p in neighbours(table, policy, limit) if p.tobytes() not in seen][:ROUND]
+        if not unseen:
             break
-        seen |= {p.tobytes() for p in fresh}
-        measured = measure(fresh)
+        seen |= {p.tobytes() for p in unseen}
+        measured = measure(unseen)
         best = measured.mean(1).argmin()
-        if better(measured[best], current):
-            policy, current, idle = fresh[best], measured[best], 0
+        if better(measured[best], divergence):
+            policy, divergence = unseen[best], measured[best]
+            idle_rounds = 0
         else:
-            idle += 1
+            idle_rounds += 1
     return policy
 
 
@@ -230,12 +287,13 @@ def climb(table: Table, start: Policy, limit: float, measure: Measure) -> Policy
 
 
 def _within(bound: float, table: Table, measure: Measure) -> tuple[Policy, float]:
-    """The first guess of fewest bytes whose measured divergence is at most `bound`, and its bytes: by halving."""
+    """Find by bisection the fewest bytes whose first guess has a measured divergence of at most `bound`. Give this
+    guess with its bytes."""
     exact = np.zeros((len(table.bytes), 2), np.int64)
     low, high = float(table.bytes.min((1, 2)).sum()), table.size(exact)
     best = exact
     for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
+        middle = (low * high) ** 0.5  # the geometric mean, as bytes span orders of magnitude
         policy = guess(table, middle)
         if policy is not None and measure([policy])[0].mean() <= bound:
             best, high = policy, min(middle, table.size(policy))
@@ -245,10 +303,10 @@ def _within(bound: float, table: Table, measure: Measure) -> tuple[Policy, float
 
 
 def _thrifty(bound: float, table: Table, policy: Policy, measure: Measure) -> Policy:
-    """Cheaper candidates one at a time, while the measured divergence stays within `bound`."""
+    """Take cheaper candidates, one change at a time, as long as the measured divergence is at most `bound`."""
     while True:
         size = table.size(policy)
-        # Sums of losses only guide: a policy counts out where its sum is far beyond the bound.
+        # The sum of losses is only an estimate. So a policy is not measured if its sum is far beyond the bound.
         cheaper = [
             candidate
             for candidate in (_changed(policy, changes) for changes in table.changes(policy))
@@ -263,11 +321,24 @@ def _thrifty(bound: float, table: Table, policy: Policy, measure: Measure) -> Po
 
 
 def chosen(budget: Budget, table: Table, limit: float, measure: Measure) -> Policy:
-    """The policy that a search over `table` ends with; `limit` is that of `limit_of`."""
+    """Search for the best policy of a budget.
+
+    Args:
+        budget: the budget.
+        table: the costs of candidates.
+        limit: the budget in bytes (`limit_of`).
+        measure: gives the divergences of policies.
+
+    Returns:
+        The policy.
+    """
     if budget.kind == "kld":
         policy, limit = _within(budget.amount, table, measure)
-        return _thrifty(budget.amount, table, climb(table, policy, limit, measure), measure)
+        improved = climb(table, policy, limit, measure)
+        return _thrifty(budget.amount, table, improved, measure)
+    # The search begins with the first guess, or with one candidate in all layers where that measures better.
     layers, count = table.bytes.shape[:2]
     starts = [guess(table, limit), *(np.full((layers, 2), number) for number in range(count))]
     starts = [policy for policy in starts if policy is not None and table.size(policy) <= limit]
-    return climb(table, starts[int(measure(starts).mean(1).argmin())], limit, measure)
+    best = int(measure(starts).mean(1).argmin())
+    return climb(table, starts[best], limit, measure)
