@@ -240,8 +240,9 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
         A `New` with specs in place of arrays.
     """
     tokens = PartitionSpec(*lead, rules.batch, None, rules.kv_heads)  # [B, T, W], as the window lies
-    body = PartitionSpec(*lead, rules.batch, rules.sequence)  # [B, slots, W], dealt as the body is
-    rows = PartitionSpec(*lead, rules.batch)
+    # The type checker knows `Flow` with arrays alone.
+    body: Any = PartitionSpec(*lead, rules.batch, rules.sequence)  # [B, slots, W], dealt as the body is
+    rows: Any = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows, mass=rows))
 
 
