@@ -12,6 +12,7 @@ work of one device. Where layers depend on each other, `below` takes to a layer 
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
