@@ -1,13 +1,13 @@
-"""Mixtures of experts: a router scores every expert for a token, the best few compute, their outputs are added up.
+"""Mixtures of experts: a router scores all experts for a token, the best few compute, and their outputs are summed.
 
     s = softmax(x W_router),   y = sum over the per_token largest s_e of  s_e (silu(x G_e) * (x U_e)) D_e
                              (+ sigmoid(x w_shared) times a shared MLP)
 
-`s` may be divided by the sum of the chosen ones. Equal scores: the expert with the lower number wins.
+The chosen scores may be divided by their sum. Of equal scores the expert with the lower number is chosen. Router and
+experts may have biases, and experts another activation (`kvqjax.model.config.ExpertConfig`).
 
-A router and experts may have biases, and experts a gate of their own (`kvqjax.model.config.ExpertConfig`).
-
-The matrices of experts are rows of a stack that are still to be read (`kvqjax.model.weight_trees.Row`).
+The matrices of experts are a `Row` of a stack (kvqjax/model/weight_trees.py): those of an expert are cut out when it
+computes. Along a mesh's `split` a device has some of the experts, and computes only these.
 """
 
 import functools
@@ -23,16 +23,16 @@ from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 __all__ = ["mix", "mlp", "route"]
 
-MOST_AT_ONCE = 512  # tokens that all experts compute together
-MOST_TOGETHER = 128  # tokens that one product with an expert's matrices takes
+MOST_AT_ONCE = 512  # most tokens for which all experts compute together, on GPUs (`_at_once`)
+MOST_TOGETHER = 128  # most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
-    """Compute a gated MLP. Matrices with a part of its inner width give a term of its output. Matrices may be a `Row`
-    that is still to be read."""
+    """Compute a gated MLP. The matrices may be `Row`s. Matrices with a part of the inner width, as devices of a mesh
+    have them, give one term of the output."""
     inner = _ACTIVATIONS[activation](product(x, gate)) * product(x, up)
     return product(few_rows(inner), down)
 
@@ -43,13 +43,18 @@ def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biase
     assert experts is not None
     if not biases and experts.swiglu_limit is None:
         return mlp(x, gate, up, down, activation=config.activation)
-    wide = lambda bias: bias.reshape((1,) * (x.ndim - 1) + bias.shape)  # noqa: E731
-    gate_bias, up_bias, down_bias = map(wide, biases) if biases else (jnp.zeros((), x.dtype),) * 3
-    g, u = times_matrix(x, gate) + gate_bias, times_matrix(x, up) + up_bias
+    if biases:
+        gate_bias, up_bias, down_bias = (bias.reshape((1,) * (x.ndim - 1) + bias.shape) for bias in biases)
+    else:
+        gate_bias = up_bias = down_bias = jnp.zeros((), x.dtype)
+    g = times_matrix(x, gate) + gate_bias
+    u = times_matrix(x, up) + up_bias
     if experts.swiglu_limit is None:
         inner = _ACTIVATIONS[config.activation](g) * u
     else:
-        g, u = jnp.minimum(g, experts.swiglu_limit), jnp.clip(u, -experts.swiglu_limit, experts.swiglu_limit)
+        # The clamped activation of gpt-oss
+        g = jnp.minimum(g, experts.swiglu_limit)
+        u = jnp.clip(u, -experts.swiglu_limit, experts.swiglu_limit)
         inner = g * jax.nn.sigmoid(experts.swiglu_alpha * g) * (1 + u)
     return times_matrix(few_rows(inner), down) + down_bias
 
@@ -59,21 +64,23 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
 
     Args:
         weights: the weights of a sparse layer.
-        x: the tokens, behind the norm of the MLP.
+        x: the tokens, after the norm of the MLP.
         config: the config of the model.
 
     Returns:
-        The outputs; of experts split over devices, this device's part.
+        The outputs. Where experts are split over devices they are the part of this device's experts, to be summed.
     """
     bias = read_weight(weights["router_bias"]) if "router_bias" in weights else None
     chosen, shares = route(x, read_weight(weights["router"]), config, bias)
-    local = weights[BY_EXPERT[0]].experts
+    local = weights[BY_EXPERT[0]].experts  # experts of this device
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * local
     local_mask = (chosen >= 0) & (chosen < local)
-    chosen = jnp.where(local_mask, chosen, local)  # the number of no expert here
-    expert, inputs = functools.partial(_expert, config), x
+    chosen = jnp.where(local_mask, chosen, local)  # number `local` stands for experts of other devices
+    expert = functools.partial(_expert, config)
+    inputs = x
     if config.experts is not None and config.experts.sigmoid:
+        # Here a share multiplies the expert's input, not its output. Only one expert is chosen then.
         inputs, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
     loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
     at_once = functools.partial(_at_once, expert=expert)
@@ -103,7 +110,7 @@ def route(
         x: the tokens.
         router: the router's matrix.
         config: the config of the model.
-        bias: what is added to the scores.
+        bias: is added to the scores.
 
     Returns:
         The experts' numbers, and their shares in the output, float32.
@@ -122,18 +129,27 @@ def route(
 
 
 def _names(weights: Layer) -> tuple[str, ...]:
-    """What an expert is computed with, in the order of `_expert`."""
+    """List the weights of an expert that the model has, in the order in which `_expert` takes them."""
     return tuple(name for name in OF_EXPERTS if name in weights)
 
 
 def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable) -> Float[Array, "N k E"]:
-    """Every chosen expert's output in a loop over tiles of tokens.
+    """Compute the output of every chosen expert, in a loop over tiles of tokens.
 
-    An expert's matrices are read once per tile of its tokens. Those of an expert that no token chose are never read.
-    `alone`: this device holds all experts. `expert` computes one.
+    An expert's matrices are read once for each tile of its tokens, and never if no token chose it.
+
+    Args:
+        weights: of the layer.
+        x: the tokens.
+        chosen: the experts of every token.
+        alone: whether this device has all experts.
+        expert: computes one expert.
+
+    Returns:
+        The outputs.
     """
     (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
-    # The smallest power of two that holds the mean number of pairs of an expert.
+    # A tile has the smallest power of two of tokens that is at least the mean number of tokens of an expert.
     size = min(MOST_TOGETHER, 1 << (max(1, pairs // local) - 1).bit_length())
     tiles, place = _tiles(chosen.reshape(-1), local, size)
 
@@ -142,13 +158,16 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
 
     def step(_, tile):
         number, rows, used = tile
-        if alone and size == 1:  # every tile is used
+        if alone and size == 1:  # there are as many tiles as pairs, and all are used
             return None, compute(number, rows)
-        zeros = lambda *_: jnp.zeros((size, x.shape[1]), x.dtype)  # noqa: E731
+
+        def zeros(number, rows):
+            return jnp.zeros((size, x.shape[1]), x.dtype)
+
         return None, jax.lax.cond(used, compute, zeros, number, rows)
 
     _, out = jax.lax.scan(step, None, tiles)
-    # A pair of no expert here has a place behind the last tile; `mix` puts zeros in its place.
+    # The place of a pair with an expert of another device may be beyond the last tile. `mix` sets its output to 0.
     place = jnp.minimum(place, out.shape[0] * size - 1)
     return out.reshape(-1, x.shape[1])[place].reshape(count, k, -1)
 
@@ -156,8 +175,14 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
 def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     """Sort pairs of a token and an expert by expert, and cut them into tiles of one expert each.
 
-    The result is (expert of each tile, its pairs [n, size], whether it has any), and where each pair lies among the
-    tiles' rows. A number from `local` on stands for an expert of another device.
+    Args:
+        chosen: the expert of every pair. Number `local` stands for experts of other devices.
+        local: experts of this device.
+        size: pairs of a tile.
+
+    Returns:
+        Three arrays with an entry for each of n tiles: its expert [n], its pairs [n, size] and whether it has any [n].
+        And the place [P] of every pair among the n * size rows of all tiles.
     """
     pairs, numbers = chosen.shape[0], jnp.arange(local)
     order = jnp.argsort(chosen)
@@ -167,7 +192,8 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     last_tile = jnp.cumsum(tiles)
     first_tile = last_tile - tiles
 
-    # Every expert has at most one tile that is not full: that bounds the number of tiles.
+    # At most one tile of every expert is not full. So there are at most pairs // size + local tiles, and no more than
+    # pairs.
     tile = jnp.arange(min(pairs, pairs // size + local))
     expert = jnp.searchsorted(last_tile, tile, side="right")
     expert = jnp.minimum(expert, local - 1).astype(jnp.int32)
@@ -180,10 +206,10 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
 
 
 def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable) -> Float[Array, "N k E"]:
-    """Every chosen expert's output without a loop.
+    """Compute the output of every chosen expert without a loop; the arguments are those of `_in_turn`.
 
-    For few tokens the matrices of each token's experts are read, which XLA for GPUs reads where they lie. For many
-    tokens all experts compute on all of them, which reads every matrix once.
+    With few tokens the matrices of each token's experts are read. XLA for GPUs does not copy them before. With many
+    tokens all experts compute for all tokens, so that every matrix is read once.
     """
     (count, k), local = chosen.shape, weights[BY_EXPERT[0]].experts
     local_choice = jnp.minimum(chosen, local - 1)

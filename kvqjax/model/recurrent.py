@@ -2,14 +2,14 @@
 
     S_t = a_t S_{t-1} + k_t d_t,   d_t = b_t (v_t - (a_t S_{t-1})^T k_t),   o_t = S_t^T q_t              S [Dk, Dv]
 
-A value head forgets by a_t = exp(-exp(rate) softplus(x w_a + bias)) and writes by b_t = sigmoid(x w_b). Queries, keys
-and values come from a causal convolution over the last few tokens, channel by channel, and silu. Queries and keys are
-then divided by their length, and queries by the root of Dk. A state is what a row's later tokens need of its earlier
-ones: the last inputs of the convolution, and S.
+A value head keeps the share a_t = exp(-exp(rate) softplus(x w_a + bias)) of its state and writes the share b_t =
+sigmoid(x w_b) of an update. Queries, keys and values come from a causal convolution over the last few tokens, channel
+by channel, and silu. Then queries and keys are divided by their length, and queries by the root of Dk. The state of a
+row is S and the last inputs of the convolution: all that later tokens need of earlier ones.
 
-`sources` computes what a token gives to the rule; `advance` takes a state over some tokens. The two are apart because
-`attend` computes sources of a draft and leaves the state, and `commit` takes the state over the accepted tokens. A
-token beyond a row's count has a = 1, b = 0 and no key, so that it changes nothing.
+`sources` computes the rule's inputs for new tokens; `advance` takes a state over tokens. They are two functions because
+`attend` computes the sources of a draft without changing the state, and `commit` takes the state over the accepted
+tokens. A token beyond a row's count has a = 1, b = 0 and no key, so that it changes nothing.
 
 All of it is computed in float32.
 """
@@ -29,9 +29,9 @@ from kvqjax.ops.xla_workarounds import row_major
 __all__ = ["CHUNK", "GIVEN", "State", "advance", "delta_rule", "empty_states", "gated", "sources", "state_shapes"]
 
 State = dict[str, Any]  # {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
-CHUNK = 64  # tokens whose updates are put together in one; the length that the published models were trained with
-STEPWISE = 4  # tokens, at most, that are taken one after the other: a chunk's triangular system costs more
-GIVEN = ("q", "k", "v", "decay", "beta")  # what a token gives to the rule
+CHUNK = 64  # tokens of a chunk (`delta_rule`), as in the training of the published models
+STEPWISE = 4  # up to so many tokens are taken one after the other: the triangular system of a chunk would cost more
+GIVEN = ("q", "k", "v", "decay", "beta")  # the names of `sources`
 LENGTH_EPS = 1e-6  # added to the square of a query's or key's length
 
 # A TPU multiplies float32 numbers as bfloat16 unless it is told otherwise, and errors of a state add up.
@@ -42,25 +42,25 @@ _product = functools.partial(jnp.einsum, precision="highest")
 
 
 def state_shapes(shape: RecurrentConfig, batch: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of one layer's state."""
+    """Give the shapes of one layer's state."""
     sizes: dict[str, tuple[int, ...]] = {"delta": (batch, shape.value_heads, shape.key_dim, shape.value_dim)}
     return sizes | {f"conv_{name}": (batch, shape.kernel - 1, width) for name, width in shape.widths.items()}
 
 
 def empty_states(shape: RecurrentConfig, layers: int, batch: int) -> State:
-    """The states of so many layers before the first token: zeros [layers, ...]."""
+    """Make the states of layers before the first token: zeros [layers, ...]."""
     return {name: jnp.zeros((layers, *size), jnp.float32) for name, size in state_shapes(shape, batch).items()}
 
 
-# --- What a token gives to the rule ---
+# --- The inputs of the rule ---
 
 
 def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
-    """Compute what tokens give to the rule.
+    """Compute the rule's inputs for tokens.
 
     Args:
         weights: the weights of a recurrent layer.
-        x: the layer's input behind its norm.
+        x: the layer's input after its norm.
 
     Returns:
         Float32 arrays by name. "q", "k" and "v" [B, T, W] are inputs of the convolution. "decay" [B, T, Hv] is the
@@ -75,13 +75,14 @@ def sources(weights: Layer, x: Float[Array, "B T E"]) -> Sources:
 
 def _convolved(history: Float[Array, "B k W"], new: Float[Array, "B T W"], kernel: Float[Array, "W K"]):
     """Convolve each token with those before it, and apply silu. `history` holds the inputs before the first token."""
-    line, kernel = jnp.concatenate([history, new], 1), kernel.astype(jnp.float32)
+    line = jnp.concatenate([history, new], 1)
+    kernel = kernel.astype(jnp.float32)
     total = sum(line[:, j : j + new.shape[1]] * kernel[None, None, :, j] for j in range(kernel.shape[1]))
     return jax.nn.silu(total)
 
 
 def _newest(history: Float[Array, "B k W"], new: Float[Array, "B T W"], counts: Int[Array, " B"]):
-    """The last inputs of the convolution after `counts[b]` new ones of each row."""
+    """Give the last inputs of the convolution after the first `counts[b]` new tokens of each row."""
     line = jnp.concatenate([history, new], 1)
     place = counts[:, None] + jnp.arange(history.shape[1])[None]
     return jnp.take_along_axis(line, place[..., None], axis=1, mode="promise_in_bounds")
@@ -101,20 +102,20 @@ def advance(
 
     Args:
         weights: the weights of the layer.
-        state: the state before them.
-        new: their `sources`, finite numbers.
-        counts: how many count, from 0 to T.
+        state: before these tokens.
+        new: the `sources` of T tokens, finite numbers.
+        counts: of the tokens that are taken, from 0 to T.
         shape: the sizes of the layer.
 
     Returns:
-        What the rule gives for each of them, float32 (that of others means nothing), and the state after them.
+        The rule's outputs, float32, which mean nothing for tokens beyond a count; and the state after the tokens.
     """
     live = (jnp.arange(new["q"].shape[1])[None] < counts[:, None])[..., None]
     new = {name: jnp.where(live, x, 0) for name, x in new.items()}
     mixed = {name: _convolved(state[f"conv_{name}"], new[name], weights[f"delta_conv_{name}"]) for name in "qkv"}
     heads = {name: x.reshape(*x.shape[:2], -1, shape.key_dim) for name, x in mixed.items() if name != "v"}
     q, k = (_of_unit_length(heads[name]) for name in "qk")
-    # A convolution also gives keys to tokens that do not count: their beta of 0 keeps them out of the state.
+    # The convolution makes keys for tokens beyond the count, too. Their beta of 0 keeps them out of the state.
     v = mixed["v"].reshape(*mixed["v"].shape[:2], -1, shape.value_dim)
     out, delta = delta_rule(q * shape.key_dim**-0.5, k, v, new["decay"], new["beta"], state["delta"])
     new_state = {f"conv_{name}": _newest(state[f"conv_{name}"], new[name], counts) for name in "qkv"}
@@ -131,10 +132,10 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
-    """Compute the gated delta rule over T tokens: few one after the other, many in chunks.
+    """Compute the gated delta rule over T tokens: one after the other if they are few, else in chunks.
 
-    In a chunk, with G_i the sum of the logarithms of a up to token i, the updates d solve a triangular system (the WY
-    form of arXiv 2406.06484, section 3.2, with decay as in arXiv 2412.06464, section 3.3):
+    G_i is the sum of the logarithms of a over the chunk's tokens up to i. The updates d of a chunk solve a triangular
+    system (the WY form of arXiv 2406.06484, section 3.2, with decay as in arXiv 2412.06464, section 3.3):
 
         d_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S^T k_i)
 
@@ -152,8 +153,13 @@ def delta_rule(
         Outputs, and S after the last token.
     """
     (batch, length, heads, _), group = q.shape, v.shape[2] // q.shape[2]
-    split = lambda x: x.reshape(batch, length, heads, group, *x.shape[3:])  # noqa: E731
-    parts, state = (q, k, *map(split, (v, decay, beta))), state.reshape(batch, heads, group, *state.shape[2:])
+
+    def by_key_head(x: Array) -> Array:
+        """Reshape [B, T, N, ..] to [B, T, M, N / M, ..]."""
+        return x.reshape(batch, length, heads, group, *x.shape[3:])
+
+    parts = (q, k, by_key_head(v), by_key_head(decay), by_key_head(beta))
+    state = state.reshape(batch, heads, group, *state.shape[2:])
     if length <= STEPWISE:
         outs = []
         for index in range(length):
@@ -162,17 +168,23 @@ def delta_rule(
         out = jnp.stack(outs, 1)
     else:
         size = min(chunk, length)
-        padded = lambda x: jnp.pad(x, ((0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
-        chunks = lambda x: jnp.moveaxis(padded(x).reshape(batch, -1, size, *x.shape[2:]), 1, 0)  # noqa: E731
-        state, out = jax.lax.scan(_chunk, state, tuple(map(chunks, parts)))
+
+        def in_chunks(x: Array) -> Array:
+            """Pad [B, T, ..] with zeros to whole chunks and reshape it to [chunks, B, size, ..]."""
+            padded = jnp.pad(x, ((0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)))
+            return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
+
+        state, out = jax.lax.scan(_chunk, state, tuple(map(in_chunks, parts)))
         out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, group, v.shape[3])[:, :length]
     return out.reshape(v.shape), state.reshape(batch, heads * group, *state.shape[3:])
 
 
 def _step(state, q, k, v, decay, beta):
-    """One token: state [B, M, G, K, V], q and k [B, M, K], v [B, M, G, V], decay and beta [B, M, G]."""
+    """Take the state over one token.
+
+    The shapes are: state [B, M, G, K, V], q and k [B, M, K], v [B, M, G, V], decay and beta [B, M, G]."""
     state = state * jnp.exp(decay)[..., None, None]
-    # Sums and not products: a matrix meets one vector, and float32 stays float32 on every chip.
+    # Sums instead of matrix products: each matrix is multiplied by one vector only, and sums are float32 on every chip.
     remembered = (state * k[:, :, None, :, None]).sum(-2)
     update = (v - remembered) * beta[..., None]
     state = state + k[:, :, None, :, None] * update[:, :, :, None]
@@ -180,35 +192,38 @@ def _step(state, q, k, v, decay, beta):
 
 
 def _chunk(state, parts):
-    """One chunk of C tokens: state [B, M, G, K, V], q and k [B, C, M, K], v [B, C, M, G, V], decay, beta [B, C, M, G].
-    Tokens that are padding have decay and beta 0."""
+    """Take the state over one chunk of C tokens: state [B, M, G, K, V], q and k [B, C, M, K], v [B, C, M, G, V], decay
+    and beta [B, C, M, G]. Tokens of padding have decay and beta 0."""
     q, k, v, decay, beta = parts
     size = q.shape[1]
-    total = jnp.moveaxis(jnp.cumsum(decay, 1), 1, -1)  # [B, M, G, C]
+    total = jnp.moveaxis(jnp.cumsum(decay, 1), 1, -1)  # G_i, [B, M, G, C]
     beta = jnp.moveaxis(beta, 1, -1)
     seen = jnp.tril(jnp.ones((size, size), bool))[None, None, None]
-    # Masked before the exponential: above the diagonal it could overflow.
+    # exp(G_i - G_j) for j <= i, else 0; [B, M, G, C, C]. The mask comes first, because the exponential could overflow
+    # above the diagonal.
     decays = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     gram = _product("bimk,bjmk->bmij", k, k)[:, :, None]
-    system = gram * decays * beta[..., None]  # its diagonal is not read
-    remembered = _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]
+    system = gram * decays * beta[..., None]  # the solver takes the diagonal as 1 and does not read it
+    remembered = _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]  # exp(G_i) S^T k_i
     right_side = (jnp.moveaxis(v, 1, 3) - remembered) * beta[..., None]
-    # Solved by substitution: powers of this matrix, which would need products alone, lose all digits where tokens
-    # repeat each other (its entries are then 1, and those of the powers binomial coefficients).
+    # Solved by substitution. A solution by powers of the matrix would need products alone, but lose all digits where
+    # tokens repeat each other: entries of the matrix are then 1, and those of its powers binomial coefficients.
     update = jax.lax.linalg.triangular_solve(system, right_side, left_side=True, lower=True, unit_diagonal=True)
+    # o_i = exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (q_i . k_j) d_j
     scores = _product("bimk,bjmk->bmij", q, k)[:, :, None] * decays
     out = _product("bimk,bmgkv->bmgiv", q, state) * jnp.exp(total)[..., None]
     out = out + _product("bmgij,bmgjv->bmgiv", scores, update)
+    # S after the chunk's last token C: exp(G_C) S + sum_j exp(G_C - G_j) k_j d_j
     end_update = jnp.exp(total[..., -1:] - total)[..., None] * update
     state = state * jnp.exp(total[..., -1])[..., None, None] + _product("bjmk,bmgjv->bmgkv", k, end_update)
     return state, jnp.moveaxis(out, 3, 1)
 
 
-# --- From the rule's output to the layer's ---
+# --- The output of the layer ---
 
 
 def gated(weights: Layer, x: Float[Array, "B T E"], out: Float[Array, "B T N V"], eps: float) -> Float[Array, "B T W"]:
-    """Norm the rule's outputs head by head, and multiply them by silu of one more projection of the layer's input."""
+    """Normalise the rule's outputs head by head, and multiply them by silu(x W_z), a gate made of the layer's input."""
     scaled = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
     scaled = scaled * weights["delta_norm"].astype(jnp.float32)[None, None, None]
     gate = row_major(product(x, weights["delta_z"])).astype(jnp.float32)

@@ -1,21 +1,21 @@
-"""The weights of a decoder as a pytree: their names and shapes, their forms, the tiles in which they lie.
+"""The weights of a decoder as a pytree: their names and shapes, the forms of layers, and their tiles in memory.
 
     params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": stacks or a list}
 
-A stack has one array a name, with the layers in front. A list has one dict a layer. In place of a stacked matrix there
-may be `LayerMatrices`: an array a layer, one of which a loop over layers chooses. kvqjax/model/decoder.py says which
-form is for what.
+Layers are stored as stacks, one array for each name with the layers in front, or as a list, one dict for each layer. A
+stacked matrix may be replaced by `LayerMatrices`, which have one array for each layer; a loop over layers chooses one
+of them. kvqjax/model/decoder.py says which form is for what.
 
-Weights that only some layers have, or that are read expert by expert, are rows of a stack of their own:
+Weights that only some layers have, or that are read expert by expert, are `Rows`, a stack of these layers alone:
 
     {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
 
-Layers are of two kinds, attention and recurrent. In a model that has both, what one kind alone has is such rows too:
-`layers_of` reads off the weights which layers are of a kind.
+Layers are of two kinds, attention and recurrent. In a model that has both, the weights of each kind are `Rows` as well.
+`layers_of` finds the layers of a kind by these weights.
 
-A loop over stacked layers knows its layer only as data. So a `Row` says which row of the stack the layer has, and
-whether it has one at all. The row's matrices are cut out of the stack where they are used, inside a branch or a loop
-over experts. To cut the row out before would copy all experts of the layer.
+A loop over stacked layers has the number of its layer as data. So a `Row` has, as data, the row of a stack that belongs
+to the layer, and whether there is one. The row's matrices are cut out of the stack where they are used, inside a branch
+or a loop over experts. Cutting out the whole row before would copy all experts of the layer.
 """
 
 import functools
@@ -69,12 +69,14 @@ Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
 
 BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
 OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X, F], [X, F], [X, E]
-SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")  # of layers with experts
-_SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])  # likewise
+# Matrices and biases of layers with experts.
+SPARSE = ("router", *BY_EXPERT, "shared_router", "shared_gate", "shared_up", "shared_down")
+_SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])
 
-_ATTENTION = ("q", "k", "v", "o", "q_gate", "q_latent", "k_up", "v_up")  # matrices of a layer of attention
-_RECURRENT = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "a", "b", "o"))  # of a recurrent one
-# What layers of one kind have, and no others.
+# Matrices of layers of attention and of recurrent layers.
+_ATTENTION = ("q", "k", "v", "o", "q_gate", "q_latent", "k_up", "v_up")
+_RECURRENT = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "a", "b", "o"))
+# All parameters that only layers of one kind have. The first one of each kind is in all layers of the kind.
 KINDS = {
     "attention": (
         *_ATTENTION,
@@ -94,15 +96,15 @@ MATRICES = frozenset({
     "head",
     *(f"layers/{name}" for name in (*_ATTENTION, *_RECURRENT, "gate", "up", "down", *SPARSE)),
 })  # fmt: skip
-# The matrices of a layer that are `LayerMatrices` where layers are chosen. Experts are cut out of their stacks one by
-# one, which copies no more than is read; up-projections of latents are no plain products.
+# The matrices that are `LayerMatrices` in the form "switch". Experts are not: they are cut out of their stacks one by
+# one, which copies no more than is read. Up-projections of latents are not: their products are no plain products.
 CHOSEN = frozenset({*_ATTENTION, *_RECURRENT, "gate", "up", "down"} - {"k_up", "v_up"})
-# Small matrices whose products decide: which experts compute, what a state keeps.
+# Small matrices whose errors would cost most: they decide which experts compute, and what a recurrent state keeps.
 _NEVER_CODED = ("layers/router", "layers/shared_router", "layers/delta_a", "layers/delta_b")
 
 
 def is_coded(name: str) -> bool:
-    """Whether a parameter is kept as codes where weights are ("int8", "int4")."""
+    """Say whether a parameter is stored as codes in a model with coded weights ("int8", "int4")."""
     return name.startswith("layers/") and name in MATRICES and name not in _NEVER_CODED
 
 
@@ -114,13 +116,15 @@ def _decoded(leaf: Leaf) -> Leaf:
 
 
 class LayerMatrices(struct.PyTreeNode):
-    """A matrix of each of several layers, in place of the stack of them.
+    """The matrices of several layers, each an array of its own, in place of their stack.
 
-    XLA for CPUs copies a matrix out of a stack before it multiplies by it, which takes as long as the product. Here a
-    branch a layer multiplies by the array itself. The branches hold nothing but products, which compile quickly, where
-    straight code over all layers compiles everything as often as there are layers. A step of SmolLM2-135M, one row and
-    512 cached tokens on two cores (`python -m benchmarks.layer_forms`), exact cache: 42.5 ms from stacks, 32.5 by
-    straight code, 32.0 by branches; the first call takes 1.7, 12.2 and 4.4 s.
+    XLA for CPUs copies a matrix out of a stack before it multiplies by it, which takes as long as the product. Here
+    every layer has a branch that multiplies by the layer's own array. Branches contain products alone, which compile
+    quickly; straight code over all layers compiles everything once for each layer.
+
+    A step of SmolLM2-135M with the exact cache, one row of 512 cached tokens on two cores (`python -m
+    benchmarks.layer_forms`), takes 42.5 ms from stacks, 32.5 ms by straight code, and 32.0 ms by branches. The first
+    call takes 1.7, 12.2 and 4.4 s.
 
     Attributes:
         matrices: the arrays [in, out], or their codes.
@@ -140,8 +144,8 @@ class Row(struct.PyTreeNode):
 
     Attributes:
         stack: the stack [N, ...], or the `LayerMatrices` in its place.
-        number: the row, Int[]; any row where the layer has none.
-        here: whether the layer has one, Bool[].
+        number: the number of the row, Int[]; any number where the layer has no row.
+        here: whether the layer has a row, Bool[].
     """
 
     stack: Leaf
@@ -149,15 +153,18 @@ class Row(struct.PyTreeNode):
     here: Leaf
 
     def read(self) -> Leaf:
-        """Cut out all of the row, in the compute dtype."""
+        """Cut out the whole row, in the compute dtype."""
         if isinstance(self.stack, LayerMatrices):
             return self.stack.chosen(self.number, _decoded)
-        cut = lambda a: jax.lax.dynamic_index_in_dim(a, self.number, keepdims=False)  # noqa: E731
+
+        def cut(a):
+            return jax.lax.dynamic_index_in_dim(a, self.number, keepdims=False)
+
         return _decoded(jax.tree.map(cut, self.stack))
 
     @property
     def experts(self) -> int:
-        """How many experts this device holds."""
+        """The number of experts that this device holds."""
         return jax.tree.leaves(self.stack)[0].shape[1]
 
     def expert(self, number: Int[Array, ""] | int) -> Leaf:
@@ -171,32 +178,33 @@ class Row(struct.PyTreeNode):
 
 
 class Rows(struct.PyTreeNode):
-    """A stack that not every layer has a row of.
+    """A stack of some of the layers.
 
     Attributes:
-        stack: the stack, or the `LayerMatrices` in its place; row i belongs to layer `layers[i]`.
-        layers: the layers that have one, in order.
+        stack: the stack, or the `LayerMatrices` in its place. Row i belongs to layer `layers[i]`.
+        layers: the layers that have a row, in order.
     """
 
     stack: Leaf
     layers: tuple[int, ...] = struct.field(pytree_node=False)
 
     def row(self, layer: Int[Array, ""] | int) -> Row | None:
-        """The row of a layer; None where a plain number says that it has none."""
+        """Give the row of a layer. None where the layer has none and its number is known, not traced."""
         if not isinstance(layer, jax.core.Tracer):
             is_there = int(layer) in self.layers
             return Row(self.stack, self.layers.index(int(layer)), True) if is_there else None
+        # Tables over all layers up to the last one with a row: its row's number, and whether it has one.
         all_layers = np.arange(self.layers[-1] + 1)
         numbers = np.searchsorted(self.layers, all_layers).astype(np.int32)
         is_there = np.isin(all_layers, self.layers)
-        # Layers behind the last one of the tables have no row either.
+        # Layers beyond the tables have no row either.
         place = jnp.clip(layer, 0, len(all_layers) - 1)
         exists = jnp.asarray(is_there)[place] & (layer < len(all_layers))
         return Row(self.stack, jnp.asarray(numbers)[place], exists)
 
 
 def read_weight(weight: Row | Leaf) -> Leaf:
-    """Read a layer's weight in the compute dtype, whether or not it is a row that is still to be cut out."""
+    """Give a layer's weight in the compute dtype. A `Row` is cut out, codes are decoded."""
     return weight.read() if isinstance(weight, Row) else _decoded(weight)
 
 
@@ -205,7 +213,7 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
 
     Args:
         x: the rows.
-        weight: the matrix [I, O], its codes, or the `Row` that is still to be read.
+        weight: the matrix [I, O], its codes, or a `Row`.
 
     Returns:
         The products.
@@ -218,24 +226,24 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
 # --- The forms of the layers ---
 
 FORMS = ("scan", "switch", "unroll")
-# Bytes of weights. Those of smaller layers stay in a core's cache, where copying them out of a stack costs little, and
-# stacks compile faster. An estimate from the size of such caches (2 MiB), not measured.
+# Bytes of a layer's weights. Weights of smaller layers stay in a core's cache, so that copying them out of a stack
+# costs little, and stacks compile faster. It is an estimate from the size of these caches (2 MiB), not measured.
 LARGE_LAYER = 2**20
 
 
 def is_unrolled(params: Params) -> bool:
-    """Say whether the layers' weights are a list of one dict a layer. A list has no rows to be read."""
+    """Say whether the layers' weights are a list of one dict for each layer. A list has neither stacks nor `Row`s."""
     return isinstance(params["layers"], list | tuple)
 
 
 def stack_of(leaf: Leaf) -> Leaf:
-    """Give the stack of a name, whether all layers have a row of it or some."""
+    """Give the stack of a parameter, whether all layers have a row of it or some (`Rows`)."""
     return leaf.stack if isinstance(leaf, Rows) else leaf
 
 
 def layers_of(params: Params, kind: str) -> tuple[int, ...]:
-    """Which layers are of a kind ("attention", "recurrent"), by their numbers among all layers."""
-    first, layers = KINDS[kind][0], params["layers"]
+    """List the layers of a kind ("attention", "recurrent"), by their numbers among all layers."""
+    first, layers = KINDS[kind][0], params["layers"]  # a parameter that all layers of the kind have, and no others
     if is_unrolled(params):
         return tuple(index for index, weights in enumerate(layers) if first in weights)
     if first not in layers:
@@ -253,10 +261,12 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
         dtype: the compute dtype.
 
     Returns:
-        "scan" (as stacks), "switch" (as stacks but for the matrices, which are chosen) or "unroll" (a list).
+        "scan" (stacks), "switch" (stacks, and `LayerMatrices` in place of most matrices' stacks) or "unroll" (a list).
     """
+    if platform == "gpu":
+        return "unroll"
     if platform != "cpu":
-        return "unroll" if platform == "gpu" else "scan"
+        return "scan"
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))["layers"]
     numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     layer_bytes = numbers * jnp.dtype(dtype).itemsize / config.depth
@@ -266,8 +276,8 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
 def unrolled(params: Params) -> Params:
     """Make a list of the layers' weights.
 
-    One stacked matrix after the other is taken apart, so that no second copy of all weights exists if the caller keeps
-    none.
+    Stacked matrices are taken apart one after the other. So all weights are never in memory twice, unless the caller
+    keeps `params`.
 
     Args:
         params: the weights in any form.
@@ -300,7 +310,7 @@ def _rows_of(stack: Leaf) -> tuple[Leaf, ...]:
 
 
 def _on_stacks(change: Callable, leaf: Leaf) -> Leaf:
-    """Give `change(stack)` in place of a name's stack."""
+    """Replace the stack of a parameter by `change(stack)`."""
     return leaf.replace(stack=change(leaf.stack)) if isinstance(leaf, Rows) else change(leaf)
 
 
@@ -313,34 +323,42 @@ def switched(params: Params) -> Params:
     Returns:
         The same weights in the form "switch".
     """
-    chosen = lambda stack: LayerMatrices(_rows_of(stack))  # noqa: E731
+
+    def by_layer(stack: Leaf) -> LayerMatrices:
+        return LayerMatrices(_rows_of(stack))
+
     layers = stacked(params)["layers"] if is_unrolled(params) else params["layers"]
-    return params | {"layers": {name: _on_stacks(chosen, x) if name in CHOSEN else x for name, x in layers.items()}}
+    return params | {"layers": {name: _on_stacks(by_layer, x) if name in CHOSEN else x for name, x in layers.items()}}
 
 
 def stacked(params: Params) -> Params:
-    """Make stacks of the layers' weights. What is no stack yet is copied.
+    """Make stacks of the layers' weights. Weights that are no stack yet are copied.
 
     Args:
         params: the weights in any form.
 
     Returns:
-        The same weights as one stack a name.
+        The same weights with one stack for each name.
     """
     if not is_unrolled(params):
-        joined = lambda stack: _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack  # noqa: E731
+
+        def joined(stack: Leaf) -> Leaf:
+            return _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack
+
         return params | {"layers": {name: _on_stacks(joined, x) for name, x in params["layers"].items()}}
     layers, stacks = params["layers"], {}
-    for name in dict.fromkeys(name for weights in layers for name in weights):
+    names = dict.fromkeys(name for weights in layers for name in weights)
+    for name in names:
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
         stack = _joined([layers[index][name] for index in numbers])
-        partial = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
-        stacks[name] = Rows(stack, numbers) if partial else stack
+        # Weights of experts are `Rows` even if all layers have them, since they are read expert by expert.
+        is_rows = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
+        stacks[name] = Rows(stack, numbers) if is_rows else stack
     return params | {"layers": stacks}
 
 
 def _joined(rows: Sequence[Leaf]) -> Leaf:
-    """Make a stack of its rows."""
+    """Stack rows."""
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)
 
 
@@ -350,8 +368,8 @@ def _joined(rows: Sequence[Leaf]) -> Leaf:
 def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     """Draw random weights.
 
-    Matrices are normal with variance 1/fan_in; those that write into the residual stream are smaller by sqrt(2 L), so
-    that its variance does not grow with depth. Norms are one, biases zero.
+    Matrices are normal with variance 1 / inputs. Those that write into the residual stream are divided by sqrt(2 L), so
+    that the stream's variance does not grow with depth. Norms are one, biases zero.
 
     Args:
         key: the random key.
@@ -375,17 +393,19 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         stack = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
         return stack * (2 * count) ** -0.5 if name.endswith(("o", "down")) else stack
 
-    def layers_with(name: str) -> tuple[int, ...]:
-        if name in SPARSE:
-            return c.sparse_layers
-        return kinds.get(name, c.dense_layers)
-
+    # Parameter -> the layers that have it, for parameters of one kind of layer.
     kinds = dict.fromkeys(KINDS["attention"], c.attention_layers)
     if c.recurrent is not None:
         kinds |= dict.fromkeys(KINDS["recurrent"], c.recurrent.layers)
 
+    def layers_with(name: str) -> tuple[int, ...]:
+        """List the layers that have a matrix."""
+        if name in SPARSE:
+            return c.sparse_layers
+        return kinds.get(name, c.dense_layers)
+
     def of_kind(name: str, make: Callable):
-        """The stack that `make(layers)` gives for the layers of the kind that has the name, or for all."""
+        """Make the stack of a vector, make(rows), for the layers of its kind, or for all if it belongs to no kind."""
         numbers = kinds.get(name, tuple(range(count)))
         return make(len(numbers)) if len(numbers) == count else Rows(make(len(numbers)), numbers)
 
@@ -424,7 +444,7 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The matrices of a layer of attention."""
+    """Give the shapes of the matrices of a layer of attention."""
     c, sizes = config, config.latent_heads
     if sizes is not None and c.latent is not None:
         turned = c.head_dim - c.latent
@@ -443,7 +463,7 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _bias_sizes(config: ModelConfig) -> dict[str, int]:
-    """Vectors of a layer's attention that are no norms."""
+    """Give the sizes of the vectors of a layer of attention that are no norms."""
     c, sizes = config, {}
     if c.qkv_bias:
         sizes |= {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
@@ -455,7 +475,7 @@ def _bias_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The matrices of a recurrent layer."""
+    """Give the shapes of the matrices of a recurrent layer."""
     c = config.recurrent
     if c is None:
         return {}
@@ -467,7 +487,8 @@ def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _delta_vectors(config: ModelConfig) -> dict[str, tuple[Callable, tuple[int, ...]]]:
-    """What fills the other parameters of a recurrent layer, and their shapes: a convolution begins as a mean."""
+    """Give, for every other parameter of a recurrent layer, the function that fills it, and its shape. A convolution
+    begins as a mean over its tokens."""
     c = config.recurrent
     if c is None:
         return {}
@@ -485,7 +506,7 @@ def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tu
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a sparse layer has in place of an MLP."""
+    """Give the shapes of the matrices that a layer with experts has in place of an MLP."""
     width, experts = config.width, config.experts
     if experts is None:
         return {}
@@ -500,26 +521,26 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # --- Tiles ---
 #
-# XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but holds what it is given in tiles of
-# 8 x 128. Every call would lay all weights out anew and hold them twice. A jitted function takes its arguments in the
-# tiles in which they lie, so matrices are stored as they are multiplied. Rows of the embedding are read from the
-# default tiles, so it stays as it is, and a head that is tied to it is laid out anew. What has no 16-bit numbers stays
-# as it is, too.
+# XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but stores arrays in tiles of 8 x 128 by
+# default. Every call would then copy all weights into other tiles, and need memory for both copies. A jitted function
+# takes its arguments in the tiles in which they are stored. So matrices are stored in the tiles of products. The
+# embedding keeps the default tiles, from which its rows are read, and a head that is tied to it is copied at every
+# call. Arrays without 16-bit numbers keep the default tiles, too.
 
-CHIP = "TPU7x"  # how the device kinds of these chips begin
+CHIP = "TPU7x"  # the first letters of these chips' device kinds
 TALL = ((16, 128), (2, 1))  # tiles of 16 x 128 numbers, two rows to a 32-bit word
 
 
 def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
-    """Say where a parameter lies.
+    """Give the placement of a parameter, with its tiles.
 
     Args:
         name: the name of the parameter ("head", "layers/q").
         x: anything of the shape and dtype of the parameter.
-        place: the devices on which it lies.
+        place: the placement without tiles.
 
     Returns:
-        `place` itself, or its devices with the tiles there where these are not XLA's default.
+        `place` itself where the tiles are XLA's default, else `place` with the tiles.
     """
     chip = next(iter(place.device_set)).device_kind
     if not chip.startswith(CHIP) or name not in MATRICES or x.dtype.itemsize != 2:
@@ -528,14 +549,14 @@ def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
 
 
 def as_multiplied(params: Params, put: Callable = jax.device_put) -> Params:
-    """Lay weights in the tiles in which their chip multiplies by them.
+    """Store weights in the tiles in which their chip multiplies by them.
 
     Args:
         params: arrays, or shapes with a sharding.
-        put: `put(x, place)` moves one that lies otherwise to where `tiles_of` says.
+        put: put(x, place) gives an array the placement of `tiles_of`. It is called only where that is another one.
 
     Returns:
-        The same weights. What lies as it should is not moved.
+        The same weights.
     """
 
     def lay(path, x):

@@ -2,11 +2,11 @@
 
 Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers.
 
-One parameter is read after the other, some layers at a time. Every device reads the slice that lies there. The layers
-are written into their place in the stack, which is donated. So beside the weights a load holds `PIECE` bytes, or one
-layer's experts.
+Parameters are read one after the other, some layers of one at a time. Every device reads only the slice that it holds.
+The layers are written into their place in the stack, in place (the stack is donated). So a load needs memory for the
+weights and `PIECE` bytes, or one layer's experts.
 
-In the order of a load: names, the parameters and their tensors, which tensors are read, reading and placing them.
+This file is in the order of a load: names, parameters and their tensors, the choice of tensors, reading and placing.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ _PROGRESS_AFTER_SECONDS = 2.0  # a shorter load shows no bar
 # --- Names ---
 
 # Our names -> those of Hugging Face. Names under "layers/" exist once per layer, those with {} once per expert too.
-# What one family names otherwise stands in kvqjax/model/hf_families.py.
+# Names that differ in one family are in kvqjax/model/hf_families.py.
 _NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -94,7 +94,7 @@ _NAMES = {
     **{f"layers/delta_conv_{n}": "linear_attn.conv1d.weight" for n in "qkv"},
 }
 
-# In a checkpoint of pictures and text: what stands in front of the language part's names, and of the vision part's.
+# Prefixes in a checkpoint of pictures and text: of the language part -> of a language model alone; of the vision part.
 _LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -105,13 +105,13 @@ _VISION = tuple(
     for front in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 )
-_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # what a rope turns
+_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # matrices whose products RoPE rotates
 _CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
-_DRAFTING = "mtp."  # layers that draft tokens, which are not computed here
-_WRAPPERS = ("module.", "_orig_mod.")  # of data parallel training, of torch.compile
+_DRAFTING = "mtp."  # prefix of layers that draft tokens, which are not computed here
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes by data-parallel training and by torch.compile
 
-# Newer releases of transformers save one tensor for all experts of a layer; some families always do. For every expert
-# it holds the matrices one after the other, or interleaved column by column.
+# Newer releases of transformers save one tensor for all experts of a layer; some families always do. It has the gate
+# and up matrices of every expert, one after the other or interleaved column by column.
 _FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 _FUSED_NAME = re.compile(
     r"(model\.layers\.\d+\.)((?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
@@ -121,9 +121,10 @@ _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 
 def _hf_name(config: ModelConfig, name: str) -> str:
+    """Give the name of a parameter in checkpoints of the model's family."""
     family = FAMILIES.get(config.architecture)
-    named = {} if family is None else family.tensor_names
-    return named[name] if name in named else _NAMES[name]
+    own_names = {} if family is None else family.tensor_names
+    return own_names[name] if name in own_names else _NAMES[name]
 
 
 class Parameter(NamedTuple):
@@ -136,7 +137,7 @@ class Parameter(NamedTuple):
         tensors: for each of these layers, the names of the tensors of its experts, or of the one tensor.
         matrix: whether Hugging Face stores it with its last two axes swapped.
         rows: whether its stack is `Rows`.
-        picked: the rows of its tensors that it is; None: all of them in their order.
+        picked: the rows of its tensors that it has, in its own order; None: all rows in the tensors' order.
     """
 
     name: str
@@ -156,17 +157,17 @@ class Parameter(NamedTuple):
 def parameters(config: ModelConfig) -> list[Parameter]:
     """List all parameters of a model, from the one place that defines their shapes (`init_params`)."""
     tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
-    layers = {f"layers/{name}": leaf for name, leaf in tree.pop("layers").items()}
-    return [
-        *(
-            Parameter(name, None, leaf.shape, ((_hf_name(config, name),),), name in MATRICES, False)
-            for name, leaf in tree.items()
-        ),
-        *(_layer_parameter(config, name, leaf) for name, leaf in layers.items()),
+    layers = tree.pop("layers")
+    outside_layers = [
+        Parameter(name, None, leaf.shape, ((_hf_name(config, name),),), name in MATRICES, False)
+        for name, leaf in tree.items()
     ]
+    of_layers = [_layer_parameter(config, f"layers/{name}", leaf) for name, leaf in layers.items()]
+    return outside_layers + of_layers
 
 
 def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
+    """Describe a parameter of layers, whose stack is `leaf`."""
     rows = isinstance(leaf, Rows)
     shape = leaf.stack.shape if rows else leaf.shape
     numbers = leaf.layers if rows else tuple(range(shape[0]))
@@ -182,17 +183,35 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
 
 
 def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
+    """Rename and cut a checkpoint's tensors to those of `_NAMES` (with the family's own names).
+
+    Args:
+        checkpoint: the tensors as stored.
+        config: the model's.
+        folder: of the checkpoint, for messages.
+        text_only: leave out a vision part.
+
+    Returns:
+        Tensors by name. None of their data is read.
+
+    Raises:
+        UserError: for a vision part without `text_only`, and for tensors of experts in a shape that is not known.
+    """
     checkpoint = _without_wrappers(checkpoint)
     checkpoint = _language_part(checkpoint, folder, text_only)
     if config.recurrent is not None:
-        flat = lambda name, x: x.part(name, (slice(None), 0)) if len(x.shape) == 3 else x  # noqa: E731
-        checkpoint = {
-            name: flat(name, tensor) if name.endswith(_CONVOLUTION) else tensor
-            for name, tensor in checkpoint.items()
-            if not name.startswith(_DRAFTING)
-        }
+        tensors = {}
+        for name, tensor in checkpoint.items():
+            if name.startswith(_DRAFTING):
+                continue
+            if name.endswith(_CONVOLUTION) and len(tensor.shape) == 3:
+                tensor = tensor.part(name, (slice(None), 0))  # [channels, 1, tokens] -> [channels, tokens]
+            tensors[name] = tensor
+        checkpoint = tensors
     family = FAMILIES.get(config.architecture)
-    if family is not None and family.paired_rope:  # rows are read as pairs of halves, which turn alike
+    if family is not None and family.paired_rope:
+        # These families rotate channels 2i and 2i + 1, this library channels i and i + D/2. Rows of the matrices are
+        # read in another order, so that both are the same.
         checkpoint = {
             name: dataclasses.replace(tensor, order=_pairs(config) if name.endswith(_TURNED) else None)
             for name, tensor in checkpoint.items()
@@ -201,12 +220,12 @@ def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text
 
 
 def _pairs(config: ModelConfig) -> Order:
-    """Rows of heads whose rotary pairs lie side by side."""
+    """Give the order of rows in tensors whose rotary pairs lie side by side."""
     return Order(2, config.head_dim // 2)
 
 
 def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint without what wrappers of PyTorch put in front of all names."""
+    """Remove prefixes that wrappers of PyTorch put in front of all names."""
     for front in _WRAPPERS:
         if checkpoint and all(name.startswith(front) for name in checkpoint):
             checkpoint = {name.removeprefix(front): t for name, t in checkpoint.items()}
@@ -218,7 +237,8 @@ def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
-    """The tensors of the language model. Those of a vision part are refused, or left out by `text_only`."""
+    """Give the tensors of the language model. With `text_only` those of a vision part are left out; without it they
+    raise UserError."""
     vision = sorted(name for name in checkpoint if name.startswith(_VISION))
     if vision and len(vision) == len(checkpoint):
         raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")
@@ -240,7 +260,7 @@ def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Che
 
 
 def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
-    """The checkpoint with fused tensors of experts as the single matrices that they hold."""
+    """Replace fused tensors of experts by the single matrices that they hold."""
     tensors = {}
     for name, tensor in checkpoint.items():
         fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
@@ -256,12 +276,15 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
 
 
 def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool:
-    """Whether matrices lie as [inputs, outputs] in one tensor of experts. A family says so, or the shape does."""
+    """Say whether the matrices in a fused tensor of experts are [inputs, outputs]. Else they are [outputs, inputs]."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
     assert fields is not None
     assert experts is not None
-    if tensor is None or fields.inward:  # codes of MXFP4, which have no such tensor, lie as [outputs, inputs]
-        return tensor is not None
+    if tensor is None:  # codes of MXFP4 are stored without this tensor, as [outputs, inputs]
+        return False
+    if fields.inward:  # the family always stores [inputs, outputs]
+        return True
+    # Other families are known by the shape. A square matrix is [outputs, inputs].
     outputs, inputs = 2 * experts.width, config.width
     if fused == "down_proj":
         outputs, inputs = config.width, experts.width
@@ -271,22 +294,38 @@ def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool
 def _expert_matrices(
     tensor: Tensor, config: ModelConfig, layer: str, fused: str, part: str, inward: bool
 ) -> Checkpoint:
-    """Cut a fused tensor into the matrices of single experts, each under the name that a file of single matrices gives
-    it. The tensor is [experts, inputs, parts * outputs] if `inward`, else [experts, parts * outputs, inputs]. Biases
-    [experts, parts * outputs] stay one tensor a part."""
+    """Cut a fused tensor into the matrices of single experts.
+
+    Args:
+        tensor: [experts, inputs, matrices * outputs] if `inward`, else [experts, matrices * outputs, inputs]. Biases
+            are [experts, matrices * outputs].
+        config: the model's.
+        layer: prefix of the layer's names.
+        fused: "gate_up_proj" or "down_proj".
+        part: what the tensor holds of the matrices: "" for their numbers, "_bias", or parts of codes.
+        inward: whether matrices are [inputs, outputs].
+
+    Returns:
+        The matrices under the names that they have in files of single matrices. Biases stay together for all experts.
+
+    Raises:
+        UserError: for another shape.
+    """
     names, fields = _FUSED[fused], FAMILIES[config.architecture].experts
-    axis = 1 if part == "_bias" or not inward else 2
-    axes = 2 if part == "_bias" else 4 if part == "_blocks" else 3
+    is_bias = part == "_bias"
+    axis = 1 if is_bias or not inward else 2  # of outputs
+    axes = {"_bias": 2, "_blocks": 4}.get(part, 3)
     if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
         outputs = f"{len(names)} x outputs"
         layout_text = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
         raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}")
-    size, parts = tensor.shape[axis] // len(names), {}
+    size = tensor.shape[axis] // len(names)
+    parts = {}
     for number, matrix in enumerate(names):
         span = slice(number * size, (number + 1) * size)
         if fields is not None and fields.interleaved:
             span = slice(number, None, len(names))
-        if part == "_bias":
+        if is_bias:
             name = layer + _hf_name(config, f"layers/{matrix}_bias")
             parts[name] = tensor.part(name, (slice(None), span))
             continue
@@ -298,19 +337,19 @@ def _expert_matrices(
     return parts
 
 
-# --- Which tensors are read: all that the model needs. A checkpoint with others is refused ---
+# --- The choice of tensors: all that the model needs. A checkpoint with others is refused ---
 
-# The last two round activations, not weights.
+# Ends of names of tensors that are no weights: frequencies that the config has too, and scales of rounded activations.
 _IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")
 
-Sources = list[list[StoredWeight]]  # a parameter's weights by row of its stack, then by expert
+Sources = list[list[StoredWeight]]  # the stored weights of a parameter: by row of its stack, then by expert
 
 
 def _find_sources(
     checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
 ) -> dict[str, Sources]:
-    """What is read for each parameter. Refuses a checkpoint that lacks a tensor, has one of another shape or dtype, or
-    one that nothing would read."""
+    """Find the stored weights of each parameter. Raises UserError for a checkpoint that lacks a tensor, and for a
+    tensor of another shape or dtype, or that no parameter needs."""
     used, sources = set(), {}
     for parameter in parameters(config):
         rows = []
@@ -320,7 +359,7 @@ def _find_sources(
             for weight in row:
                 stem = weight.name.removesuffix(".weight")
                 used.update({weight.name, *(f"{stem}.{part}" for part in weight.parts)})
-                used.add(f"{stem}.g_idx")  # GPTQ alone orders its inputs by it; elsewhere it is passed over
+                used.add(f"{stem}.g_idx")  # the order of inputs in GPTQ; other schemes ignore it
         sources[parameter.name] = rows
     _check_unread(checkpoint, used, config, folder)
     return sources
@@ -329,8 +368,10 @@ def _find_sources(
 def _find_source(
     checkpoint: Checkpoint, parameter: Parameter, name: str, scheme: Scheme | None, folder: Path
 ) -> StoredWeight:
+    """Find the stored weight `name` of a parameter. Raises UserError where it is missing or has another shape."""
     shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
-    shape = shape[::-1] if parameter.matrix else shape
+    if parameter.matrix:
+        shape = shape[::-1]
     if parameter.picked is not None:
         shape = (parameter.picked.total, *shape[1:])
     weight = find_weight(checkpoint, name, scheme)
@@ -343,7 +384,7 @@ def _find_source(
 
 
 def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
-    """Refuse tensors that nothing would read: the model would not be the checkpoint's."""
+    """Raise UserError for tensors that no parameter needs: without them the model would not be the checkpoint's."""
     unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
     if config.tied_embeddings and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
@@ -359,6 +400,7 @@ def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, f
 
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Say whether a tensor is the bias of a GPTQ matrix and has zeros alone."""
     coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
     return coded and not read_slice(checkpoint[name], (slice(None),)).any()
 
@@ -386,7 +428,8 @@ def load_params(
             as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default
             device.
         bits: 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer.
-        layers: "scan" gives stacks, "switch" stacks but for the matrices that a loop chooses, "unroll" a list.
+        layers: "scan" gives stacks; "switch" gives stacks, and `LayerMatrices` in place of most matrices' stacks;
+            "unroll" gives a list.
         text_only: leave out a vision part.
 
     Returns:
@@ -409,15 +452,16 @@ def load_params(
         for parameter in parameters(config):
             name = parameter.name.removeprefix("layers/")
             place = sharding and sharding(parameter.name)
-            single = layers == "unroll" or (layers == "switch" and name in CHOSEN)
-            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, single, advance)
+            by_layer = layers == "unroll" or (layers == "switch" and name in CHOSEN)
+            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, by_layer, advance)
             if parameter.layers is None:
-                params[name] = next(piece for _, piece in pieces)[0]
+                _, piece = next(pieces)
+                params[name] = piece[0]
             elif layers == "unroll":
                 for row, piece in pieces:
                     layer_list[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
             else:
-                if single:
+                if by_layer:
                     stack = LayerMatrices(tuple(jax.tree.map(lambda a: a[0], piece) for _, piece in pieces))
                 else:
                     stack = _stack(pieces, len(parameter.layers), parameter.name)
@@ -431,14 +475,27 @@ def _pieces(
     dtype: np.dtype,
     place,
     bits: int | None,
-    single: bool,
+    by_layer: bool,
     advance: Callable,
 ) -> Iterator[tuple[int, Any]]:
-    """(first row, array or codes [layers, ...]) of as many layers at a time as `PIECE` bytes hold, or of each layer."""
+    """Read a parameter piece by piece.
+
+    Args:
+        parameter: the parameter. One outside of layers counts as a stack of one row.
+        sources: its stored weights.
+        dtype: of the weights.
+        place: the parameter's placement; None: the default device.
+        bits: of codes; None: numbers are not coded.
+        by_layer: whether a piece is one layer; else it is as many layers as `PIECE` bytes hold.
+        advance: advance(nbytes) is called with the bytes that were read.
+
+    Yields:
+        The first row of each piece, and the piece: an array or codes [rows, ...].
+    """
     layered = parameter.layers is not None
     coded = bits is not None and is_coded(parameter.name)
     layer_bytes = max(1, math.prod(parameter.shape) * dtype.itemsize)
-    count = 1 if single or not layered else max(1, PIECE // layer_bytes)
+    count = 1 if by_layer or not layered else max(1, PIECE // layer_bytes)
     for row in range(0, len(sources), count):
         part = sources[row : row + count]
         shape = (len(part), *parameter.shape)
@@ -448,19 +505,24 @@ def _pieces(
         advance(sum(weight.nbytes for weights in part for weight in weights))
         if coded:
             piece = code_weight(piece, bits)
-            piece = place_codes(piece, place) if isinstance(place, NamedSharding) else piece
+            if isinstance(place, NamedSharding):
+                piece = place_codes(piece, place)
         yield row, piece
-        del piece  # or it would be held while the next one is read
+        del piece  # its memory is free before the next piece is read
 
 
 def _stack(pieces: Iterator, rows: int, name: str):
-    """All layers' pieces as one stack, which each is written into in place, in the tiles of the parameter `name`."""
+    """Write the pieces of all layers into one stack of `rows` rows, in the tiles of the parameter `name`."""
     _, piece = next(pieces)
     if jax.tree.leaves(piece)[0].shape[0] == rows:
         return piece
     places = jax.tree.map(lambda x: tiles_of(name, x, x.sharding), piece)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), piece)
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+
+    def zeros():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    # The donated stack is changed in place.
     put = jax.jit(_put, donate_argnums=0, out_shardings=places)
     stack = put(jax.jit(zeros, out_shardings=places)(), piece, 0)
     for row, piece in pieces:
@@ -470,16 +532,23 @@ def _stack(pieces: Iterator, rows: int, name: str):
 
 
 def _put(stack, piece, row):
-    """A stack with some layers' piece from `row` on."""
-    write = lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, row, 0)  # noqa: E731
+    """Put the piece of some layers into a stack, from `row` on."""
+
+    def write(array, part):
+        return jax.lax.dynamic_update_slice_in_dim(array, part, row, 0)
+
     return jax.tree.map(write, stack, piece)
 
 
 def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
-    """An array of what `fill` gives for each device's slice; devices with the same slice share one reading."""
+    """Make an array, of which every device gets `fill(index)` for its own slice. Devices with the same slice share one
+    call of `fill`."""
     if sharding is None:
         return jax.device_put(fill((slice(None),) * len(shape)))
-    fill_once = functools.cache(lambda spans: fill(tuple(slice(*span) for span in spans)))
+
+    @functools.cache
+    def fill_once(spans: tuple[tuple[int, int], ...]) -> np.ndarray:  # slices cannot be keys of a cache
+        return fill(tuple(slice(*span) for span in spans))
 
     def of_device(index):
         pairs = zip(index, shape, strict=True)
@@ -489,14 +558,15 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
 
 
 def _over_layers(sharding):
-    """A stack's placement, checked: its layers are written one after the other."""
+    """Give the placement of a stack back. Raises UserError where it splits layers, which are written one after the
+    other."""
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
     return sharding
 
 
 def _as_stack(sharding):
-    """The placement of a parameter that no layer has, as that of a stack of one."""
+    """Give the placement of a parameter outside of layers as that of a stack of one row."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
@@ -509,17 +579,32 @@ def _fill(
     dtype: np.dtype,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """One device's slice of some layers' parameter, [layers, ...], each tensor read from disk into its place."""
+    """Read one device's slice of a parameter of some layers.
+
+    Args:
+        sources: the stored weights of these layers.
+        parameter: the parameter.
+        shape: of the whole parameter in these layers, [layers, ...], or [layers, experts, ...].
+        dtype: of the weights.
+        index: the slice.
+
+    Returns:
+        The slice. Every tensor is read from disk into its place.
+
+    Raises:
+        UserError: for numbers that exceed float16's range, if that is the dtype.
+    """
     by_expert, matrix = parameter.by_expert, parameter.matrix
     index = tuple(slice(*span.indices(size)) for span, size in zip(index, shape, strict=True))
-    inner = index[2:] if by_expert else index[1:]
-    inner = inner[::-1] if matrix else inner
+    inner = index[2:] if by_expert else index[1:]  # the slice of one tensor
+    if matrix:
+        inner = inner[::-1]  # stored as [out, in]
     block = np.empty([span.stop - span.start for span in index], dtype)
     for layer, weights in zip(block, sources[index[0]], strict=True):
         places = layer if by_expert else [layer]
         weights = weights[index[1]] if by_expert else weights
         for place, weight in zip(places, weights, strict=True):
-            target = place.T if matrix else place  # in the order of the tensor
+            target = place.T if matrix else place  # a view in the order of the tensor
             rows = max(1, PART // max(1, math.prod(target.shape[1:])))
             for row in range(0, len(target), rows):
                 first = inner[0].start + row
@@ -534,7 +619,7 @@ def _fill(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, shown only when loading takes over two seconds; yields `advance(nbytes)`."""
+    """Show a progress bar on stderr once loading has taken more than two seconds. Yields `advance(nbytes)`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -579,7 +664,9 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
     """
     folder = path_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, family, params = {}, FAMILIES.get(config.architecture), stacked(params)
+    params = stacked(params)
+    family = FAMILIES.get(config.architecture)
+    tensors = {}
     for parameter in parameters(config):
         layered = parameter.layers is not None
         name = parameter.name.removeprefix("layers/")
@@ -589,14 +676,15 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
             for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
                 array = np.ascontiguousarray(array.T if parameter.matrix else array)
                 if parameter.picked is not None:
+                    # Several parameters are rows of one tensor, into which each is written.
                     rows, total = parameter.picked
                     if name not in tensors:
                         tensors[name] = np.empty((total, *array.shape[1:]), array.dtype)
                     tensors[name][rows] = array
                     continue
-                paired = family is not None and family.paired_rope and name.endswith(_TURNED)
                 tensors[name] = array
-                if paired:
+                if family is not None and family.paired_rope and name.endswith(_TURNED):
+                    # Undo the order of rows in which these tensors are read (`_named_alike`).
                     tensors[name] = np.empty_like(array)
                     tensors[name][_pairs(config).places(np.arange(len(array)))] = array
     tensors = {name: x[:, None] if name.endswith(_CONVOLUTION) else x for name, x in tensors.items()}
@@ -609,8 +697,8 @@ def save_params(folder: str | Path, params: Params, config: ModelConfig):
 
 
 def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors of a family that saves one tensor for all experts of a layer, [experts, inputs, parts * outputs] or
-    [experts, parts * outputs, inputs]."""
+    """Fuse the matrices of experts to one tensor a layer, [experts, inputs, matrices * outputs] or [experts, matrices *
+    outputs, inputs], for a family that saves them so. It undoes `_experts_apart`."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
     assert fields is not None
     assert experts is not None
@@ -620,8 +708,9 @@ def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> di
             columns = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
         else:
             columns = np.concatenate(parts, -1)
-        columns = columns if fields.inward or columns.ndim < 3 else columns.swapaxes(1, 2)
-        return np.ascontiguousarray(columns)  # safetensors writes an array's memory as it lies
+        if columns.ndim == 3 and not fields.inward:
+            columns = columns.swapaxes(1, 2)
+        return np.ascontiguousarray(columns)  # safetensors writes an array's memory, whatever the order of its axes
 
     for index in config.sparse_layers:
         layer = f"model.layers.{index}."
