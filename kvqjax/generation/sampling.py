@@ -31,13 +31,10 @@ class Sampling(struct.PyTreeNode):
 
 
 class RowSampling(struct.PyTreeNode):
-    """Sampling parameters of every row by itself, all of them data: rows of other requests share one program.
+    """Sampling parameters of every row. All of them are data, so that rows of different requests share one program."""
 
-    - `each` holds arrays [B] in place of numbers. Its static marks are those of the most general draw.
-    - `greedy` says which rows take their likeliest token."""
-
-    each: Sampling
-    greedy: Any  # Bool[B]
+    each: Sampling  # with arrays [B] in place of numbers, and the static fields of the most general draw
+    greedy: Any  # Bool[B]: rows that take their most likely token
 
 
 def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
@@ -48,7 +45,7 @@ def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
 
 
 def split_key(key: Array) -> tuple[Array, Array]:
-    """Split a key, or every row's own key [B], into the one of later tokens and the one of this token."""
+    """Split a key, or every row's own key [B], into a key for later tokens and a key for this token."""
     if not key.ndim:
         later, draw = jax.random.split(key)
         return later, draw
@@ -59,9 +56,23 @@ def split_key(key: Array) -> tuple[Array, Array]:
 def make_sampling(
     *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0
 ) -> Sampling:
-    """Check and pack the parameters. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch each
-    off. The others apply as in transformers: the penalty, temperature, top-k, top-p and min-p, each to what the ones
-    before it left. Raises UserError for what is out of its range."""
+    """Check and pack the parameters.
+
+    They apply one after the other, in the order of transformers: penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: 0 switches it off.
+        top_p: 1 switches it off.
+        min_p: 0 switches it off.
+        repetition_penalty: 1 switches it off.
+
+    Returns:
+        The parameters.
+
+    Raises:
+        UserError: for a parameter that is out of its range.
+    """
     numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     for name, value in numbers.items():
         typed(name, value, float)
@@ -75,7 +86,7 @@ def make_sampling(
     for name, (value, fine, limits) in bounds.items():
         if not fine:
             raise UserError(f"{name}={value}; it must be {limits}")
-    # Numbers that float32 has no place for are as good as its least: zero would divide by zero.
+    # Numbers too small for float32 become its least positive number: rounded to 0 they would divide by zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return Sampling(
         temperature=jnp.float32(min(max(temperature, least), most) if temperature else 1.0),
@@ -89,33 +100,45 @@ def make_sampling(
 
 
 def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]:
-    """Which tokens top-k, top-p and min-p leave, in this order and each of what the ones before it left: always the
-    likeliest ones, so that one sort is enough. `scores` are at most 0, which each row's likeliest token has.
+    """Mark the tokens that top-k, top-p and min-p keep, applied one after the other. Each of them keeps the most likely
+    tokens, so that one sort is enough.
 
-    Of equal scores top-k keeps all. Top-p keeps as few tokens as it needs, of equal ones those with higher ids: logits
-    in bfloat16 are equal often."""
+    Of tokens with equal scores top-k keeps all. Top-p keeps as few tokens as it needs, and prefers higher ids among
+    equal scores (logits in bfloat16 are often equal).
+
+    Args:
+        scores: at most 0, and 0 for the most likely token of each row.
+        sampling: the parameters.
+
+    Returns:
+        The tokens that are kept. The most likely one always is.
+    """
     vocab = scores.shape[-1]
     ids = jnp.broadcast_to(jnp.arange(vocab)[None], scores.shape)
-    ascending, order = jax.lax.sort((scores, ids), num_keys=1)  # stable
+    ascending, order = jax.lax.sort((scores, ids), num_keys=1)  # stable: of equal scores the higher id is last
+    # top-k: the score of the k-th token from the end is the least that stays.
     limit = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
     kept = ascending >= jax.lax.dynamic_slice_in_dim(ascending, vocab - limit, 1, axis=-1)
+    # top-p: the least likely tokens go, as long as their probabilities add up to at most 1 - top_p.
     mass = jnp.where(kept, jnp.exp(ascending), 0)
     unlikely = jnp.cumsum(mass, axis=-1) <= sampling.left_out * mass.sum(-1, keepdims=True)
     kept = kept & ~(unlikely & (sampling.left_out > 0))
+    # min-p: relative to the most likely token, whose exponential is 1.
     kept = kept & (jnp.exp(ascending) >= sampling.min_p)
-    # The least likely token that stays. The likeliest does so in any case.
+    # The least likely token that stays. The most likely one stays in any case.
     place = jnp.where(kept.any(-1, keepdims=True), jnp.argmax(kept, axis=-1, keepdims=True), vocab - 1)
     score, token = (jnp.take_along_axis(x, place, axis=-1) for x in (ascending, order))
     return (scores > score) | ((scores == score) & (ids >= token))
 
 
 def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
-    """Logits with the repetition penalty: it divides positive ones of tokens already in the row, which `seen` marks,
-    and multiplies their negative ones (CTRL, arXiv 1909.05858, section 4.1)."""
+    """Apply the repetition penalty to the logits of tokens that are already in the row, which `seen` marks. Positive
+    logits are divided by it, negative ones are multiplied (CTRL, arXiv 1909.05858, section 4.1)."""
     if not sampling.penalise or seen is None:
         return logits
     penalty = sampling.repetition_penalty
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    return jnp.where(seen, lowered, logits)
 
 
 def drawn_from(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
