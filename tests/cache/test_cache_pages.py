@@ -72,7 +72,7 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
     assert not np.asarray(paged.overflow).any()
 
 
-@pytest.mark.parametrize(("form", "target"), [("stripes", "cpu"), ("planes", "v5e"), ("heads", "h100")])
+@pytest.mark.parametrize(("form", "target"), [("stripes", "cpu"), ("planes", "v5e"), ("heads", "sm90")])
 def test_forms_of_all_chips_lie_in_pages(form, target):
     """As CPUs store long bodies, and TPUs and GPUs; the readers of these two want pages side by side."""
     model, method = model_and_method("kivi2")
