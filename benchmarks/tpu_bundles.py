@@ -2,6 +2,7 @@
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
     python benchmarks/tpu_bundles.py --attempt 2048:4,2048:1:0 [--chips v5e] [--cases k2v2-g128-pre]
+    python benchmarks/tpu_bundles.py --page 1024 --chips v6e --cases k2v2-g32,k4v4-g128
 
 Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
 loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
@@ -10,7 +11,8 @@ query rows per KV head unless a case's name says otherwise (d, r). `pre` are key
 (keys before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn` the factors
 of rotated methods, `oscar` keys per token. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled.
 `--attempt` tries work ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of
-kvqjax/pallas_kernels/support.py: total and spills. benchmarks/kernels.md has the record as a table (`python -m
+kvqjax/pallas_kernels/support.py: total and spills. `--page` has bodies in pages of so many tokens beside bodies of
+their own, in the tile that is used: total and spills. benchmarks/kernels.md has the record as a table (`python -m
 benchmarks.figures`).
 """
 
@@ -148,6 +150,35 @@ def compile_case(chip: str, name: str, work, folder: Path) -> dict:
     return {**count(folder), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
+def in_pages(page: int, chip: str, name: str, folder: Path) -> dict:
+    """Total and spills of a body of a row's own, and of one in pages of `page` tokens."""
+    import jax
+    import jax.numpy as jnp
+    from packed_bodies import shapes
+
+    from kvqjax.pallas_kernels.tpu import packed as tpu
+    from kvqjax.pallas_kernels.tpu.planning import make_plan
+
+    (q, body, layer, *bounds), spec = _arguments(name, chip)
+    pages_of_row = SLOTS // page
+    paged = shapes(spec, LAYERS, BATCH * pages_of_row, page)._replace(positions=body.positions)
+    paged, table = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=q.sharding),
+        (paged, jax.ShapeDtypeStruct((BATCH, pages_of_row), jnp.int32)),
+    )
+    figures = {}
+    for label, stored, pages in (("rows", body, None), ("pages", paged, table)):
+        call = jax.jit(
+            lambda q, stored, layer, bounds, pages: tpu.packed_attention(q, stored, layer, *bounds, spec, pages=pages)
+        )
+        call.trace(q, stored, layer, tuple(bounds), pages).lower(lowering_platforms=("tpu",)).compile()
+        counts = count(folder)
+        tile = make_plan(q, stored, spec, slots=SLOTS).tile
+        total = round(counts["bundles"] / KV_HEADS * 512 / tile, 1)
+        figures[label] = {"total": total, "tile": tile, "spills": counts["spills"]}
+    return figures
+
+
 def measure(chip: str, name: str, folder: Path) -> dict:
     """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
     the tile and pieces that the table chose; a tile of half or twice the size has half or twice as many pieces."""
@@ -209,10 +240,13 @@ def attempt(choices: list[str], chip: str, name: str, folder: Path) -> dict:
 def main() -> None:
     parser = options_of(__doc__.splitlines()[0], CASES)
     parser.add_argument("--attempt", default="")
+    parser.add_argument("--page", type=int, default=0)
     options = parser.parse_args()
-    if options.attempt and options.write:
-        parser.error("attempts are not recorded: leave out --write")
+    if (options.attempt or options.page) and options.write:
+        parser.error("neither attempts nor pages are recorded: leave out --write")
     measured = functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure
+    if options.page:
+        measured = functools.partial(in_pages, options.page)
     measure_all(options, RECORD, measured)
 
 

@@ -263,8 +263,8 @@ class Captured:
     @property
     def parts(self) -> tuple[Any, ...]:
         """The text and arrays that identify the data (`resume.identity`)."""
-        given = [getattr(self, name) for name in FIELDS if getattr(self, name) is not None]
-        arrays = [np.asarray(array) for layers in given for array in layers]
+        present = (getattr(self, name) for name in FIELDS if getattr(self, name) is not None)
+        arrays = [np.asarray(array) for layers in present for array in layers]
         return repr(self.shape), self.dtype, *arrays
 
     def layout(self, method: Method) -> CacheLayout:

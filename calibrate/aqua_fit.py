@@ -154,10 +154,10 @@ def add(
     """
     keep = jnp.ones(x.shape[0], jnp.float32) if keep is None else jnp.asarray(keep, jnp.float32)
     products = _products(jnp.asarray(x), jnp.asarray(y), keep)
-    part = Moments(*(np.asarray(product, np.float64) for product in products))
+    moments = Moments(*(np.asarray(product, np.float64) for product in products))
     if total is None:
-        return part
-    return Moments(total.xx + part.xx, total.xy + part.xy, total.yy + part.yy)
+        return moments
+    return Moments(total.xx + moments.xx, total.xy + moments.xy, total.yy + moments.yy)
 
 
 def _damped(xx: Matrix, damping: float) -> Matrix:

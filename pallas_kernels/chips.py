@@ -11,7 +11,10 @@ import jax
 from kvqjax._errors import UserError
 from kvqjax.pallas_kernels.work import HALVES_AHEAD, HALVES_IN_TURN, SHORT_IN_TURN, Work
 
-__all__ = ["KINDS", "TARGETS", "TPUS", "Tpu", "family", "target_of"]
+__all__ = ["KINDS", "LANES", "TARGETS", "TILE", "TPUS", "Tpu", "family", "target_of"]
+
+LANES = 128  # numbers side by side in a TPU's register
+TILE = 1024  # tokens of a tile, which every TPU kernel takes
 
 TARGETS = ("cpu", "v5e", "v5p", "v6e", "v7x", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100")
 # How the chips' names begin (`device_kind`) -> target. Where one name begins another, the longer one stands first.

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import PLANE, split_bits
-from kvqjax.pallas_kernels.chips import family
+from kvqjax.pallas_kernels.chips import LANES, TILE, family
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
@@ -29,8 +29,6 @@ from kvqjax.pallas_kernels.support import COMPILED, lookup
 __all__ = ["MODULES", "at_once", "least_page", "packed_attention", "path", "takes_pages"]
 
 MOST_CALLS = 8  # of a kernel, where it cannot take all query rows of a KV head at once
-TILE = 1024  # tokens of a tile that every TPU kernel takes
-LANES = 128  # numbers side by side in a TPU's register
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
 MODULES: dict[type, str] = {

@@ -27,7 +27,7 @@ from kvqjax.ops.packing import lines
 from kvqjax.ops.packing.words import slot_rows, split_bits
 from kvqjax.pallas_kernels.chips import family
 
-__all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check"]
+__all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check", "row_slots"]
 
 
 class Rope(NamedTuple):
@@ -183,6 +183,11 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         yield "value_factor", body.value_factor, (*lead, slots // spec.key_group, spec.width)
 
 
+def row_slots(body, pages: Int[Array, "B N"] | None) -> int:
+    """Count the slots of a row: those of the body's arrays, or of all N pages that a row may have."""
+    return body.slots if pages is None else body.slots * pages.shape[1]
+
+
 def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B N"] | None = None) -> None:
     """Raise ValueError, while the program is traced, unless the query and every array have the shapes that `spec` says.
     Where a table of `pages` is given, the body's rows are pages, and each of the query's rows may have N of them."""
@@ -192,7 +197,7 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B
     if body.slots % spec.unit:
         raise ValueError(f"a body of {body.slots} slots; want a multiple of {spec.unit}")
     count = 0 if body.positions is None else len(body.positions)
-    rows, slots = (len(q), body.slots) if pages is None else (body.value_scale.shape[1], body.slots * pages.shape[1])
+    slots = row_slots(body, pages)  # positions are those of a row's tokens, also where the arrays' rows are pages
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
     for name, present in (
@@ -204,6 +209,8 @@ def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B
     ):
         if present and getattr(body, name) is None:
             raise ValueError(f"{name}: got None, want those of {spec}")
-    for name, array, shape in _expected_shapes(body, spec, (len(body.value_scale), rows)):
+    layers, stored_rows = body.value_scale.shape[:2]
+    rows = len(q) if pages is None else stored_rows  # a pool may have any number of pages
+    for name, array, shape in _expected_shapes(body, spec, (layers, rows)):
         if array.shape != shape:
             raise ValueError(f"{name}: got {array.shape}, want {shape}")

@@ -100,9 +100,10 @@ def attend_exact(
     # Splash attention shows a query consecutive keys. Those that a mask of new tokens shows need not be consecutive.
     if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES and tokens.mask is None:
         k, v = expanded(view, sources, positions)
-        held = k.shape[1] - q.shape[1]  # sinks and window slots, which come first
-        new = attend_segment(q, k[:, held:], v[:, held:], mask[:, :, held:], run.tiles, softcap)
-        return [segment_attention(q, k[:, :held], v[:, :held], mask[:, :, :held], softcap), new], carry
+        old_tokens = k.shape[1] - q.shape[1]  # sinks and window slots, which come first
+        new = attend_segment(q, k[:, old_tokens:], v[:, old_tokens:], mask[:, :, old_tokens:], run.tiles, softcap)
+        old = segment_attention(q, k[:, :old_tokens], v[:, :old_tokens], mask[:, :, :old_tokens], softcap)
+        return [old, new], carry
     if not recode:
         return [part(sources, mask)], carry
     # Clocks encode one after the other, keys first. In turn n, `mask` has the tokens that the clocks before n have

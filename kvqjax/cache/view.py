@@ -143,8 +143,8 @@ def side_by_side(view: LayerView, tokens: NewTokens):
     positions, valid = (jnp.concatenate(arrays, axis=1) for arrays in zip(*places, strict=True))
     mask = seen(view, tokens, positions, valid)
     if tokens.mask is not None:
-        held = positions.shape[1] - tokens.mask.shape[1]  # sinks and window slots
-        mask = jnp.concatenate([mask[:, :, :held], _masked(view, tokens.mask, places[-1])], axis=2)
+        old_tokens = positions.shape[1] - tokens.mask.shape[1]  # sinks and window slots
+        mask = jnp.concatenate([mask[:, :, :old_tokens], _masked(view, tokens.mask, places[-1])], axis=2)
     exact = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
     parts = *exact, view.new
     sources = {}

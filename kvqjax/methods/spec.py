@@ -145,10 +145,10 @@ def calibrated_part(method: Method, config: KVShape) -> Method:
     def bare(spec: Any) -> Any:
         """Set the fields that are left out to their defaults, also in the two layers of a `Pair`."""
         for name in ("key", "value"):
-            part = getattr(spec, name, None)
+            layer = getattr(spec, name, None)
             # Codecs, which have a `build` too, have none of the fields that are left out.
-            if isinstance(part, LayerSpec):
-                spec = dataclasses.replace(spec, **{name: bare(part)})
+            if isinstance(layer, LayerSpec):
+                spec = dataclasses.replace(spec, **{name: bare(layer)})
         defaults = {field.name: field.default for field in dataclasses.fields(spec) if field.name in left_out}
         return dataclasses.replace(spec, **defaults)
 

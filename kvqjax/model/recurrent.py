@@ -158,12 +158,12 @@ def delta_rule(
         """Reshape [B, T, N, ..] to [B, T, M, N / M, ..]."""
         return x.reshape(batch, length, heads, group, *x.shape[3:])
 
-    parts = (q, k, by_key_head(v), by_key_head(decay), by_key_head(beta))
+    inputs = (q, k, by_key_head(v), by_key_head(decay), by_key_head(beta))
     state = state.reshape(batch, heads, group, *state.shape[2:])
     if length <= STEPWISE:
         outs = []
         for index in range(length):
-            state, out = _step(state, *(x[:, index] for x in parts))
+            state, out = _step(state, *(x[:, index] for x in inputs))
             outs.append(out)
         out = jnp.stack(outs, 1)
     else:
@@ -174,7 +174,7 @@ def delta_rule(
             padded = jnp.pad(x, ((0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 2)))
             return jnp.moveaxis(padded.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
 
-        state, out = jax.lax.scan(_chunk, state, tuple(map(in_chunks, parts)))
+        state, out = jax.lax.scan(_chunk, state, tuple(map(in_chunks, inputs)))
         out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, group, v.shape[3])[:, :length]
     return out.reshape(v.shape), state.reshape(batch, heads * group, *state.shape[3:])
 

@@ -320,21 +320,21 @@ def _expert_matrices(
         layout_text = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
         raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}")
     size = tensor.shape[axis] // len(names)
-    parts = {}
+    tensors = {}
     for number, matrix in enumerate(names):
         span = slice(number * size, (number + 1) * size)
         if fields is not None and fields.interleaved:
             span = slice(number, None, len(names))
         if is_bias:
             name = layer + _hf_name(config, f"layers/{matrix}_bias")
-            parts[name] = tensor.part(name, (slice(None), span))
+            tensors[name] = tensor.part(name, (slice(None), span))
             continue
         for expert in range(tensor.shape[0]):
             name = layer + _hf_name(config, f"layers/{matrix}").format(expert).removesuffix(".weight")
             name += _FUSED_PARTS[part]
             cut = (expert, slice(None), span) if axis == 2 else (expert, span)
-            parts[name] = tensor.part(name, cut, turned=axis == 2)
-    return parts
+            tensors[name] = tensor.part(name, cut, turned=axis == 2)
+    return tensors
 
 
 # --- The choice of tensors: all that the model needs. A checkpoint with others is refused ---

@@ -53,8 +53,8 @@ class _State(NamedTuple):
 
 def _with_columns(x: Float[Array, "*B D"], *columns: Shaped[Array, "*B _"]) -> Float[Array, "*B E"]:
     """Put COLUMNS channels behind those of `x`: the given columns, and 0 in the rest."""
-    given = sum(column.shape[-1] for column in columns)
-    padding = jnp.zeros((*x.shape[:-1], COLUMNS - given), x.dtype)
+    width = sum(column.shape[-1] for column in columns)
+    padding = jnp.zeros((*x.shape[:-1], COLUMNS - width), x.dtype)
     return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), padding], -1)
 
 

@@ -153,10 +153,10 @@ def _calibration(method: Method, model: str, group: str, shape: list[int]) -> st
     folder = re.sub(r"[^a-z0-9]+", "-", str(method).lower()).strip("-")
     source = shlex.quote(model) if model else "MODEL"
     command = f"kvqjax calibrate --model {source} --cache {shlex.quote(str(method))} --out {folder}"
-    made = "kvqjax.calibrate.from_tensors makes it, and constants= takes it"
+    remedy = "kvqjax.calibrate.from_tensors makes it, and constants= takes it"
     if group == FITTED:  # on a model's weights, which a shape has not
-        made = f"constants= takes orthogonal matrices of your own, {shape} for these layers"
-    of_shape = "" if model else f"; for a KVShape {made}"
+        remedy = f"constants= takes orthogonal matrices of your own, {shape} for these layers"
+    of_shape = "" if model else f"; for a KVShape {remedy}"
     text = f"`{command}` makes it; `--artifact {folder}` or model.with_artifact(load_artifact({folder!r})) takes it"
     return text + of_shape
 

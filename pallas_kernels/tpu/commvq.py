@@ -26,12 +26,13 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
+from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, constant, fetched, invoke, lies_at, memory
 from kvqjax.pallas_kernels.tpu.commvq_kernel import kernel
 from kvqjax.pallas_kernels.tpu.commvq_plan import CommVQPlan, plan_commvq
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
 
 __all__ = ["packed_attention"]
 

@@ -5,14 +5,12 @@ import dataclasses
 import numpy as np
 
 from kvqjax.ops.packing.words import PLANE, split_bits
-from kvqjax.pallas_kernels.chips import TPUS
+from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 
 __all__ = ["TILE", "CommVQPlan", "plan_commvq"]
-
-TILE = 1024  # tokens of a block of value bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class CommVQPlan:
     depth: int
     slice: int
 
-    tile = block = TILE
+    tile = block = TILE  # also the tokens of a block of value bits
 
     @property
     def rows(self) -> int:

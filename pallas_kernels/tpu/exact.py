@@ -21,11 +21,12 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import from_bits
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
+from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory, of_body, of_layer, scalars
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop
 from kvqjax.pallas_kernels.tpu.exact_plan import ExactPlan, make_plan
 from kvqjax.pallas_kernels.tpu.plan import LOG2E
-from kvqjax.pallas_kernels.tpu.rows import row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import tile_ends
 from kvqjax.pallas_kernels.tpu.softmax import empty, normalise, over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 

@@ -21,12 +21,13 @@ from scipy.linalg import hadamard
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.words import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
+from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, constant, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.higgs_kernel import kernel
 from kvqjax.pallas_kernels.tpu.higgs_plan import HiggsPlan, plan_higgs
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles, swapped
-from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import by_head, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
 __all__ = ["packed_attention", "pair_words", "turned_grid"]

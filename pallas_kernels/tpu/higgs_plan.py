@@ -14,13 +14,12 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from kvqjax.ops.packing.words import split_bits
-from kvqjax.pallas_kernels.chips import TPUS
+from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
 
-TILE = 1024  # tokens
 VALUES = 4  # columns of values that are worked off together, at most
 SPREAD = 256  # tokens whose scales are spread at a time
 

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
+from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, constant, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.latents_kernel import kernel
 from kvqjax.pallas_kernels.tpu.latents_plan import LatentPlan, plan_latents
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.rope import angles
-from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect_groups, row_bounds, tile_ends
 
 __all__ = ["packed_attention"]
 

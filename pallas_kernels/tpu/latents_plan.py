@@ -5,13 +5,12 @@ import math
 
 import numpy as np
 
+from kvqjax.pallas_kernels.chips import TILE
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.planning import cheapest_ways
 
 __all__ = ["TILE", "LatentPlan", "plan_latents"]
-
-TILE = 1024  # tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check, row_slots
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu import rope as tpu_rope
@@ -42,7 +42,7 @@ from kvqjax.pallas_kernels.tpu.call import (
 from kvqjax.pallas_kernels.tpu.kernel import kernel
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 from kvqjax.pallas_kernels.tpu.planning import make_plan
-from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
 from kvqjax.pallas_kernels.work import Work
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
+from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.tpu.call import InPlace, Operand, by_row, by_tile, constant, fetched, invoke, memory, of_body
 from kvqjax.pallas_kernels.tpu.higgs import turned_grid
@@ -25,7 +26,7 @@ from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.predicted_kernel import kernel
 from kvqjax.pallas_kernels.tpu.predicted_plan import STEP, PredictedPlan, plan_predicted
 from kvqjax.pallas_kernels.tpu.rope import turns
-from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, row_slots, tile_ends
+from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, tile_ends
 
 __all__ = ["packed_attention"]
 

@@ -12,13 +12,12 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from kvqjax.ops.packing.words import split_bits
-from kvqjax.pallas_kernels.chips import TPUS
+from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.predicted import PredictedSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES
 
 __all__ = ["TILE", "PredictedPlan", "plan_predicted"]
 
-TILE = 1024  # tokens
 MOST_BESIDE = 4  # columns that are worked off together
 COLUMN = 2 * LANES  # channels of a column of 128 codes
 # Sums and differences of a grid's two numbers are stored as 16-bit integers in units of STEP: they are less than 8.
@@ -106,20 +105,7 @@ class PredictedPlan:
 
 
 def plan_predicted(spec: PredictedSpec, slots: int, stretch: int, per_head: int, tile: int | None = None):
-    """Make the plan of a call.
-
-    Args:
-        spec: The form of the body.
-        slots: Slots of a row.
-        stretch: Tokens that are known to have consecutive positions.
-        per_head: Query rows of a KV head, T*G.
-        tile: Tokens of a tile; None: the usual number.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: A body that the kernel does not read."""
+    """Make the plan of a call. Arguments, result and errors are those of `plan_higgs`."""
     codes, chunk = spec.codes, 2 * LANES
     columns = codes.group // COLUMN
     if codes.group % COLUMN or spec.width % codes.group or columns & (columns - 1):

@@ -7,7 +7,7 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "row_slots", "tile_ends"]
+__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "tile_ends"]
 
 
 def lane_queries(q, plan) -> Float[Array, "B P M W"]:
@@ -17,6 +17,7 @@ def lane_queries(q, plan) -> Float[Array, "B P M W"]:
     are 2W lanes."""
     batch, length, heads, dim = q.shape
     group, shared = heads // plan.spec.kv_heads, plan.shared
+    # Query heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared, G, D].
     q = q.astype(jnp.bfloat16).reshape(batch, length, plan.lane_groups, shared, group, dim)
     q = q.transpose(0, 2, 3, 1, 4, 5).reshape(batch, plan.lane_groups, shared, length * group, dim)
     # A row is put in all heads' lanes, and kept in its own head's lanes only: [B, P, shared, T*G, shared, D].
@@ -32,14 +33,10 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
 
     A group of M rows has the queries of `plan.shared` KV heads with `group` query heads each. Rows of padding see no
     token: both numbers are 0."""
-    bounds = jnp.stack([start, stop], -1).astype(jnp.int32)
+    bounds = jnp.stack([start, stop], -1).astype(jnp.int32)  # [B, T, 2]
+    # A KV head has G rows for every token in turn, and all KV heads of the group see the same.
     rows = jnp.tile(jnp.repeat(bounds, group, axis=1), (1, plan.shared, 1))
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
-
-
-def row_slots(body, pages: Int[Array, "B N"] | None) -> int:
-    """Count the slots of a row: those of the body's arrays, or of all N pages that a row may have."""
-    return body.slots if pages is None else body.slots * pages.shape[1]
 
 
 def tile_ends(start, stop, tile: int, slots: int, pages: Int[Array, "B N"] | None = None) -> Int[Array, "B _"]:
@@ -91,14 +88,16 @@ def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
     used = shared * length * group
     out = out[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group, shared, dim)
     out = jnp.diagonal(out, axis1=2, axis2=5)  # a head's rows in its own lanes: [B, P, T, G, D, shared]
+    # Heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared, G, D].
     out = out.transpose(0, 2, 1, 5, 3, 4).reshape(shape)
-    lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)
-    return Partial(out, lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads))
+    lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)  # [B, P, shared, T, G]
+    lse = lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads)
+    return Partial(out, lse)
 
 
 def by_head(x: Float[Array, "B R N"], kv_heads: int, length: int) -> Float[Array, "B T H N"]:
     """Bring rows, R = K*T*G in the order (KV head, token, query head of it), back to tokens and heads."""
-    x = x.reshape(x.shape[0], kv_heads, length, -1, x.shape[-1])
+    x = x.reshape(x.shape[0], kv_heads, length, -1, x.shape[-1])  # [B, K, T, G, N]
     return x.transpose(0, 2, 1, 3, 4).reshape(x.shape[0], length, -1, x.shape[-1])
 
 

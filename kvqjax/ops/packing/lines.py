@@ -48,8 +48,8 @@ class Lines(WordPacking):
     def write_set(self, words, codes, bits, index, token, write_mask):
         heads, _, rows, _ = words.shape[-4:]
         # [stretches, tokens, K, words, codes of a word] -> [K, stretches, words, tokens]
-        parts = codes.reshape(-1, min(len(codes), STRETCH), heads, rows, 32 // bits)
-        new = (parts << _places(bits, parts.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
+        by_word = codes.reshape(-1, min(len(codes), STRETCH), heads, rows, 32 // bits)
+        new = (by_word << _places(bits, by_word.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
         new = new.reshape((1,) * len(index) + new.shape)
         start = (*index, 0, floor_divide(token, STRETCH), 0, modulo(token, STRETCH))
         if write_mask is not None:
