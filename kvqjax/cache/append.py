@@ -33,9 +33,11 @@ from kvqjax.cache.encoding import (
     encode_due,
     encode_tile,
     gather_tile,
+    in_order,
+    moved,
     store_fields,
 )
-from kvqjax.cache.keeping import schedules_of
+from kvqjax.cache.eviction import enter
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import chains, runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, ring_tokens, units_due
@@ -56,7 +58,7 @@ def flush_layer(
         layer: The layer's number in the run.
         new: The prompt's tokens [B, T, W] per source.
         first: Which body token the first of them is, [B]: minus the sinks where `new` is the whole prompt, 0 where it
-            is the tokens that the body keeps (kvqjax/cache/keeping.py).
+            is the tokens that the body keeps (kvqjax/cache/eviction.py).
         schedules: The units to encode, one schedule for each clock.
         constants: The layer's calibrated constants.
         carry: What the layer below passed on for each of these tokens, [B, T, W] by name.
@@ -356,8 +358,7 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
 
     Args:
         cache: The cache.
-        pending: One dict of [L_run, B, T, W] arrays per run, as `attend` returns them, and after them the attention
-            mass of the call where tokens are kept by it.
+        pending: One dict of [L_run, B, T, W] arrays per run, as `attend` returns them.
         counts: How many of the T pending tokens each row takes, the first ones. Counts are clipped to 0 to T, and
             tokens beyond the capacity are dropped. Either raises the row's overflow flag.
         constants: The calibrated constants of each run; empty for methods without.
@@ -368,18 +369,23 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     constants = constants or tuple({} for _ in runs)
     length = next(iter(pending[0].values())).shape[2]
     counts, overflow = admitted(cache, counts, length)
-    new_sources = pending[: len(runs)]  # the attention mass may follow them
-    finite = finite_tokens(cache, leading(found_finite(layout.dtype, *new_sources)), counts)
+    finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending)), counts)
     body_lengths = cache.lengths - layout.method.sinks
-    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in new_sources]
-    schedule, kept = schedules_of(cache, pending, counts)
+    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending]
+    kept, moves = cache.kept, None
+    if kept:  # a row evicts the same tokens in all layers, so that one choice serves every chain
+        moves, kept = enter(cache, counts, length)
     # Tokens that are due leave the window before new tokens take their slots, which overwrites them.
     for chain in chains(layout):
         members, chain_constants = [runs[i] for i in chain], [constants[i] for i in chain]
         # A body without slots is never written: the window alone holds the capacity.
         if any(run.slots for run in members):
             # All runs of a chain have encoded equally many units, so that the first run's counts stand for all.
-            schedules = schedule(members, states[chain[0]])
+            due_units = units_due(members[0], states[chain[0]], body_lengths + counts)
+            if moves is None:
+                schedules = in_order(members, states[chain[0]].flushed, due_units, length)
+            else:
+                schedules = (moved(members[0], moves),)
             inputs = [states[i] for i in chain], [sources[i] for i in chain]
             flush = flush_chain(members, *inputs, body_lengths, schedules, chain_constants, layout.dtype, cache.pages)
             for i, (body, window, new) in zip(chain, flush, strict=True):

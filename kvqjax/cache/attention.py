@@ -4,16 +4,11 @@ attend_tokens       all tokens of a layer, in one of two ways:
   attend_with_recent  one kernel attends to all of them (exact bodies on TPUs)
   _attend_parts       the parts are attended to apart and merged by log-sum-exp (docs/design.md, idea 1):
     attend_exact        sinks, window and new tokens
-    attend_body         the encoded tokens, by one of the readers in kvqjax/cache/readers/
+    attend_body         the encoded tokens, by one of the readers in kvqjax/cache/readers/"""
 
-received_by_tokens  the attention that each token received, for eviction by H2O"""
-
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvqjax.cache.eviction import Received, received
-from kvqjax.cache.readers.blocks import attend_by_blocks, body_blocks
+from kvqjax.cache.readers.blocks import attend_by_blocks
 from kvqjax.cache.readers.decoded import attend_decoded
 from kvqjax.cache.readers.kernel import attend_by_kernel, attend_with_recent
 from kvqjax.cache.readers.reader import Attend, BodyCall, Carry
@@ -26,7 +21,7 @@ from kvqjax.cache.state import due
 from kvqjax.cache.view import LayerView, NewTokens, expanded, side_by_side, with_own_body
 from kvqjax.ops.attention import Partial, ScoreOptions, merge_over, merged, segment_attention, with_sinks
 
-__all__ = ["attend_body", "attend_exact", "attend_tokens", "received_by_tokens"]
+__all__ = ["attend_body", "attend_exact", "attend_tokens"]
 
 
 def attend_tokens(
@@ -175,39 +170,3 @@ def attend_body(
     if frame is not None:
         partial = partial._replace(out=frame.outputs(view.constants, partial.out))
     return partial, carry
-
-
-def received_by_tokens(
-    q, view: LayerView, tokens: NewTokens, lse, carry: Carry, softcap: float | None = None
-) -> Received:
-    """Sum the softmax weights that the valid queries gave each token, in a second pass over the scores.
-
-    Args:
-        q: The queries, as in `attend_tokens`.
-        view: The layer, of a method that evicts tokens by their attention mass.
-        tokens: What all layers know of the new tokens.
-        lse: The log-sum-exp of each query over all tokens of the layer, [B, T, H].
-        carry: The layer below's carry of every body token, as `attend_tokens` was given it.
-        softcap: The cap of the scores, if there is one.
-
-    Returns:
-        The sums, of the exact tokens and of the body's."""
-    valid = (jnp.arange(q.shape[1])[None] < tokens.counts[:, None])[:, :, None]
-    sources, positions, mask = side_by_side(view, tokens)
-    k, _ = expanded(view, sources, positions)
-    exact = received(q, k, mask & valid, lse, softcap)
-    read_block, first, last = body_blocks(view, tokens, view.run.reading)
-    frame = view.run.wiring.maps.frame
-    turned = q if frame is None else frame.queries(view.constants, q)
-
-    def step(j, loop):
-        body, carry = loop
-        k, _, mask, carry = read_block(j, carry)
-        part = received(turned, k, mask & valid, lse, softcap)
-        # Blocks are `reading` tokens, which divide the body, so that no block begins within the one before it.
-        return jax.lax.dynamic_update_slice_in_dim(body, part, j * view.run.reading, 1), carry
-
-    body = jnp.zeros((q.shape[0], view.run.slots))
-    body, _ = jax.lax.fori_loop(first, last, step, (body, carry))
-    # The budget need not be whole blocks, the body is.
-    return Received(exact, body[:, : tokens.stored.shape[1]])

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.eviction import Moves
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.layout import Field
@@ -72,22 +73,42 @@ class Schedule(NamedTuple):
 
 
 def in_order(
-    clock: Clock, start: Int[Array, " B"], stop: Int[Array, " B"], runs: Sequence[RunLayout], length: int
-) -> Schedule:
+    runs: Sequence[RunLayout],
+    start: Sequence[Int[Array, " B"]],
+    stop: Sequence[Int[Array, " B"]],
+    length: int,
+) -> tuple[Schedule, ...]:
     """Schedule the units of bodies that keep all tokens in their order: token t goes to slot t.
 
     Args:
-        clock: The clock whose units are due.
-        start: How many units each row has encoded, [B].
-        stop: How many units each row will have encoded, [B].
         runs: The runs that are encoded together.
+        start: How many units of each row are encoded, clock by clock.
+        stop: How many units of each row are to be encoded, clock by clock.
         length: How many new tokens a row takes at most.
 
     Returns:
-        The schedule."""
-    place = lambda row, number: (number * clock.unit, number * clock.unit)  # noqa: E731
+        A schedule for each clock."""
     aligned = any(run.page for run in runs)
-    return Schedule(clock, start, stop, place, units_at_once(runs, clock, length), aligned)
+
+    def schedule(clock: Clock, first: Int[Array, " B"], last: Int[Array, " B"]) -> Schedule:
+        def place(row, number):
+            return number * clock.unit, number * clock.unit
+
+        return Schedule(clock, first, last, place, units_at_once(runs, clock, length), aligned)
+
+    return tuple(map(schedule, runs[0].wiring.storage.clocks, start, stop))
+
+
+def moved(run: RunLayout, moves: Moves) -> Schedule:
+    """Schedule the units of a body that evicts tokens, which go where `moves` says.
+
+    The schedule numbers the moves, not the units."""
+    clock = run.wiring.storage.clocks[0]
+
+    def place(row, move):
+        return moves.unit[row, move] * clock.unit, moves.slot[row, move]
+
+    return Schedule(clock, jnp.zeros_like(moves.count), moves.count, place)
 
 
 def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:

@@ -18,11 +18,10 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.moving import moved_body, moved_window, padded_body, stored_tile
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, Run, blank_body
+from kvqjax.cache.state import Cache, Run, blank_body, empty_kept
 
 __all__ = ["check_means", "excess", "with_layout"]
 
@@ -33,12 +32,6 @@ def check_means(old: CacheLayout, new: CacheLayout) -> None:
         raise UserError(
             f"a body dealt over {old.dealt} devices cannot change from a capacity of {old.capacity} to {new.capacity}: "
             "its blocks or rings would have another length; make a cache with that capacity and fill it"
-        )
-    keep = old.method.keep
-    if keep is not None and keep.rule == "h2o" and runs_of(new)[0].budget and not runs_of(old)[0].budget:
-        raise UserError(
-            f"{old.method}: a cache of capacity {old.capacity} encodes nothing and so counts no attention; make it "
-            f"with a capacity of {new.capacity} from the beginning"
         )
 
 
@@ -97,7 +90,7 @@ def with_layout(cache: Cache, layout: CacheLayout) -> Cache:
     Returns:
         The cache in that layout."""
     body_lengths = cache.lengths - layout.method.sinks
-    kept, order = _kept(cache, layout, body_lengths)
+    kept, order = _kept(cache, layout)
     runs = tuple(
         _run(old, new, state, body_lengths, order)
         for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
@@ -147,13 +140,12 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
     return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
 
 
-def _kept(cache: Cache, layout: CacheLayout, body_lengths: Int[Array, " B"]) -> tuple[dict, Int[Array, "B G"] | None]:
+def _kept(cache: Cache, layout: CacheLayout) -> tuple[dict, Int[Array, "B G"] | None]:
     """Move the bookkeeping of evicted tokens.
 
     Args:
         cache: The cache.
         layout: The new layout.
-        body_lengths: How many body tokens each row holds.
 
     Returns:
         (`Cache.kept`; the groups of the old body in the order in which the new one has them, those that hold tokens
@@ -161,19 +153,12 @@ def _kept(cache: Cache, layout: CacheLayout, body_lengths: Int[Array, " B"]) -> 
     old, new = runs_of(cache.layout)[0], runs_of(layout)[0]
     unit = new.wiring.storage.clocks[0].unit
     if not new.budget or not cache.kept:
-        return allocate_kept(layout.method.keep, body_lengths.shape[0], new.budget, unit, new.ring), None
-    groups, kept = new.budget // unit, cache.kept
+        return empty_kept(new, cache.batch), None
+    groups = new.budget // unit
     order = jnp.argsort(~_groups(cache), axis=1, stable=True).astype(jnp.int32)
 
-    def sorted_groups(x, blank):
-        """Bring numbers of slots, or of groups, into the order of groups, and cut or pad them to the new body."""
-        x = x.reshape(x.shape[0], old.budget // unit, -1)
-        x = jnp.take_along_axis(x, order[:, :, None], 1)[:, :groups]
-        padding = ((0, 0), (0, groups - x.shape[1]), (0, 0))
-        return jnp.pad(x, padding, constant_values=blank).reshape(x.shape[0], -1)
-
-    moved = {"positions": sorted_groups(kept["positions"], -1)}
-    if "mass" in kept:
-        recent = moved_window(old.ring, new.ring, body_lengths, 0, kept["recent"], axis=1)
-        moved |= {"mass": sorted_groups(kept["mass"], 0.0), "recent": recent}
-    return moved, order
+    by_group = cache.kept["positions"].reshape(cache.batch, old.budget // unit, unit)
+    by_group = jnp.take_along_axis(by_group, order[:, :, None], 1)[:, :groups]
+    padding = ((0, 0), (0, groups - by_group.shape[1]), (0, 0))
+    by_group = jnp.pad(by_group, padding, constant_values=-1)
+    return {"positions": by_group.reshape(cache.batch, -1)}, order

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Int
 from kvqjax._arguments import clipped
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.eviction import allocate_kept
 from kvqjax.cache.page_counts import exact_beside_pages, table_width
 from kvqjax.cache.reading import readers_text
 from kvqjax.cache.run_layout import RunLayout
@@ -176,13 +175,25 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
         raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
-    first = runs_of(layout)[0]  # with eviction, all runs have one budget, clock and window
-    kept = allocate_kept(layout.method.keep, batch, first.budget, first.wiring.storage.clocks[0].unit, first.ring)
+    kept = empty_kept(runs_of(layout)[0], batch)  # with eviction, all runs have one budget
     lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
     states = _allocate_states(layout, batch)
     width = table_width(layout)
     pages = jnp.full((batch, width), NO_PAGE, jnp.int32) if width else None
     return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states, pages)
+
+
+def empty_kept(run: RunLayout, batch: int) -> dict[str, Leaf]:
+    """Make the bookkeeping of rows that have evicted nothing yet (kvqjax/cache/eviction.py).
+
+    Args:
+        run: the plan of the cache's first run, which stands for all.
+        batch: how many rows there are.
+
+    Returns:
+        `Cache.kept`: no slot of the body holds a token. It is empty where a body keeps all tokens.
+    """
+    return {"positions": jnp.full((batch, run.budget), -1, jnp.int32)} if run.budget else {}
 
 
 def room(cache: Cache) -> Int[Array, " B"] | int:

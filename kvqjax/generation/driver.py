@@ -51,9 +51,6 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
 
     A crop is exact where nothing was encoded in the meantime. The first step's token is known to stay, so it may make a
     unit due; the steps end before any row's next unit is."""
-    keep = layout.method.keep
-    if keep is not None and keep.rule == "h2o":
-        return 1  # every query leaves its attention mass
     if layout.shape.recurrent is not None:
         return 1  # what a state has taken in stays
     least = math.inf

@@ -7,7 +7,6 @@ layer number. `str(method)` is the text that the CLI, artifacts and reports shar
 depends on it:
 
     streaming:512   the newest 512 tokens that left the window (StreamingLLM, arXiv 2309.17453: sinks + recent)
-    h2o:512         the 512 that were attended to most (heavy-hitter oracle, arXiv 2306.14048, section 4)
 
 Sinks and window are kept in addition. Tokens are chosen per row, for all layers and heads together. They keep their
 positions, and leave the body in whole groups (kvqjax.cache.eviction).
@@ -44,8 +43,8 @@ UNCALIBRATED = ("window", "unit", "clocks", "copy")
 
 # ---- Which tokens are kept ----
 
-RULES = ("streaming", "h2o")
-KEEP_WANTED = f"wanted a rule ({', '.join(RULES)}) and a count of tokens, such as h2o:512"
+RULES = ("streaming",)
+KEEP_WANTED = f"wanted a rule ({', '.join(RULES)}) and a count of tokens, such as streaming:512"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Method:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], LayerSpec)):
                 raise UserError(f"overrides is {named(self.overrides)}; wanted a tuple of (layer, layer spec) pairs")
         if self.keep is not None and not isinstance(self.keep, Keep):
-            raise UserError(f"keep is {named(self.keep)}; wanted a Keep, such as Keep('h2o', 512)")
+            raise UserError(f"keep is {named(self.keep)}; wanted a Keep, such as Keep('streaming', 512)")
 
     def __str__(self) -> str:
         return self.name
@@ -177,7 +176,7 @@ def method_factory(function: Callable[..., Method]) -> Callable[..., Method]:
     """Make a method's factory of a function that builds the method.
 
     The method is named after the call that made it. Options at their defaults are left out of the name, but not the
-    bits. Every factory also has the option `keep` ("h2o:512", "streaming:512"), which `function` does not see.
+    bits. Every factory also has the option `keep` ("streaming:512"), which `function` does not see.
 
     Args:
         function: returns a method for options that are keyword-only and have annotations and defaults.

@@ -254,8 +254,7 @@ class Rules:
             UserError: for a method that evicts tokens or mixes the KV heads that are split, rows in pages that are
                 split, and rows that the devices cannot share out evenly.
         """
-        # Eviction needs the attention mass of all heads and tokens. A device knows that of its own, and no step
-        # exchanges it.
+        # Positions of evicted tokens are not dealt over devices as blocks of a body are.
         if layout.method.keep is not None and self.mesh.size > 1:
             raise UserError(f"{layout.method}: tokens can be evicted on one device only, not on a mesh")
         if layout.pool is not None and self.size(self.batch) > 1:

@@ -108,7 +108,7 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
         model: wanted as a Model.
         cache: wanted as a cache of it.
         pending: wanted as a tuple: the sources [L_run, B, T, W] of every run by name, then those of every stack of
-            recurrent layers, then whatever else `attend` returned.
+            recurrent layers.
         counts: how many of the T tokens each row stores, or a mask of them.
     """
     check_both(model, cache)

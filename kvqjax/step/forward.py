@@ -57,8 +57,7 @@ def attend(
     Returns:
         Logits, float32 [B, T, V], or [B, V] with `last`; those of tokens that are not valid mean nothing. From a token
         on whose key, value or other source is not finite they are NaN, also in later calls. Then what `commit` stores:
-        a run's sources each, those of recurrent layers, and, with `keep=h2o`, the attention mass of these tokens'
-        queries.
+        a run's sources each, and those of recurrent layers.
 
     Raises:
         UserError: for counts outside 0 to T, a row of a mask with several runs, or token ids outside the vocabulary.
@@ -74,10 +73,10 @@ def _attend(model: Model, cache: Cache, tokens, counts, *, within: str, last: bo
     """Do `attend` after its checks, on one device's part."""
     padding = padding_of(counts)
     recurrence = Recurrence(model, cache, clipped(padding.counts, 0, tokens.shape[1])[0], sources=True)
-    out, (runs, carried, mass) = _attend_begun(
+    out, (runs, carried) = _attend_begun(
         model, cache, padding.begun(tokens), padding, recurrence, within=within, last=last
     )
-    return out, (*runs, *carried.kept, *mass)
+    return out, (*runs, *carried.kept)
 
 
 def _attend_begun(
@@ -95,8 +94,7 @@ def _attend_begun(
         last: as in `attend`.
 
     Returns:
-        Logits, where the caller's tokens stand. Then (sources of every run, what the recurrent layers keep, the
-        attention mass as a tuple that is empty where no token is kept by it).
+        Logits, where the caller's tokens stand. Then (sources of every run, what the recurrent layers keep).
     """
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
@@ -128,16 +126,15 @@ def _attend_begun(
     for number, run in enumerate(call.runs):
         loop, new = loop_over(functools.partial(step, number), loop, run.count, cache)
         pending.append(new)
-    h, flow, carried = loop
+    h, _, carried = loop
     h, carried = recurrence.before(config.num_layers, h, carried)  # recurrent layers behind the last layer of attention
-    mass = flow.mass
     # Sources of a layer outside a loop are ready before its attention has read the body, which XLA would then copy.
     pending = [depending_on(h, new) if run.count == 1 else new for run, new in zip(call.runs, pending, strict=True)]
     if last:
         out = last_logits(model, h, padding.counts)
     else:  # hidden states are rolled back, not logits, which are wider
         out = decoder.unembed(model.params, padding.as_given(h), config)
-    return out, (tuple(pending), carried, () if mass is None else (mass,))
+    return out, (tuple(pending), carried)
 
 
 def known_ids(
@@ -201,12 +198,10 @@ def commit(model: Model, cache: Cache, pending: Pending, counts: Int[Array, " B"
 
 def _commit(model: Model, cache: Cache, pending: Pending, counts) -> Cache:
     """Do `commit` after its checks, on one device's part."""
-    # `pending` has the sources of all runs, then those of recurrent layers, then the attention mass, if there is one.
+    # `pending` has the sources of all runs, then those of recurrent layers.
     first_recurrent = len(cache.runs)
-    first_mass = first_recurrent + len(cache.states)
-    attended = *pending[:first_recurrent], *pending[first_mass:]
-    new_cache = _commit_begun(model, cache, attended, padding_of(counts))
-    return after_commit(model, cache, new_cache, pending[first_recurrent:first_mass])
+    new_cache = _commit_begun(model, cache, pending[:first_recurrent], padding_of(counts))
+    return after_commit(model, cache, new_cache, pending[first_recurrent:])
 
 
 def _commit_begun(model: Model, cache: Cache, pending: Pending, padding: Padding) -> Cache:
@@ -262,8 +257,8 @@ def _forward(model: Model, cache: Cache, tokens, counts, *, last: bool):
     # States take in only the tokens that the cache has room for, so the logits of later ones mean nothing.
     stored = admitted(cache, padding.counts, tokens.shape[1])[0]
     recurrence = Recurrence(model, cache, stored)
-    out, (runs, carried, mass) = _attend_begun(model, cache, tokens, padding, recurrence, within="chunk", last=last)
-    new_cache = _commit_begun(model, cache, (*runs, *mass), padding)
+    out, (runs, carried) = _attend_begun(model, cache, tokens, padding, recurrence, within="chunk", last=last)
+    new_cache = _commit_begun(model, cache, runs, padding)
     if cache.states:
         finite = jnp.minimum(new_cache.finite, finite_tokens(cache, carried.finite_count, stored))
         new_cache = new_cache.replace(states=carried.kept, finite=finite)

@@ -15,10 +15,9 @@ from jaxtyping import Array, Bool, Int
 from kvqjax import cache as caches
 from kvqjax._arguments import clipped, is_known
 from kvqjax._errors import UserError
-from kvqjax.cache.attention import attend_tokens, received_by_tokens
+from kvqjax.cache.attention import attend_tokens
 from kvqjax.cache.cache_layout import LengthBound
-from kvqjax.cache.eviction import Received
-from kvqjax.cache.keeping import no_mass, read_as
+from kvqjax.cache.eviction import read_as
 from kvqjax.cache.pages import check_pages
 from kvqjax.cache.recoding import recoded_units
 from kvqjax.cache.run_layout import RunLayout
@@ -50,12 +49,10 @@ class Flow(NamedTuple):
     Attributes:
         body: The carry of the body's tokens (AQUA-KV, XQuant-CL), [B, slots, W] by name.
         tile: The carry of the tokens that fall due in this call, [B, units, u, W] by name. It is empty unless queries
-            see tokens as encoded that fall due (`Call.recode`).
-        mass: The attention that every token has received in all layers so far (keep=h2o)."""
+            see tokens as encoded that fall due (`Call.recode`)."""
 
     body: dict
     tile: dict
-    mass: Received | None
 
 
 class Call(NamedTuple):
@@ -131,12 +128,13 @@ def begin(
         The call.
 
     Raises:
-        UserError: `within` is another word, or a draft ("step") is given to a cache with keep=h2o."""
+        UserError: `within` is another word."""
     check_within_mode(within)
     runs, sinks = runs_of(cache.layout), cache.layout.method.sinks
     counts = clipped(counts, 0, length)[0]  # whoever appends them raises the rows' flags
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
-    tokens = NewTokens(positions, counts, cache.lengths - sinks, **read_as(cache, positions, within), mask=mask)
+    evicted = read_as(cache, positions, within) if cache.kept else {}
+    tokens = NewTokens(positions, counts, cache.lengths - sinks, **evicted, mask=mask)
     # A single new token is its own last query: nothing falls due before it attends.
     recode = within == "step" and recoded_units(runs[0].wiring.storage.clocks[0].unit, length) > 0
     return Call(in_step(cache), runs, constants, tokens, recode)
@@ -161,7 +159,7 @@ def first_flow(call: Call) -> Flow:
     flowing = [run for run in runs if run.wiring.chain.flows]  # others need the carry for encoding only
     body = slab(flowing, (cache.batch, max(run.slots_here for run in runs)), dtype)
     tile = slab(runs, (cache.batch, recoded_units(unit, length), unit), dtype) if call.recode else {}
-    return Flow(body, tile, no_mass(cache.kept, cache.layout.method.sinks, length))
+    return Flow(body, tile)
 
 
 def attend_one(
@@ -198,11 +196,6 @@ def attend_one(
     state, pages = call.cache.runs[number], call.cache.pages
     view = LayerView(run, state, index, with_read(weights), fixed, zeroed(dtype, new), sinks, bound, pages)
     (out, lse), tile, body = attend_tokens(projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body)
-    mass = flow.mass
-    if mass is not None:
-        # A second pass over the scores: only now is their log-sum-exp known.
-        layer_mass = received_by_tokens(projected.q, view, call.tokens, lse, flow.body, options.softcap)
-        mass = jax.tree.map(jnp.add, mass, layer_mass)
     new = {name: row_major(x) for name, x in new.items()}
     out, lse = (jnp.where(broken.reshape(*broken.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in (out, lse))
-    return Partial(out, lse), new, Flow(body, tile, mass)
+    return Partial(out, lse), new, Flow(body, tile)

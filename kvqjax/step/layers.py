@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax import cache as caches
 from kvqjax._arguments import check_index, check_integer, clipped, is_known, named, typed
 from kvqjax._errors import UserError
-from kvqjax.cache.eviction import Received
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.shapes import check_cache
@@ -58,8 +57,7 @@ class New(struct.PyTreeNode):
 def below_first(
     cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int, within: str = "chunk"
 ) -> Flow:
-    """Make the `below` of the first layer: what a scan over layers starts with where layers depend on each other
-    (keep=h2o).
+    """Make the `below` of the first layer: what a scan over layers starts with where layers depend on each other.
 
     Args:
         cache: any cache.
@@ -121,7 +119,7 @@ def attend_layer(
         counts: how many of each row's tokens are valid, from the first on; their positions follow what the row holds.
             A mask Bool[B, T] in its place marks any single run of each row, so that rows padded on the left come as
             they are: q, k and v are rolled inside, and the output is rolled back.
-        below: what the layer beneath returned; methods whose layers depend on each other need it (AQUA-KV, keep=h2o).
+        below: what the layer beneath returned; methods whose layers depend on each other need it, such as AQUA-KV.
         constants: an artifact's.
         within: "chunk": new tokens attend to each other exactly. "step": each sees what decoding one token at a time
             would have shown it.
@@ -244,7 +242,7 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     # The type checker knows `Flow` with arrays alone.
     body: Any = PartitionSpec(*lead, rules.batch, rules.sequence)  # [B, slots, W], dealt as the body is
     rows: Any = PartitionSpec(*lead, rules.batch)
-    return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows, mass=rows))
+    return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows))
 
 
 def _attend_here(
@@ -411,7 +409,12 @@ def append(
     new = new if isinstance(new, New) else tuple(new)
     check_numbers(counts, cache.batch, _check_new(cache, new))
     check_capacity(cache, counts)
-    return _append(cache, new, counts, constants)
+    # What flows from layer to layer is not stored.
+    if isinstance(new, New):
+        sources = new.sources
+    else:
+        sources = tuple(entry.sources if isinstance(entry, New) else entry for entry in new)
+    return _append(cache, sources, counts, constants)
 
 
 def append_accepted(cache: Cache, new: New | Sequence[New], counts, given, constants) -> Cache:
@@ -507,49 +510,33 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
 
 
 @kept_program
-def _append(cache: Cache, new, counts, constants) -> Cache:
-    """Do `append` after its checks, on one device or on every device's part of the cache's mesh."""
+def _append(cache: Cache, sources, counts, constants) -> Cache:
+    """Do `append` after its checks, on one device or on every device's part of the cache's mesh.
+
+    `sources` has those of all layers as stacks, {name: [L, B, T, W]}, or a dict {name: [B, T, W]} for each layer."""
     fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
     if rules is None:
-        return _append_here(cache, new, counts, fixed)
-    if isinstance(new, New):
-        new_specs = _specs(rules, new.sources, None)
+        return _append_here(cache, sources, counts, fixed)
+    if isinstance(sources, dict):
+        new_specs = _specs(rules, sources, None).sources
     else:
-        new_specs = tuple(_specs(rules, x.sources) if isinstance(x, New) else _specs(rules, x).sources for x in new)
+        new_specs = tuple(_specs(rules, layer_sources).sources for layer_sources in sources)
     specs = new_specs, PartitionSpec(rules.batch), of_constants(rules, fixed)
-    return on_parts(_append_here, rules, cache, new, counts, fixed, specs=specs, out=rules.cache(cache))
+    return on_parts(_append_here, rules, cache, sources, counts, fixed, specs=specs, out=rules.cache(cache))
 
 
-def _append_here(cache: Cache, new, counts, fixed) -> Cache:
+def _append_here(cache: Cache, sources, counts, fixed) -> Cache:
     """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has several runs."""
     padding = padding_of(counts)
-    pending, mass = _by_runs(cache, new, runs_of(cache.layout))
-    # `commit` takes the attention mass behind the sources of all runs, if there is one.
-    entries = pending if mass is None else [*pending, mass]
-    new_cache = caches.commit(cache, tuple(entries), padding.counts, fixed)
+    pending = [_of_run(sources, run) for run in runs_of(cache.layout)]
+    new_cache = caches.commit(cache, tuple(pending), padding.counts, fixed)
     return new_cache.replace(overflow=padding.flagged(new_cache.overflow))
 
 
-def _by_runs(cache: Cache, new, runs: tuple[RunLayout, ...]) -> tuple[list[dict], Received | None]:
-    """Sort new tokens by runs.
-
-    Args:
-        cache: the cache that is to hold them.
-        new: as in `_check_new`.
-        runs: the cache's, in layer order.
-
-    Returns:
-        The sources of every run, [L_run, B, T, W] by name; and the attention mass, which is None where no token is
-        kept by it. Mass is added up from layer to layer, so that the last layer's is that of all.
-    """
-    pending = []
-    if isinstance(new, New):
-        for run in runs:
-            pending.append({name: x[run.first : run.first + run.count] for name, x in new.sources.items()})
-        return pending, jax.tree.map(lambda x: x[-1], new.flow.mass)
-    sources = [x.sources if isinstance(x, New) else x for x in new]
-    mass = new[-1].flow.mass if isinstance(new[-1], New) else None
-    for run in runs:
-        run_sources = sources[run.first : run.first + run.count]
-        pending.append({name: jnp.stack([x[name] for x in run_sources]) for name in run_sources[0]})
-    return pending, mass
+def _of_run(sources, run: RunLayout) -> dict[str, Float[Array, "L B T W"]]:
+    """Collect the sources of a run's layers, from those of all layers as `_append` takes them."""
+    layers = slice(run.first, run.first + run.count)
+    if isinstance(sources, dict):
+        return {name: stack[layers] for name, stack in sources.items()}
+    by_layer = sources[layers]
+    return {name: jnp.stack([layer[name] for layer in by_layer]) for name in by_layer[0]}

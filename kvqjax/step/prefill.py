@@ -21,8 +21,8 @@ from kvqjax import cache as caches
 from kvqjax._arguments import is_known
 from kvqjax._errors import UserError
 from kvqjax.cache.append import flush_layer, remember
-from kvqjax.cache.encoding import Pages
-from kvqjax.cache.keeping import Entering, entering
+from kvqjax.cache.encoding import Pages, in_order
+from kvqjax.cache.eviction import Newest, newest_of_prompt
 from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
@@ -35,7 +35,7 @@ from kvqjax.step.doors import check_new_tokens, run_constants, run_step
 from kvqjax.step.forward import known_ids, last_logits
 from kvqjax.step.layer_step import check_capacity, slab
 from kvqjax.step.padding import padding_of
-from kvqjax.step.prompt import Path, exact_layer, path_of, received_by
+from kvqjax.step.prompt import Path, exact_layer, path_of
 from kvqjax.step.recurrence import Recurrence
 
 __all__ = ["prefill"]
@@ -47,7 +47,7 @@ def prefill(
     """Let prompts attend to themselves exactly and encode them into an empty cache.
 
     Layers run one after the other. In memory are the hidden states [B, T, E], one layer's keys and values, and the
-    method's carry. With `keep=h2o` all layers run twice: first for the attention mass by which tokens are chosen.
+    method's carry.
 
     Args:
         model: the model.
@@ -83,16 +83,14 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
     recurrence = Recurrence(model, cache, counts, chunk=path.chunk)
-    # A pass over all layers, which `entering` runs only with keep=h2o.
-    mass = functools.partial(received_by, model, runs, constants, h, recurrence)
-    body_plan = entering(cache, counts, mass, tokens.shape[1])
-    carry = slab(runs, (len(counts), body_plan.length), layout.dtype)
+    # Where tokens are evicted, only the newest of the prompt enter the body.
+    newest = newest_of_prompt(cache, counts, tokens.shape[1]) if cache.kept else None
+    encoded_tokens = tokens.shape[1] if newest is None else newest.token.shape[1]
+    carry = slab(runs, (len(counts), encoded_tokens), layout.dtype)
     # The third entry is how many tokens of each row come before the first that is not finite. Every layer may lower it.
     states, flow = [], (h, carry, counts, recurrence.first(tokens.shape[1]))
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
-        flow, state = _prefill_run(
-            recurrence, run, state, fixed, flow, path, layout.method.sinks, body_plan, cache.pages
-        )
+        flow, state = _prefill_run(recurrence, run, state, fixed, flow, path, layout.method.sinks, newest, cache.pages)
         states.append(state)
     h, _, finite_count, carried = flow
     # Recurrent layers behind the last layer of attention.
@@ -104,7 +102,7 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
         lengths=cache.lengths + counts,
         overflow=padding.flagged(overflow) | foreign,
         finite=finite,
-        kept=body_plan.kept,
+        kept=cache.kept if newest is None else newest.kept,
         states=carried.kept,
     )
     return last_logits(model, h, counts), new_cache
@@ -118,7 +116,7 @@ def _prefill_run(
     flow: tuple,
     path: Path,
     sinks: int,
-    body_plan: Entering,
+    newest: Newest | None,
     pages: Pages,
 ):
     """Run one run of layers over the whole prompt, layer by layer.
@@ -132,14 +130,21 @@ def _prefill_run(
             tokens of each row come before the first that is not finite, and what the recurrent layers keep.
         path: how many tokens attend at a time, and by which kernels.
         sinks: the first tokens of a row, stored exactly.
-        body_plan: which R of the T tokens are encoded.
+        newest: which R of the T tokens are encoded where tokens are evicted. None: all T that leave the window.
         pages: the pages of each row, or None.
 
     Returns:
         The flow after the run's layers, and the run's arrays that hold the prompt.
     """
     model, counts = recurrence.model, recurrence.counts
-    empty, schedules = jnp.zeros_like(counts), body_plan.schedules((run,), state)
+    empty = jnp.zeros_like(counts)
+    clocks = run.wiring.storage.clocks
+    # `first` is the body token that the first encoded token is. Prompt token 0 is body token -sinks.
+    if newest is None:
+        encoded_tokens, first, due_units = flow[0].shape[1], empty - sinks, units_due(run, state, counts - sinks)
+    else:  # tokens that were picked are numbered from 0, and go to the body's first slots in their order
+        encoded_tokens, first, due_units = newest.token.shape[1], empty, (newest.units,)
+    schedules = in_order((run,), [empty] * len(clocks), due_units, encoded_tokens)
 
     def step(index, loop):
         """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole run."""
@@ -151,13 +156,16 @@ def _prefill_run(
             """Store the sources of one layer, before any query attends: (body, carry, sinks and window, how many tokens
             come before the first that is not finite)."""
             encoded = body, carry
-            if run.slots and body_plan.length:
+            if run.slots and encoded_tokens:
                 # `new_body` holds the tokens that are due. Where keys are encoded before values, the window keeps the
                 # reconstruction of such a key until its value is encoded; `moved` has these keys.
+                sources = new if newest is None else newest.pick(new)
                 new_body, moved, new_carry = flush_layer(
-                    run, body, index, body_plan.sources(new), body_plan.held, schedules, fixed, carry, pages
+                    run, body, index, sources, first, schedules, fixed, carry, pages
                 )
-                encoded, new = (new_body, new_carry), body_plan.rest(new, moved)
+                encoded = new_body, new_carry
+                # With eviction there is one clock, and encoding changes no token that stays exact.
+                new = moved if newest is None else new
             # `remember` writes a stack of layers. A stack of this layer alone is written and put into the run's.
             blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
             fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
@@ -165,7 +173,7 @@ def _prefill_run(
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
             return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
 
-        (body, carry, exact, layer_finite), h, _ = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        (body, carry, exact, layer_finite), h = exact_layer(model, run, index, fixed, h, counts, path, keep)
         return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
 
     # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the length is hidden from it.

@@ -4,7 +4,6 @@
     exact_layer    runs one layer, in two loops over the chunks of the prompt:
                      1. sources, keys and values of all tokens
                      2. queries of a chunk attend to all keys, and the chunk's hidden states are computed
-    received_by    runs all layers for the attention that each token receives (keep=h2o)
 
 Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants those of the whole
 prompt at once."""
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.cache import at_layer
 from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.readers.tiles import SPLASH_KINDS
 from kvqjax.cache.run_layout import RunLayout
@@ -34,10 +32,9 @@ from kvqjax.ops.whole_prompts import attend_by_cudnn
 from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import CUDNN
-from kvqjax.step.prompt_attention import SCORES, Prompt, add_received, by_blocks, far, near, splashed
-from kvqjax.step.recurrence import Recurrence
+from kvqjax.step.prompt_attention import SCORES, Prompt, by_blocks, far, near, splashed
 
-__all__ = ["Path", "exact_layer", "path_of", "received_by"]
+__all__ = ["Path", "exact_layer", "path_of"]
 
 # Tokens of a chunk.
 CHUNK = 512  # where a CPU does the work
@@ -104,34 +101,6 @@ def _by_cudnn(layout: CacheLayout) -> bool:
     return layout.kernels.forms is not None and CUDNN in layout.kernels.forms
 
 
-def received_by(model: Model, runs: tuple[RunLayout, ...], constants, h: Float[Array, "B T E"], recurrence: Recurrence):
-    """Sum the attention mass that each of a prompt's tokens receives in all layers.
-
-    Args:
-        model: The model.
-        runs: The plans of the cache's runs.
-        constants: The calibrated constants of each run.
-        h: The embedded prompt.
-        recurrence: The recurrent layers of the call.
-
-    Returns:
-        The mass, [B, T]."""
-    path = Path("off", min(CHUNK, h.shape[1]))  # no kernel gives what each token received
-
-    def step(run, fixed, index, loop):
-        h, mass, carried = loop
-        h, carried = recurrence.before(run.first + index, h, carried)
-        _, h, layer_mass = exact_layer(
-            model, run, index, at_layer(fixed, index), h, recurrence.counts, path, weighing=True
-        )
-        return h, mass + layer_mass, carried
-
-    loop = h, jnp.zeros(h.shape[:2]), recurrence.first(h.shape[1])
-    for run, fixed in zip(runs, constants, strict=True):
-        loop = decoder.over_layers(model.params, 0, run.count, functools.partial(step, run, fixed), loop)
-    return loop[1]
-
-
 def _by_chunks(make, starts, h: Float[Array, "B T E"]):
     """Call `make(start)` for every chunk, and put its results together.
 
@@ -182,8 +151,7 @@ def exact_layer(
     h: Float[Array, "B T E"],
     counts,
     path: Path,
-    keep: Callable = lambda sources, finite: (),
-    weighing: bool = False,
+    keep: Callable,
 ):
     """Run one layer over a whole prompt with exact causal attention, chunk by chunk.
 
@@ -197,11 +165,9 @@ def exact_layer(
         path: How queries attend, and the tokens of a chunk.
         keep: `keep(sources, finite)` is given the sources [B, T, W] by name, 0 where a number is not finite, and which
             tokens are finite, [B, T]. It runs before any query attends, so that sources take no memory afterwards.
-        weighing: Whether attention mass is computed. `path.kernels` must be "off" then.
 
     Returns:
-        (what `keep` returned; the hidden states after the layer, [B, T, E]; the attention mass of every token, [B, T],
-        or 0 without `weighing`)."""
+        (what `keep` returned; the hidden states after the layer, [B, T, E])."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
     starts = jnp.arange(0, length, chunk)
     cut = lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)  # noqa: E731
@@ -230,55 +196,50 @@ def exact_layer(
     keep_result, attending = kept_apart((keep(new, finite), attending))
     prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
-    attend = _attention(prompt, q, path, weighing, sinks)
+    attend = _attention(prompt, q, path, sinks)
     broken = spoiled(finite, counts)  # tokens at or behind one that is not finite: their output is NaN
 
-    def attended(loop, start):
+    def attended(h, start):
         """Do a chunk's part of the second loop."""
         # Only this chunk's queries read this part of h, so that the layer's output may take its place.
-        mass, h = loop
-        out, mass = attend(start, lambda: project(h, start)[2].q, mass)
+        out = attend(start, lambda: project(h, start)[2].q)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
         next_h = decoder.finish(weights(start), cut(h, start), out, config)
-        return (mass, jax.lax.dynamic_update_slice_in_dim(h, next_h, start, 1)), None
+        return jax.lax.dynamic_update_slice_in_dim(h, next_h, start, 1), None
 
-    empty = jnp.zeros(h.shape[:2]) if weighing else jnp.float32(0)
-    (mass, h), _ = jax.lax.scan(attended, (empty, h), starts)
-    return keep_result, h, mass
+    h, _ = jax.lax.scan(attended, h, starts)
+    return keep_result, h
 
 
-def _attention(prompt: Prompt, queries, path: Path, weighing: bool, sinks: Callable) -> Callable:
+def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable:
     """Make the function by which a chunk's queries attend.
 
     Args:
         prompt: The keys and values of the prompt.
         queries: The queries of the whole prompt, for kernels of `AT_ONCE`; empty for others.
         path: The kernels, and the tokens of a chunk.
-        weighing: Whether attention mass is summed.
         sinks: `sinks(n)` gives the logits of score sinks of n query heads.
 
     Returns:
-        `attend(start, make, mass)` for the chunk from `start` on, which gives (output, `mass` with what the chunk's
-        queries gave each token). Where `queries` is empty, `make()` computes the chunk's queries."""
+        `attend(start, make)`, which gives the output of the chunk from `start` on. Where `queries` is empty, `make()`
+        computes the chunk's queries."""
     length = prompt.k.shape[1]
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
         output = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
-        return lambda start, make, mass: (cut(output, start), mass)
+        return lambda start, make: cut(output, start)
     far_parts = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     # Keys and values as splash attention takes them: [B * K, T, D].
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
 
-    def attend(start, make, mass):
+    def attend(start, make):
         if path.kernels == "tiles":
             far_part = jax.tree.map(lambda x: cut(x, start), far_parts)
             q = cut(queries, start)
-            return with_sinks(merged(near(q, start, prompt), far_part), sinks(q.shape[2])).out, mass
+            return with_sinks(merged(near(q, start, prompt), far_part), sinks(q.shape[2])).out
         q = make()
         if path.kernels in SPLASH_KINDS:
-            return with_sinks(splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])).out, mass
-        part, blocks = by_blocks(q, start, prompt)
-        out, lse = with_sinks(part, sinks(q.shape[2]))
-        return out, add_received(q, start, prompt, lse, blocks, mass) if weighing else mass
+            return with_sinks(splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])).out
+        return with_sinks(by_blocks(q, start, prompt), sinks(q.shape[2])).out
 
     return attend

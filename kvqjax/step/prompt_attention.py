@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvqjax.cache.eviction import received
 from kvqjax.cache.readers.tiles import by_splash
 from kvqjax.ops.attention import Partial, blockwise_attention, oldest_seen, segment_attention, visible
 from kvqjax.ops.large_tiles import tiled_attention
 from kvqjax.pallas_kernels import splash
 
-__all__ = ["SCORES", "Prompt", "add_received", "by_blocks", "far", "near", "splashed"]
+__all__ = ["SCORES", "Prompt", "by_blocks", "far", "near", "splashed"]
 
 SCORES = 2**31  # bytes of the softmax weights of a large tile, at most
 TILES = 8  # large tiles into which the keys of a prompt of as many chunks are cut, at least
@@ -123,7 +122,7 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
     return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in partial))
 
 
-def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
+def by_blocks(q, start, prompt: Prompt) -> Partial:
     """Attend with the queries of a chunk to blocks of keys that are as long as the chunk.
 
     Args:
@@ -132,53 +131,18 @@ def by_blocks(q, start, prompt: Prompt) -> tuple[Partial, tuple]:
         prompt: The prompt.
 
     Returns:
-        (attention to all keys, (the first block that was read, one past the last))."""
+        Attention to all keys."""
     chunk = q.shape[1]
 
     def read(j, carry):
-        return *prompt.block(j * chunk, chunk), _block_mask(prompt, start, j, chunk), carry
+        mask = prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
+        return *prompt.block(j * chunk, chunk), mask, carry
 
     first = jnp.int32(0)
     if prompt.sliding is not None:
         first = jnp.maximum(oldest_seen(start, prompt.sliding, prompt.chunked), 0) // chunk
     partial, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
-    return partial, (first, start // chunk + 1)
-
-
-def _block_mask(prompt: Prompt, start, j, chunk: int):
-    """Mark which keys of block j each query of the chunk from `start` on sees, [B, chunk, chunk]."""
-    return prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
-
-
-def add_received(q, start, prompt: Prompt, lse, blocks, mass):
-    """Add to `mass` the softmax weights that the queries of a chunk gave each token.
-
-    Args:
-        q: The queries of the chunk, [B, t, H, D].
-        start: The place of its first token.
-        prompt: The prompt.
-        lse: The log-sum-exp of each query over all keys, [B, t, H].
-        blocks: Which blocks of keys the queries see, as `by_blocks` gives them.
-        mass: What earlier queries gave each token, [B, T].
-
-    Returns:
-        The mass."""
-    chunk = q.shape[1]
-    valid = (start + jnp.arange(chunk))[None] < prompt.counts[:, None]
-
-    def add(j, mass):
-        part = received(
-            q,
-            next(prompt.block(j * chunk, chunk)),
-            _block_mask(prompt, start, j, chunk) & valid[:, :, None],
-            lse,
-            prompt.softcap,
-        )
-        part = part + jax.lax.dynamic_slice_in_dim(mass, j * chunk, chunk, 1)
-        return jax.lax.dynamic_update_slice_in_dim(mass, part, j * chunk, 1)
-
-    first, last = blocks
-    return jax.lax.fori_loop(first, last, add, mass)
+    return partial
 
 
 def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
@@ -200,5 +164,5 @@ def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     def kernel(q, newest, k, v, interpret):
         return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, None, prompt.softcap, prompt.chunked)
 
-    plain = lambda q, *_: by_blocks(q, start, prompt)[0]  # noqa: E731
+    plain = lambda q, *_: by_blocks(q, start, prompt)  # noqa: E731
     return by_splash(kernels, kernel, plain, q, newest, *by_head)

@@ -140,7 +140,7 @@ class CacheView(_View):
         return (*partial, view) if typed("return_lse", return_lse, bool) else (partial.out, view)
 
     def above(self, below: "CacheView") -> "CacheView":
-        """Take what the layer beneath hands on. Methods whose layers depend on each other (AQUA-KV, keep=h2o) need it;
+        """Take what the layer beneath hands on. Methods whose layers depend on each other (AQUA-KV) need it;
         for others nothing flows.
 
         Args:
@@ -315,7 +315,7 @@ def _part(cache: Cache, number: int) -> Cache:
     """Cut out what the layers of run `number` read of a cache. Other runs have no arrays in it.
 
     The first run keeps its counts of encoded units. Where tokens are evicted they are read for all layers
-    (`kvqjax.cache.keeping.read_as`)."""
+    (`kvqjax.cache.eviction.read_as`)."""
     runs = [Run({}, {}, {}, ())] * len(cache.runs)
     runs[0] = Run({}, {}, {}, cache.runs[0].flushed)
     runs[number] = cache.runs[number]
@@ -378,7 +378,6 @@ def _commit_stack(view: StackView, counts) -> Cache:
     count, layer = view.part.layout.shape.num_layers, view.layer
     if is_known(layer) and int(layer) != count:
         raise UserError(f"the view has gone through {int(layer)} layers, the cache has {count}")
-    last = jax.tree.map(lambda x: x[None], view.flow)  # append takes the mass of the last layer
-    new = New(sources=view.sources, flow=last)
+    new = New(sources=view.sources, flow=view.flow)
     cache = append_accepted(view.part, new, counts, view.counts, view.constants)
     return cache.replace(overflow=cache.overflow | (layer != count))
