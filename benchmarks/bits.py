@@ -9,7 +9,7 @@ import jax
 
 from benchmarks.xquant_roofline import CONTEXT, LLAMA2_7B, LLAMA31_8B
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import parse
 

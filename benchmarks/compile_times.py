@@ -25,7 +25,7 @@ from kvqjax.hardware.planner import ALONE
 from kvqjax.methods import parse
 from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import rules_for
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 RECORD = Path(__file__).parent / "records" / "compile_times.json"
 METHODS = (

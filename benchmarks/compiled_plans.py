@@ -13,7 +13,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from kvqjax.cache.cache_layout import stored_form
+from kvqjax.cache.layout import stored_form
 from kvqjax.hardware.aot import compile_decode
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.planner import DEVICES, GIB, plan_memory

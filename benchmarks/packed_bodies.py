@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kvqjax.ops.packing.words import slot_rows, split_bits
+from kvqjax.ops.packing.base import slot_rows, split_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
 HEAD_DIM = GROUP = 128

@@ -22,7 +22,7 @@ from benchmarks.gate import RECORD as GATE
 from benchmarks.tables import table
 from benchmarks.xquant_roofline import LLAMA31_8B
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache, due
 

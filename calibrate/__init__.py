@@ -29,7 +29,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype
 from kvqjax.model.rope import in_halves
 from kvqjax.model.weight_trees import stacked
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import check_constants
 
 __all__ = ["forget", "from_tensors", "learns", "needed", "run", "sequences", "xquant"]

@@ -18,8 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.methods import Method
 from kvqjax.model import decoder, weight_trees

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.activations import Captured, cached
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
@@ -114,7 +114,7 @@ def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: 
     def keep(*captured):
         return captured
 
-    (new, finite), above, _ = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep=keep)
+    (new, finite), above = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep)
     # A cache stores 0 for a number that is not finite. Here it becomes NaN, so that no constant made of it looks sound.
     is_finite = finite[0, :length, None]
     k, v = (jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.activations import Captured, Sequences, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.resume import part_state
 from kvqjax.codecs import Exact

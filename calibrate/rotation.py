@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import RunLayout
 from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.centre import in_frame
 from kvqjax.calibrate.resume import identity, stepped

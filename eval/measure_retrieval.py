@@ -27,7 +27,7 @@ from kvqjax.eval.synthetic import (
 from kvqjax.generation.decoding import generate
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 
 __all__ = ["TASKS", "generator", "problems", "retrieval"]
 

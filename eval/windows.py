@@ -27,9 +27,9 @@ from kvqjax.eval.scores import ROUNDING, negative_log_likelihood, through, token
 from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import empty_cache, init_cache, planned_layout
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = [
     "STYLES",

@@ -11,9 +11,9 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.page_counts import pages_needed
 from kvqjax.cache.pages import PagePool, copy_page, with_pages, without_pages
 from kvqjax.cache.pieces import cut, join
+from kvqjax.cache.runs import pages_needed
 from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes, snapshot
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream
@@ -47,13 +47,12 @@ from kvqjax.model.fetch import fetch
 from kvqjax.model.loading import Model, load
 from kvqjax.parallel.hosts import join_hosts
 from kvqjax.parallel.sharding import shard
-from kvqjax.step.dense import dense
 from kvqjax.step.forward import attend, commit, forward
 from kvqjax.step.layers import append, attend_layer, below_first
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
-from kvqjax.step.prefill import prefill
-from kvqjax.step.views import commit_layers, layers
+from kvqjax.step.prompt import prefill
+from kvqjax.step.views import commit_layers, dense, layers
 
 if TYPE_CHECKING:
     import kvqjax.calibrate as calibrate

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
-from kvqjax.step.doors import check_entries
+from kvqjax.step.checks import check_entries
 from kvqjax.step.layers import New, append, append_accepted, attend_layer
 from kvqjax.step.views import new_positions
 

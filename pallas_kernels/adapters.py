@@ -28,9 +28,9 @@ from kvqjax.model.rope import inverse_frequencies, pair_factors
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
-from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
+from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts, uniform_body
 
-__all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike", "uniform_body"]
+__all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike"]
 
 
 class Packed(NamedTuple):
@@ -122,13 +122,6 @@ def _exact(key: Exact, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
 
 
 # ---- Uniform codes, and codecs around them ----
-
-
-def uniform_body(weights, constants, stored, positions) -> PackedBody:
-    """Name the stored fields of keys and values that are both uniform as kernels name them."""
-    keys, values = stored["k"], stored["v"]
-    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
-    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
 
 
 def _uniform(key: Uniform, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.chips import LANES, TILE, family
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec

@@ -9,7 +9,7 @@ Notation in shapes: B rows, K KV heads of D channels, M queries of a KV head, S 
 word holds P = 32/b codes.
 
 Keys come in lines: one array for each of the D/P words of a token's head. Values come in stripes: one array for each 32
-words of a channel (`kvqjax.ops.packing.stripes`). XLA reads words of up to 8 codes where they are stored, and copies
+words of a channel (`kvqjax.ops.packing.base`). XLA reads words of up to 8 codes where they are stored, and copies
 others array by array. Either way memory is read in the order in which it lies, so that the processor can fetch ahead.
 
 Decoding is folded into the sums. A code is not shifted to the lowest bits of its word. It is masked where it lies, and
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 
 __all__ = ["MOST", "scores", "weighted"]
 

@@ -2,20 +2,21 @@
 
 A form names one kernel. All that is known of the kernel is found by its form: its row of the table (`support`), whether
 a cache may use it (`choice`), its verdicts (`kvqjax.kernel_checks`) and its recorded bundles. The constants below are
-the shapes with which kernels were compiled; other shapes have no form."""
+the shapes with which kernels were compiled; other shapes have no form.
+
+`Kernels` says which kernels a cache's programs may use: a static value, part of the cache's layout."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvqjax._errors import UserError
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedSpec
-
-__all__ = ["CUDNN", "SPLASH", "KernelForm", "Spec", "form_of"]
 
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
@@ -146,3 +147,48 @@ MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
 def form_of(spec: Spec) -> KernelForm | None:
     """Return the kernel form that reads bodies of `spec`; None where no kernel was written for them."""
     return MAKERS[type(spec)](spec)
+
+
+KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
+
+
+class Kernels(NamedTuple):
+    """Which kernels may run, and why.
+
+    Attributes:
+        asked: What the user asked for, one of KERNELS.
+        forms: The kernel forms that may run, SPLASH and CUDNN among them; None: those that the table trusts.
+        basis: Why these: "table" (none was checked), "checked" (on this very chip), "forced" or "off"."""
+
+    asked: str = "auto"
+    forms: tuple[KernelForm, ...] | None = None
+    basis: str = "table"
+
+    def allow(self, form: KernelForm | None) -> bool:
+        """Say whether the kernel of a form may run."""
+        return self.forms is None or form in self.forms
+
+    def text(self, target: str) -> str:
+        """Say in one phrase what was asked, what runs on `target`, and why."""
+        if self.forms is None:
+            reason = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
+            return f"kernels {self.asked} for {target} ({reason})"
+        ours = [str(form) for form in self.forms if form not in (SPLASH, CUDNN)]
+        runs = []
+        if ours:
+            runs.append(f"Pallas for {', '.join(ours)}")
+        if SPLASH in self.forms:
+            runs.append("splash for chunks")
+        if CUDNN in self.forms:
+            runs.append("cuDNN for prompts")
+        return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
+
+
+BY_TABLE = Kernels()
+OFF = Kernels("off", (), "off")
+
+
+def check_name(kernels: str) -> None:
+    """Raise UserError for a word that `kernels=` does not know."""
+    if kernels not in KERNELS:
+        raise UserError(f"kernels={kernels!r}; known: {', '.join(KERNELS)}")

@@ -13,7 +13,7 @@ Uniform keys may be multiplied by factors of their token: one factor for all KV 
 Values may then be multiplied by a factor for each channel and `key_group` tokens (KVarN).
 
 Keys may be stored before RoPE (`PackedSpec.rope`). The body then says where each stretch of tokens begins in the
-sequence. The arrays lie in planes (`kvqjax.ops.packing.planes`), all KV heads side by side: head h lies in lanes h*D to
+sequence. The arrays lie in planes (`kvqjax.ops.packing.base`), all KV heads side by side: head h lies in lanes h*D to
 (h+1)*D - 1."""
 
 import dataclasses
@@ -23,8 +23,8 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from kvqjax.ops.packing import lines
-from kvqjax.ops.packing.words import slot_rows, split_bits
+from kvqjax.ops.packing.base import slot_rows, split_bits
+from kvqjax.ops.packing.planes import words_shape
 from kvqjax.pallas_kernels.chips import family
 
 __all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check", "row_slots"]
@@ -150,6 +150,13 @@ class PackedSpec:
         return math.gcd(self.head_dim, self.value_group)
 
 
+def uniform_body(weights, constants, stored, positions) -> PackedBody:
+    """Name the stored fields of keys and values that are both uniform as kernels name them."""
+    keys, values = stored["k"], stored["v"]
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
+    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
+
+
 def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
     """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The number of slots is taken from
     the value scales."""
@@ -161,7 +168,7 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
         for words, part in zip(codes, parts, strict=True):
             shape = (slots * part // 32, spec.width)
             if spec.striped:
-                keys = lines.words_shape(spec.kv_heads, spec.head_dim, part, slots)
+                keys = words_shape(spec.kv_heads, spec.head_dim, part, slots)
                 shape = keys if name == "key" else (slots // 1024, spec.width, 32 * part)
             yield f"{name}_codes", words, (*lead, *shape)
     for name in ("key_scale", "key_low"):

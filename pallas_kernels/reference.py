@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from kvqjax.ops.attention import Partial, capped
-from kvqjax.ops.packing.lines import unpack_lines
-from kvqjax.ops.packing.words import PLANE, from_bits, split_bits, unpack
+from kvqjax.ops.packing.base import PLANE, from_bits, split_bits, unpack
+from kvqjax.ops.packing.planes import unpack_lines
 from kvqjax.ops.xla_workarounds import exp_in_loops, floor_divide, kept_apart, known_after, row_major
 from kvqjax.pallas_kernels import few_queries
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check

@@ -14,7 +14,7 @@ from kvqjax.model.rope import rotate
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 
 SINKS, WINDOW, UNIT, BUDGET, CAPACITY, LENGTH = 3, 32, 32, 64, 512, 288
-SPEC = f"exact:sinks={SINKS},window={WINDOW},keep={{}}:{BUDGET}"
+SPEC = f"exact:sinks={SINKS},window={WINDOW},keep=streaming:{BUDGET}"
 # Float32: sums of at most 288 terms of size about 1 in another order, through 2 layers and the head; see
 # test_cache_forward.py. Probabilities lie in [0, 1] and follow logits that are ten times sharper here.
 BOUND = 1e-3
@@ -30,9 +30,8 @@ def sharp() -> kvq.Model:
 
 @jax.jit
 def dense(model, text, mask):
-    """Logits [T, V] of one sequence whose query t sees the tokens of mask[t], and what each query gave each token, over
-    all layers and heads: [T, T]."""
-    config, positions, given = model.config, jnp.arange(text.shape[0])[None], 0.0
+    """Logits [T, V] of one sequence whose query t sees the tokens of mask[t]."""
+    config, positions = model.config, jnp.arange(text.shape[0])[None]
     h = decoder.embed(model.params, text[None], config)
     for index in range(config.num_layers):
         weights = decoder.layer(model.params, index)
@@ -41,64 +40,50 @@ def dense(model, text, mask):
         v = jnp.repeat(projected.v[0], config.num_heads // config.num_kv_heads, axis=1)
         scores = jnp.einsum("thd,shd->hts", projected.q[0], k) * config.head_dim**-0.5
         share = jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf), axis=-1)
-        given += share.sum(0)
         h = decoder.finish(weights, h, jnp.einsum("hts,shd->thd", share, v)[None], config)
-    return decoder.unembed(model.params, h, config)[0], given
+    return decoder.unembed(model.params, h, config)[0]
 
 
 class ByHand:
-    """One row: groups of (positions, mass), and the mass of every token that is not in a group."""
+    """One row: the groups of tokens in the body, and the tokens in the window."""
 
-    def __init__(self, rule: str, text):
-        self.rule, self.text, self.groups, self.recent, self.length = rule, text, [], {}, 0
+    def __init__(self, text):
+        self.text, self.groups, self.recent, self.length = text, [], [], 0
         self.mask = np.tri(LENGTH, dtype=bool)
 
     def seen(self) -> list[int]:
-        return [*range(min(SINKS, self.length)), *(p for group, _ in self.groups for p in group), *self.recent]
+        return [*range(min(SINKS, self.length)), *(p for group in self.groups for p in group), *self.recent]
 
-    def query(self, count: int, prompt: bool = False):
+    def query(self, count: int):
         """Append `count` tokens; their logits."""
         new = list(range(self.length, self.length + count))
         self.mask[new] = False
         for t in new:
             self.mask[t, [*self.seen(), *range(self.length, t + 1)]] = True
-        logits, given = (np.asarray(x) for x in dense(sharp(), self.text, jnp.asarray(self.mask)))
-        mass = given[new].sum(0)
-        self.groups = [(group, old + mass[group].sum()) for group, old in self.groups]
-        self.recent = {p: old + mass[p] for p, old in self.recent.items()}
-        self.recent |= {p: mass[p] for p in new if p >= SINKS}
+        logits = np.asarray(dense(sharp(), self.text, jnp.asarray(self.mask)))
+        self.recent += [p for p in new if p >= SINKS]
         self.length += count
-        self.choose() if prompt else self.flush()
+        self.flush()
         return logits[new]
-
-    def choose(self):
-        """A fresh prompt: the best tokens of those that leave the window."""
-        leaving = sorted(self.recent)[: max(0, (len(self.recent) - WINDOW) // UNIT * UNIT)]
-        worth = self.recent.get if self.rule == "h2o" else lambda p: p
-        best = sorted(sorted(leaving, key=worth)[-BUDGET:])
-        lines = [best[i : i + UNIT] for i in range(0, len(best), UNIT)]
-        self.groups = [(line, sum(self.recent[p] for p in line)) for line in lines]
-        self.recent = {p: m for p, m in self.recent.items() if p not in leaving}
 
     def flush(self):
         while len(self.recent) >= WINDOW + UNIT:
-            unit = sorted(self.recent)[:UNIT]
-            self.groups.append((unit, sum(self.recent.pop(p) for p in unit)))
+            self.groups.append(self.recent[:UNIT])
+            self.recent = self.recent[UNIT:]
             if len(self.groups) > BUDGET // UNIT:
-                worth = (lambda g: g[1]) if self.rule == "h2o" else (lambda g: max(g[0]))
-                self.groups.remove(min(self.groups, key=worth))
+                self.groups.remove(min(self.groups, key=max))
 
     def crop(self, length: int):
         keep = lambda line: [p for p in line if p < length]  # noqa: E731
-        self.groups = [(keep(group), mass) for group, mass in self.groups if keep(group)]
-        self.recent = {p: m for p, m in self.recent.items() if p < length}
+        self.groups = [keep(group) for group in self.groups if keep(group)]
+        self.recent = keep(self.recent)
         self.length = length
 
 
 def check(rows: list[ByHand], cache) -> None:
     assert cache.lengths.tolist() == [row.length for row in rows]
     for row, positions in zip(rows, np.asarray(cache.kept["positions"]), strict=True):
-        assert sorted(positions[positions >= 0]) == sorted(p for group, _ in row.groups for p in group)
+        assert sorted(positions[positions >= 0]) == sorted(p for group in row.groups for p in group)
         assert len(positions) == BUDGET
 
 
@@ -113,13 +98,13 @@ def steps(rows: list[ByHand], cache, count: int):
     return cache
 
 
-def begin(rule: str, counts=(200, 141)):
+def begin(counts=(200, 141)):
     """Two rows after an exact prefill."""
     text = tokens(2, LENGTH)
-    rows = [ByHand(rule, line) for line in text]
-    cache = kvq.init_cache(sharp(), kvq.parse(SPEC.format(rule)), 2, CAPACITY)
+    rows = [ByHand(line) for line in text]
+    cache = kvq.init_cache(sharp(), kvq.parse(SPEC), 2, CAPACITY)
     last, cache = prefill(sharp(), text[:, :256], jnp.asarray(counts), cache)
     for row, count, got in zip(rows, counts, last, strict=True):
-        np.testing.assert_allclose(got, row.query(count, prompt=True)[-1], atol=BOUND)
+        np.testing.assert_allclose(got, row.query(count)[-1], atol=BOUND)
     check(rows, cache)
     return rows, cache

@@ -13,7 +13,7 @@ from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.ops.attention import Partial, segment_attention
-from kvqjax.ops.packing.words import split_bits, to_bits
+from kvqjax.ops.packing.base import split_bits, to_bits
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 

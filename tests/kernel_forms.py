@@ -9,7 +9,7 @@ from kernel_cases import BATCH, QUICK, Case, make_body, make_query, packed_codes
 
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_range import channel_range
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels.packed import PackedBody, Rope, Signposts
 
 

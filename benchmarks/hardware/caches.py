@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvqjax as kvq
-from kvqjax.cache.length_bound import bound_for, bounded
-from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import units_due
+from kvqjax.cache.runs import bound_for, runs_of
+from kvqjax.cache.state import bounded, units_due
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.planner import parameter_shapes

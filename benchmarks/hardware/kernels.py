@@ -9,7 +9,7 @@ from benchmarks.hardware.steps import METHODS as STEP_METHODS
 from benchmarks.hardware.steps import SHAPES as STEP_SHAPES
 from benchmarks.hardware.steps import TINY, Case, measure_steps
 from benchmarks.hardware.timing import relative
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.kernel_checks.check import check
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kernel

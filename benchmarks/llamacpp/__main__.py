@@ -32,14 +32,14 @@ from benchmarks.llamacpp.filled import filled, random
 from benchmarks.llamacpp.peer import TYPES, Peer, write_model
 from kvqjax._timing import alternating_seconds, machine
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cli.bench import stepping
 from kvqjax.cli.output import announce
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params, switched
 from kvqjax.step.forward import forward
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 CONFIG = ModelConfig(
     vocab_size=1024, width=768, mlp_width=2048, num_layers=8, num_heads=12, num_kv_heads=4, head_dim=64,

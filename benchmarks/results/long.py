@@ -35,7 +35,7 @@ from kvqjax.eval.synthetic import bury, sentences_of
 from kvqjax.methods import exact
 from kvqjax.model import decoder
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import run_constants
+from kvqjax.step.checks import run_constants
 from kvqjax.step.new_cache import empty_cache, planned_layout
 from kvqjax.step.prompt import exact_layer, path_of
 
@@ -143,11 +143,16 @@ def decode_name(text: str) -> str:
 # --- The exact pass
 
 
+def _nothing(sources, finite) -> tuple:
+    """Store nothing of a layer's tokens."""
+    return ()
+
+
 @jax.jit
 def _above(model: Model, index: Int[Array, ""], h: Float[Array, "1 T E"], counts: Int[Array, " 1"]):
     """What layer `index` makes of its input, by exact attention."""
     layout = planned_layout(model, exact(), 1, LENGTH)
-    return exact_layer(model, runs_of(layout)[0], index, {}, h, counts, path_of(layout, *h.shape[:2]))[1]
+    return exact_layer(model, runs_of(layout)[0], index, {}, h, counts, path_of(layout, *h.shape[:2]), _nothing)[1]
 
 
 def layer_inputs(model: Model, ids: np.ndarray) -> np.ndarray:

@@ -37,7 +37,7 @@ from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.parallel.mesh_size import MeshSize
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 
 __all__ = [
     "Option",

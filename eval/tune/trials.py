@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import chains, runs_for
 from kvqjax.eval.stamp import Bar
 from kvqjax.eval.tune.candidates import Candidates, Learnt, bare, bytes_by_layer, stretches

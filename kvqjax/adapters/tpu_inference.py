@@ -35,14 +35,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_counts, check_integer, check_integers
 from kvqjax._errors import UserError
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.page_counts import table_width
-from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache.layout import CacheLayout, RunLayout
+from kvqjax.cache.runs import runs_of, table_width
 from kvqjax.cache.state import NO_PAGE, Cache, Run
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.config import KVShape
-from kvqjax.step.doors import kept_program, run_constants
+from kvqjax.step.checks import kept_program, run_constants
 from kvqjax.step.layers import append, attend_checked
 from kvqjax.step.new_cache import init_cache
 

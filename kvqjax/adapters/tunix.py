@@ -32,8 +32,8 @@ from kvqjax.cache.surgery import row_axes
 from kvqjax.methods import MethodLike
 from kvqjax.model.config import KVShape
 from kvqjax.step import views
+from kvqjax.step.checks import is_mask
 from kvqjax.step.new_cache import init_cache as plain_cache
-from kvqjax.step.padding import is_mask
 from kvqjax.step.views import CacheView
 
 __all__ = ["SamplerCache", "commit_layers", "init_cache", "layers"]

@@ -1,9 +1,7 @@
 """The compressed cache: state, appending, surgery, saving."""
 
-from kvqjax.cache.append import commit
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.encoding import at_layer
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.append import at_layer, commit
+from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Leaf, Run, allocate_cache, body_tokens
 

@@ -12,14 +12,12 @@ import jax
 import numpy as np
 
 from kvqjax._tables import Section, Table, size
-from kvqjax.cache.page_counts import most_tokens
-from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache
+from kvqjax.cache.layout import RunLayout
+from kvqjax.cache.runs import most_tokens, runs_of
+from kvqjax.cache.state import Cache, check_cache
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.roofline import flops_by_layer
-from kvqjax.ops.packing.words import array_bytes, number_bits
+from kvqjax.ops.packing.base import array_bytes, number_bits
 
 __all__ = ["ROLES", "Entry", "Ledger", "array_bytes", "ledger"]
 

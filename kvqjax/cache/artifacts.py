@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 from kvqjax._errors import UserError, unwritten
 from kvqjax._files import path_of, read_json
 from kvqjax._version import __version__
-from kvqjax.cache.show import arrays_text
+from kvqjax.cache.state import arrays_text
 from kvqjax.methods import Method, parse, spelled_out
 
 __all__ = [

@@ -28,12 +28,9 @@ from jaxtyping import Array, Int
 
 from kvqjax._arguments import check_integer, check_integers, check_within, clipped, is_known
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.page_counts import pages_needed
-from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import NO_PAGE, Cache
+from kvqjax.cache.layout import CacheLayout, RunLayout
+from kvqjax.cache.runs import pages_needed, runs_of
+from kvqjax.cache.state import NO_PAGE, Cache, check_cache
 from kvqjax.ops.packing import Packing, Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 

@@ -30,12 +30,10 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._arguments import check_integer, is_known, reading
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.moving import moved_body, moved_window, stored_tile
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import CacheLayout, RunLayout
+from kvqjax.cache.reshape import moved_body, moved_window, stored_tile
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache, Run, blank_body
+from kvqjax.cache.state import Cache, Run, blank_body, check_cache
 from kvqjax.cache.surgery import crop, evict
 from kvqjax.model.rope import check_length
 

@@ -1,32 +1,236 @@
-"""Plan the runs of a cache's layout. A run is some neighbouring layers that cache alike and are stored as one stack.
+"""The plan of a cache's layout, run by run.
 
-    runs_of     plans all runs (cached):
-      _plan_run   sizes of the arrays and of what is read at a time, run by run
-      _paged      bodies are laid into pages, where the layout has a pool
-      _dealt      blocks are dealt over devices, on a mesh with an axis of tokens
-    chains      groups runs that are encoded together
+A run is some neighbouring layers that cache alike and are stored as one stack.
 
-The plan is a value, `RunLayout` (kvqjax/cache/run_layout.py), which says what each number means."""
+    runs_of      plans all runs (cached):
+      _plan_run    sizes of the arrays and of what is read at a time, run by run
+      fitted       the wiring of these layers, made to fit the layout
+      _paged       bodies are laid into pages, where the layout has a pool
+      _dealt       blocks are dealt over devices, on a mesh with an axis of tokens
+    chains       groups runs that are encoded together
+    bound_for    chooses how far programs read, for rows of given lengths
+    pages_needed, ...    how many pages rows take
+
+The plan is a value, `RunLayout` (kvqjax/cache/layout.py), which says what each number means.
+
+A layer's spec builds a wiring (one layer's cache as a value) that knows no cache. `fitted` then goes through these
+steps, in this order:
+
+    _resolved       "compute" becomes the cache's dtype
+    _in_form        fields get the form in which bodies are stored: heads (GPUs), lines and stripes (CPUs), or planes
+    _with_kernels   the packed form is told which chip's kernels may read it
+    _check_clocks   windows and units that no body can have are refused
+    _by_groups      with eviction, there is one clock of at least 32 tokens
+
+A packed form (`Fast.packed`) is a body that something reads as it is stored: a Pallas kernel or, for uniform codes, the
+plain sums. A direct form (`Fast.direct`) is one that XLA reads at once, stored head by head.
+
+A GPU's host decides on every turn of a loop whose bound is data. So no loop of a step has such a bound there, and a
+step would cost what the capacity costs. Between strides of steps, the host therefore promises how long rows are
+(`LengthBound`). Every promise is a program of its own, so that only a few lengths are promised:
+
+    the longest row      the capacity, divided by a power of two
+    all rows together    a multiple of a sixteenth of what rows of that length hold; where a body is decoded in spans
+
+Only encoded tokens lie in pages. The newest tokens lie in the window: a clock encodes a unit once a row holds
+`window + unit` tokens that it has not encoded."""
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
+from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.fitted import fitted
-from kvqjax.cache.run_layout import Deal, RunLayout
-from kvqjax.methods.layer_cache import Wiring
-from kvqjax.methods.spec import Method
+from kvqjax.cache.layout import MANY_QUERIES, Ask, CacheLayout, Deal, LengthBound, RunLayout, reader_of
+from kvqjax.methods.layer_cache import Clock, Wiring
+from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
+from kvqjax.model.rope import following
 from kvqjax.ops.layout import block_tokens
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE, split_bits
+from kvqjax.pallas_kernels.adapters import Packed
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.dispatch import least_page
-from kvqjax.pallas_kernels.forms import SPLASH
+from kvqjax.pallas_kernels.exact import ExactSpec
+from kvqjax.pallas_kernels.forms import SPLASH, form_of
+from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.pallas_kernels.predicted import PredictedSpec
 
-__all__ = ["chains", "page_for", "runs_for", "runs_of", "tiles_of"]
+LEAST_STRIPED = 4096  # slots: of shorter bodies, sums save less time than they take to compile
+MOST_TOKENS = 2**30  # sums of two such counts are still int32
+
+
+def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> Wiring:
+    """Build the wiring of layers of one spec for a layout.
+
+    Args:
+        spec: The layers' spec.
+        layout: All that is static about the cache.
+        first: The number of the first of these layers, for messages.
+        shape: What the cache must know of the model, for these layers.
+
+    Returns:
+        The wiring.
+
+    Raises:
+        UserError: The spec does not fit the model, or its clocks do not fit its codecs or the layout's eviction."""
+    try:
+        # The form is chosen first: kernels read planes, so that a body in another form may use none.
+        wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout, shape)
+        if wiring.fast.packed is not None:
+            wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
+        # A body's block holds consecutive positions, whose cosines a CPU makes from those of the first one.
+        if family(layout.target) == "cpu" and wiring.fast.before_rope:
+            wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
+    except ValueError as error:
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
+    _check_clocks(wiring, str(layout.method))
+    return _by_groups(wiring, layout.method)
+
+
+def _resolved(wiring: Wiring, dtype: str) -> Wiring:
+    """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute dtype."""
+
+    def fix(codec):
+        fields = codec.fields.items()
+        return codec._replace(
+            fields={
+                name: dataclasses.replace(field, dtype=dtype) if field.dtype == "compute" else field
+                for name, field in fields
+            }
+        )
+
+    wiring = wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
+    packed = wiring.fast.packed
+    # The other kernels' specs have no compute dtype.
+    if packed is None or not isinstance(packed.spec, ExactSpec | PredictedSpec):
+        return wiring
+    return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
+
+
+def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
+    """Give fields the form that they are stored in, and drop the readers that cannot read it.
+
+    Args:
+        wiring: With the cache's dtype.
+        layout: The cache's layout.
+        shape: The layer's shape.
+
+    Returns:
+        The wiring, with a direct form or a packed one, never both."""
+    if layout.form == "stripes":
+        wiring = _striped(wiring, layout, shape)
+    # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form "heads".
+    if layout.form != "heads" or wiring.fast.direct is None:
+        return wiring.having(fast={"direct": None})
+
+    def by_head(codec):
+        fields = codec.fields.items()
+        return codec._replace(fields={name: field.by_head(shape.num_kv_heads) for name, field in fields})
+
+    codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
+    # What reads packed words expects planes.
+    return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
+
+
+def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
+    """Store codes of keys in lines and of values in stripes where sums of kvqjax.pallas_kernels.few_queries read them:
+    uniform ones of long bodies that keep all tokens.
+
+    Args:
+        wiring: With the cache's dtype.
+        layout: The cache's layout.
+        shape: The layer's shape.
+
+    Returns:
+        The wiring, unchanged where its body is another one."""
+    packed = wiring.fast.packed
+    if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
+        return wiring
+    # Rings of sliding windows and evicted bodies are not read by these sums, which want slots in the tokens' order.
+    keeps_all = shape.window is None and layout.method.keep is None
+    # No word of keys may have channels of two heads: they are read head by head, and split over devices by heads.
+    whole_words = all(shape.head_dim * bits % 32 == 0 for bits in split_bits(packed.spec.key_bits))
+    if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
+        return wiring
+
+    def stored(codec, **form):
+        codes = dataclasses.replace(codec.fields["codes"], **form)
+        return codec._replace(fields=codec.fields | {"codes": codes})
+
+    codecs = wiring.storage.codecs
+    keys, values = stored(codecs["k"], form="lines", heads=shape.num_kv_heads), stored(codecs["v"], form="stripes")
+    codecs = codecs | {"k": keys, "v": values}
+    packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
+    return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})
+
+
+def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
+    """Tell a packed form which chip's kernels may read it; "cpu" stands for none.
+
+    Args:
+        packed: The packed form of a body, in the form that it is stored in.
+        layout: The cache's layout.
+
+    Returns:
+        The packed form, which also says whether the table of kernels need not be asked (`trusted`), and whether
+        anything reads the words themselves (`straight`)."""
+    striped = isinstance(packed.spec, PackedSpec) and packed.spec.striped
+    allowed = not striped and layout.kernels.allow(form_of(packed.spec))
+    spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
+    # Without a kernel, words are read as they are stored where they are plain uniform codes, and else decoded first.
+    straight = spec.target != "cpu" or (isinstance(spec, PackedSpec) and spec.plain)
+    # Where `forms` lists what may run, the chip checked it or the user forces it. Else the table decides.
+    return packed._replace(spec=spec, trusted=layout.kernels.forms is not None, straight=straight)
+
+
+def _check_clocks(wiring: Wiring, name: str) -> None:
+    """Raise UserError for windows and units that no body can have. `name` is the method's, for messages.
+
+    A unit of several tokens is a multiple of 32, because its codes are written as whole planes, and a multiple of the
+    tokens that each of its codecs encodes at a time."""
+    for clock in wiring.storage.clocks:
+        if clock.window < 0:
+            raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
+        if clock.window > MOST_TOKENS:
+            raise UserError(f"{name}: window={clock.window}; at most {MOST_TOKENS} tokens are possible")
+        if clock.unit != 1 and (clock.unit < 1 or clock.unit % 32):
+            raise UserError(
+                f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
+            )
+        for source in clock.sources:
+            if clock.unit % wiring.storage.codecs[source].unit:
+                raise UserError(
+                    f"{name}: {source} is encoded {wiring.storage.codecs[source].unit} tokens at a time, "
+                    f"but leaves the window {clock.unit} at a time"
+                )
+
+
+def _by_groups(wiring: Wiring, method: Method) -> Wiring:
+    """Give the wiring a clock that eviction can work with: one for all sources, of whole planes at least. It stays as
+    it is where nothing is evicted.
+
+    Args:
+        wiring: The wiring, with clocks that a body can have.
+        method: The cache's method, whose `keep` says how many tokens the body keeps.
+
+    Returns:
+        The wiring.
+
+    Raises:
+        UserError: It has several clocks, or a unit is more than the body may keep."""
+    if method.keep is None:
+        return wiring
+    if len(wiring.storage.clocks) > 1:
+        raise UserError(f"{method}: keys and values leave the window apart, so their tokens cannot be evicted")
+    # A unit is the least that can be freed, since the scales of a group and a plane of codes belong to all its tokens.
+    clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
+    if method.keep.budget < clock.unit:
+        raise UserError(f"{method}: tokens leave the body {clock.unit} at a time; keep that many at least")
+    return wiring.having(storage={"clocks": (clock,)})
+
 
 TPU_LANES = 2**14  # tokens of one row that a TPU reads at a time, of bodies whose fields are all plain
 CPU_LANES = 2**10  # tokens that a CPU reads at a time: decoded keys and values of a few heads then stay in its caches
@@ -260,3 +464,118 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
             f"{layout.method}: layers that feed each other must see the same tokens; sliding windows differ"
         )
     return (tuple(range(len(runs))),)
+
+
+LEAST = 4096  # tokens of the longest row: reading shorter bodies costs less than reading the model's weights
+PARTS = 16  # how many totals of all rows can be promised
+
+
+def readers_text(layout: CacheLayout) -> list[str]:
+    """Print what reads each run's body, in layer order: "stored, blocks from 65 new tokens"."""
+    lines, evicted = [], layout.method.keep is not None
+    for run in runs_of(layout):
+        names = [
+            reader_of(Ask(run, length, evicted, run.shape.softcap, layout.dtype))
+            for length in range(1, MANY_QUERIES + 1)
+        ]
+        changes = [
+            f"{name} from {length} new tokens"
+            for length, (before, name) in enumerate(itertools.pairwise(names), 2)
+            if name != before
+        ]
+        lines.append(", ".join([names[0], *changes]) if run.slots else "no body")
+    return lines
+
+
+def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None:
+    """Choose the promise for rows of these lengths.
+
+    Args:
+        layout: The cache's layout.
+        lengths: The most tokens that each row will hold.
+
+    Returns:
+        The least promise that such rows keep. None where it would be no less than the capacity, and for layouts whose
+        loops are bounded by data."""
+    runs = [run for run in runs_of(layout) if run.static_loops]
+    if not runs:
+        return None
+    row, batch = layout.capacity, len(lengths)
+    while row > LEAST and -(-row // 2) >= max(lengths):
+        row = -(-row // 2)
+    part = -(-batch * row // PARTS)
+    total = -(-sum(lengths) // part) * part
+    if total >= batch * row or not any(map(_by_spans, runs)):
+        total = None
+    return LengthBound(row, total) if row < layout.capacity or total is not None else None
+
+
+def _by_spans(run: RunLayout) -> bool:
+    """Say whether a few queries may read a run's body span by span (kvqjax/cache/readers/decoded.py)."""
+    wiring = run.wiring
+    return wiring.fast.direct is None and not wiring.chain.carry and not run.wraps and not run.budget
+
+
+def table_width(layout: CacheLayout) -> int:
+    """Count the pages that a row of `capacity` tokens takes; 0 where no body lies in pages."""
+    return max(run.slots // run.page if run.page else 0 for run in runs_of(layout))
+
+
+def _clocks(layout: CacheLayout) -> list[Clock]:
+    """List the clocks of all bodies in pages."""
+    return [clock for run in runs_of(layout) if run.page for clock in run.wiring.storage.clocks]
+
+
+def _encoded(layout: CacheLayout, tokens: int) -> list[int]:
+    """Count the tokens that each of these clocks has encoded of a row that holds `tokens`."""
+    body = min(tokens, layout.capacity) - layout.method.sinks
+    return [max(0, (body - clock.window) // clock.unit * clock.unit) for clock in _clocks(layout)]
+
+
+def exact_beside_pages(layout: CacheLayout) -> int:
+    """Count the tokens that a row can hold without a further page: sinks, and what the window keeps before the first
+    clock has a unit due."""
+    return layout.method.sinks + min(clock.window + clock.unit for clock in _clocks(layout)) - 1
+
+
+def most_tokens(layout: CacheLayout, batch: int) -> int:
+    """Count the tokens that `batch` rows can hold together."""
+    if layout.pool is None or not table_width(layout):
+        return batch * layout.capacity
+    return min(batch * layout.capacity, layout.pool.pages * layout.pool.tokens + batch * exact_beside_pages(layout))
+
+
+def pages_needed(layout: CacheLayout, tokens: int) -> int:
+    """Count the pages that a row of so many tokens needs.
+
+    Args:
+        layout: of a cache whose rows have pages.
+        tokens: of the row, sinks and window included. More than the capacity count as the capacity.
+
+    Returns:
+        The number of pages. 0 where no body lies in pages.
+
+    Raises:
+        UserError: `tokens` is no whole number of at least 0.
+    """
+    tokens = check_integer("tokens", tokens, 0)
+    if layout.pool is None or not table_width(layout):
+        return 0
+    return -(-max(_encoded(layout, tokens)) // layout.pool.tokens)
+
+
+def pages_complete(layout: CacheLayout, tokens: int) -> int:
+    """Count the pages of a row that are full, so that nothing is written to them any more. Other rows may share them
+    while the row goes on.
+
+    Args:
+        layout: of a cache whose rows have pages.
+        tokens: of the row, appended and not cropped.
+
+    Returns:
+        The number of pages, at most `pages_needed(layout, tokens)`.
+    """
+    if layout.pool is None or not table_width(layout):
+        return 0
+    # Where keys are encoded before values, a page is complete once both are.
+    return min(_encoded(layout, tokens)) // layout.pool.tokens

@@ -8,10 +8,15 @@ encoded the first `flushed[c][b] * unit` body tokens into the body. The others a
 which body token t is in slot t mod C. With several clocks, a token stays in the window until each has encoded it.
 
 Neighbouring layers of equal spec and sliding window form a run, and are stacked. What recurrent layers remember of the
-same tokens (kvqjax/model/recurrent.py) is their state, of fixed size."""
+same tokens (kvqjax/model/recurrent.py) is their state, of fixed size.
 
+`row_axes` says which axis of every array counts rows. `check_cache` is the check of all public functions that take a
+cache: it looks at shapes and dtypes alone, which are static, so that it takes no device time and takes tracers and
+abstract arrays too."""
+
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,36 +24,55 @@ from flax import struct
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import clipped
+from kvqjax._arguments import clipped, named
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.page_counts import exact_beside_pages, table_width
-from kvqjax.cache.reading import readers_text
-from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import chains, runs_of
-from kvqjax.cache.show import arrays_text, run_text, states_text
+from kvqjax.cache.layout import CacheLayout, LengthBound, RunLayout
+from kvqjax.cache.runs import chains, exact_beside_pages, readers_text, runs_of, table_width
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.model.recurrent import empty_states
 from kvqjax.ops.packing import Stored
+from kvqjax.ops.packing.base import array_bytes
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
-__all__ = [
-    "NO_PAGE",
-    "Cache",
-    "Run",
-    "admitted",
-    "allocate_cache",
-    "blank_body",
-    "body_tokens",
-    "check_alive",
-    "check_mesh",
-    "due",
-    "finite_tokens",
-    "ring_tokens",
-    "room",
-    "units_due",
-    "window_tokens",
-]
+
+def _array(leaf) -> str:
+    """Print dtype and shape, `uint32[2,1,96,64]`. Of what is no array, print the name of its type."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def arrays_text(tree) -> str:
+    """Print how many arrays a pytree has, and their bytes."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
+    return f"{array_bytes(leaves):,} bytes in {len(leaves)} arrays"
+
+
+def run_text(first: int, count: int, reader: str, parts: dict) -> str:
+    """Print one run: `layers 0-2, read by blocks: body.k.codes uint32[..], ...`.
+
+    Args:
+        first: The number of the run's first layer.
+        count: How many layers the run has.
+        reader: What reads its body.
+        parts: The run's arrays. Arrays without numbers are left out.
+
+    Returns:
+        The line."""
+    layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
+    texts = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
+        if getattr(leaf, "size", 1):
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            texts.append(f"{name} {_array(leaf)}")
+    return f"{layers}, read by {reader}: {', '.join(texts)}"
+
+
+def states_text(layers: int, states: tuple[dict, ...]) -> str:
+    """Print how many recurrent layers there are, and the first stack's arrays by name: `3 recurrent layers: ...`."""
+    text = ", ".join(f"{name} {_array(leaf)}" for name, leaf in states[0].items())
+    return f"{layers} recurrent layer{'s' * (layers > 1)}: {text}"
+
 
 NO_PAGE = -1  # in a table: the row has no page there
 
@@ -244,6 +268,11 @@ def check_mesh(cache: Cache) -> None:
         )
 
 
+def bounded(cache: Cache, bound: LengthBound | None) -> Cache:
+    """Give the same cache whose programs read no further than `bound`; None takes the promise back."""
+    return cache.replace(layout=dataclasses.replace(cache.layout, bound=bound))
+
+
 def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
     """Count the tokens of each row that are encoded in every source, and so attended to in the body."""
     units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
@@ -314,3 +343,143 @@ def finite_tokens(cache: Cache, finite: Int[Array, " B"], counts: Int[Array, " B
     # The devices hold different heads of a token. It is finite where all its heads are.
     finite = jax.lax.pmin(finite, axes) if axes else finite
     return jnp.where(cache.nonfinite, cache.finite, cache.lengths + jnp.minimum(finite, counts))
+
+
+class _Promise(NamedTuple):
+    """What one array of a cache must look like, as follows from its layout and the number of rows.
+
+    Attributes:
+        name: The path of the array in the cache, for messages.
+        shape: The shape.
+        dtype: The dtype.
+        row_axis: Which axis counts rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    row_axis: int
+
+
+def row_axes(cache: Cache) -> Cache:
+    """Give the row axis of every array of a cache.
+
+    Args:
+        cache: Any cache, also a traced or an abstract one. Only its structure is read.
+
+    Returns:
+        A pytree of the same structure with an int in place of every array: 1 for arrays [layers, rows, ...], 0 for
+        arrays [rows, ...]. Bodies in pages have no axis of rows: their 1 counts pages. It is what `jax.vmap` takes as
+        `in_axes`, and what generic tree code must map along:
+        `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
+
+    Raises:
+        UserError: for what is no cache.
+    """
+    _check_kind(cache)
+
+    def axis_of_all(tree, axis: int):
+        return jax.tree.map(lambda _: axis, tree)
+
+    def run(state: Run) -> Run:
+        stacked = {part: axis_of_all(getattr(state, part), 1) for part in ("body", "sinks", "window")}
+        return Run(flushed=axis_of_all(state.flushed, 0), **stacked)
+
+    runs = tuple(run(state) for state in cache.runs)
+    states = axis_of_all(cache.states, 1)
+    pages = axis_of_all(cache.pages, 0)
+    return cache.replace(
+        runs=runs, lengths=0, overflow=0, finite=0, kept=axis_of_all(cache.kept, 0), states=states, pages=pages
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
+    """List what the arrays of a cache of this layout look like, in the order of its leaves."""
+    cache = jax.eval_shape(functools.partial(allocate_cache, layout, batch))
+    leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
+    axes = jax.tree.leaves(row_axes(cache))
+    return tuple(
+        _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
+        for (path, leaf), axis in zip(leaves, axes, strict=True)
+    )
+
+
+def check_cache(*caches: Any) -> None:
+    """Check values that should be caches.
+
+    Inside a `shard_map` of the caller's own, arrays are parts of what the layout describes: there only their layers and
+    rows are compared.
+
+    Raises:
+        UserError: A value is no cache, its arrays were donated, or they do not have the shapes and dtypes that its
+            layout and its number of rows promise. The line says what probably happened, and what to call instead.
+    """
+    for cache in caches:
+        _check_kind(cache)
+        check_alive(cache)
+        _check_arrays(cache)
+
+
+def _check_kind(cache: Any) -> None:
+    """Raise UserError for what is no Cache."""
+    if not isinstance(cache, Cache):
+        hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
+        raise UserError(f"cache is {named(cache)}; wanted a Cache, such as init_cache gives{hint}")
+
+
+def _check_arrays(cache: Cache) -> None:
+    """Raise UserError unless all arrays of a Cache look as its layout promises."""
+    lengths = getattr(cache.lengths, "shape", None)
+    if lengths is None:
+        raise UserError(f"the cache's lengths are a {type(cache.lengths).__name__}, not an array of its rows' lengths")
+    if len(lengths) != 1 or not lengths[0]:
+        raise UserError(
+            f"the cache's lengths have shape {list(lengths)}, wanted [rows]: every array needs its row axis, "
+            "which kvqjax.row_axes(cache) names"
+        )
+    leaves, promises = jax.tree.leaves(cache), _promised(cache.layout, lengths[0])
+    if len(leaves) != len(promises):
+        raise UserError(f"the cache has {len(leaves)} arrays, its layout promises {len(promises)}")
+    inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    for leaf, promise in zip(leaves, promises, strict=True):
+        shape = getattr(leaf, "shape", None)
+        fits = shape == promise.shape or (inside_shard_map and _is_part(shape, promise))
+        if not (fits and leaf.dtype == promise.dtype):
+            raise UserError(_broken(leaf, promise, cache.layout.capacity))
+
+
+def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
+    """Say whether a device's part of an array has all of its layers and rows."""
+    rows = promise.row_axis + 1
+    return shape is not None and len(shape) == len(promise.shape) and shape[:rows] == promise.shape[:rows]
+
+
+def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
+    """Say in one line what is wrong with an array, and what to call instead.
+
+    Args:
+        leaf: The array, or what stands in its place.
+        promise: What it should look like.
+        capacity: That of the cache.
+
+    Returns:
+        The line."""
+    name, shape, axis = promise.name, promise.shape, promise.row_axis
+    actual = getattr(leaf, "shape", None)
+    if actual is None:
+        return f"{name} of the cache is a {type(leaf).__name__}, not an array"
+    head = f"{name} of the cache has shape {list(actual)}, wanted {list(shape)}: "
+    if len(actual) != len(shape):
+        return f"{head}an axis was added or removed; kvqjax.row_axes(cache) gives the row axis of every array"
+    if axis and actual[0] != shape[0]:
+        return (
+            f"{head}its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat, "
+            "gather or insert, or the axes that kvqjax.row_axes(cache) gives"
+        )
+    if actual[axis] != shape[axis]:
+        return (
+            f"{head}its rows are not the {shape[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
+        )
+    if actual != shape:
+        return f"{head}the layout of a capacity of {capacity} promises that; kvqjax.resize makes another capacity"
+    return f"{name} of the cache is of type {leaf.dtype}, wanted {jnp.dtype(promise.dtype)}: its bits have that meaning"

@@ -30,14 +30,12 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named, reading
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
 from kvqjax.cache.eviction import crop_kept, forget
+from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.pages import require_own_bodies, with_bodies_of, without_bodies
-from kvqjax.cache.resizing import check_means, excess, with_layout
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.reshape import check_means, excess, with_layout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache, row_axes
-from kvqjax.cache.state import Cache, Leaf, Run, check_mesh
+from kvqjax.cache.state import Cache, Leaf, Run, check_cache, check_mesh, row_axes
 from kvqjax.model.rope import check_length
 
 __all__ = [

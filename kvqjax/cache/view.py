@@ -5,6 +5,7 @@
     body_view               positions and bounds of the body, block by block
     payload_of              the stored fields of some body tokens
     packed_view             the body as kernels take it
+    BodyCall                what a reader (kvqjax/cache/readers/) is given: a layer's queries on its body
 
 A body lies in one of three orders:
 
@@ -21,35 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.cache.cache_layout import LengthBound
-from kvqjax.cache.encoding import Pages, at_layer
+from kvqjax.cache.append import Pages, at_layer
+from kvqjax.cache.layout import MANY_QUERIES, Ask, LengthBound, RunLayout
 from kvqjax.cache.pages import joined_pages
-from kvqjax.cache.run_layout import MANY_QUERIES, RunLayout
 from kvqjax.cache.state import Run, body_tokens, ring_tokens
 from kvqjax.methods.direct import FEW_QUERIES
-from kvqjax.ops.attention import oldest_seen, visible
+from kvqjax.methods.layer_cache import SharedValues
+from kvqjax.ops.attention import Partial, oldest_seen, visible
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
 from kvqjax.pallas_kernels.adapters import Packed
-
-__all__ = [
-    "BodyView",
-    "LayerView",
-    "NewTokens",
-    "PackedView",
-    "beside",
-    "body_view",
-    "expanded",
-    "packed_view",
-    "payload_of",
-    "reached",
-    "seen",
-    "sees_all",
-    "side_by_side",
-    "with_own_body",
-]
 
 
 class NewTokens(NamedTuple):
@@ -395,3 +379,32 @@ def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
         return jnp.int32(0), -(-filled // size)
 
     return BodyView(at, places, blocks, together=False)
+
+
+Carry = dict[str, Array]  # what flows from layer to layer, [B, slots, W] per name; empty for layers that stand alone
+
+
+class BodyCall(NamedTuple):
+    """One layer's queries on its body.
+
+    Attributes:
+        ask: What decided which reader is called.
+        q: The queries, rotated by RoPE and into the body's frame, and not yet multiplied by D^-1/2.
+        view: The layer.
+        tokens: What all layers know of the new tokens.
+        shared: Where given, the reader sums values that all heads share, and the caller maps the sums to heads
+            (`kvqjax.cache.layout.shared_values`). None: the reader sums the heads' own values."""
+
+    ask: Ask
+    q: Float[Array, "B T H D"]
+    view: LayerView
+    tokens: NewTokens
+    shared: SharedValues | None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.view.run.shape.num_kv_heads
+
+
+# A reader: from its call and the layer below's carry to (attention to the body, this layer's carry).
+Attend = Callable[[BodyCall, Carry], tuple[Partial, Carry]]

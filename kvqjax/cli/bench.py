@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvqjax._timing import machine, median_seconds, product_rate
 from kvqjax.cache import Cache, runs_of
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.cache.reading import readers_text
+from kvqjax.cache.runs import readers_text
 from kvqjax.cli.common import (
     MOST_ROWS,
     Artifacts,
@@ -37,7 +37,7 @@ from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import commit, forward
 from kvqjax.step.new_cache import init_cache, planned_layout
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = ["bench", "decoding", "step_milliseconds", "stepping"]
 

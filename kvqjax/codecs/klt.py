@@ -35,7 +35,7 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.higgs_grid import nearest, points_of, shipped_grid
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 
 __all__ = ["KEY_SLOPE", "VALUE_SLOPE", "Klt", "bits_of_ranks"]
 

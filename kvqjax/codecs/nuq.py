@@ -45,7 +45,7 @@ from kvqjax.codecs.nuq_range import channel_range, divisor, normalise_keys, stor
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.packing.words import slot_rows
+from kvqjax.ops.packing.base import slot_rows
 
 __all__ = ["Nuq", "read_signposts", "signposts"]
 

@@ -29,7 +29,7 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = ["Beams", "beam_search"]
 

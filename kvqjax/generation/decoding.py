@@ -27,7 +27,7 @@ from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import stop_strings
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_new_tokens
+from kvqjax.step.checks import check_new_tokens
 from kvqjax.step.new_cache import init_cache
 
 __all__ = ["Generated", "Piece", "Stream", "generate", "stream"]

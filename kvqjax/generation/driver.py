@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax.cache import Cache, CacheLayout, runs_of
-from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.runs import bound_for
+from kvqjax.cache.state import bounded
 from kvqjax.cache.surgery import crop, gather
 from kvqjax.generation.loop import STRIDE, LoopState, Progress, decode_steps, fetched, require_finite, shared, start
 from kvqjax.generation.sampling import Sampling

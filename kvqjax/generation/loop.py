@@ -11,13 +11,14 @@ from jaxtyping import Array, Int
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
-from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.runs import bound_for
+from kvqjax.cache.state import bounded
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
 from kvqjax.generation.sampling import RowSampling, Sampling, sample, split_key
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = [
     "LoopState",
@@ -171,7 +172,7 @@ def decode_steps(
 ) -> LoopState:
     """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for. A row takes part as
     long as the cache lacks its newest token: once it is done its last token still enters the cache. `state` is donated.
-    A cache that is `bounded` (kvqjax/cache/length_bound.py) is read no further."""
+    A cache that is `bounded` (kvqjax/cache/runs.py) is read no further."""
 
     def step(loop):
         count, state = loop

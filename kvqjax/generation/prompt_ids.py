@@ -11,7 +11,7 @@ from kvqjax._arguments import check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 
 __all__ = [
     "Prompts",

@@ -25,7 +25,7 @@ from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 

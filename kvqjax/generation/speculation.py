@@ -31,10 +31,10 @@ from kvqjax.generation.prompt_ids import (
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
-from kvqjax.step.doors import check_model
+from kvqjax.step.checks import check_model
 from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = ["Speculated", "lookup", "speculate"]
 

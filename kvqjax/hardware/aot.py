@@ -16,8 +16,9 @@ from jax.stages import Lowered
 
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
-from kvqjax.cache.cache_layout import stored_form
-from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache.layout import stored_form
+from kvqjax.cache.runs import bound_for
+from kvqjax.cache.state import bounded
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.hardware.chips import chip_devices, target_name
@@ -31,7 +32,7 @@ from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
 from kvqjax.step.forward import forward
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 __all__ = [
     "Compiled",

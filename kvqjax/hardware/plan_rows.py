@@ -3,8 +3,8 @@
 import dataclasses
 
 from kvqjax._tables import Row, size
-from kvqjax.cache.cache_layout import stored_form
-from kvqjax.cache.reading import readers_text
+from kvqjax.cache.layout import stored_form
+from kvqjax.cache.runs import readers_text
 from kvqjax.hardware.chips import target_name
 from kvqjax.hardware.devices import DEVICES, GIB, Device
 from kvqjax.hardware.measured import attention_over_16_bits

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from kvqjax._errors import UserError
 from kvqjax.cache.accounting import Ledger, array_bytes, ledger
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.readers.decoded import read_at_a_time
-from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
 from kvqjax.hardware.devices import DEVICES, GIB, Device
@@ -164,7 +163,7 @@ def plan_memory(
     weights: str | None = None,
 ) -> Plan:
     """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
-    `dtype`, bodies in the device's form (`kvqjax.cache.cache_layout.stored_form`), the layers' matrices as `weights`
+    `dtype`, bodies in the device's form (`kvqjax.cache.layout.stored_form`), the layers' matrices as `weights`
     "int8" or "int4" codes if so wanted. Rows are rounded up to what the mesh can share out."""
     method = parse(method)
     rules = rules_for(config, method, mesh, devices=())

@@ -16,7 +16,7 @@ from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kerne
 from kvqjax.kernel_checks.store import Key, Verdict, begin, died, find, keep
 from kvqjax.kernel_checks.trial import LENGTHS, Candidate, Trial, by_kernel, by_plain_path, make, queries, speed
 from kvqjax.pallas_kernels.chips import family
-from kvqjax.pallas_kernels.choice import OFF, Kernels
+from kvqjax.pallas_kernels.forms import OFF, Kernels
 
 __all__ = ["TIMED", "Checker", "check", "check_either", "key_of", "obtain", "verdict_folder"]
 

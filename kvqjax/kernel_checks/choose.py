@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.kernel_checks.check import check_either, key_of, obtain, verdict_folder
 from kvqjax.kernel_checks.prompt_kernels import MOST_CUDNN, PromptKernel, prompt_kernel
 from kvqjax.kernel_checks.store import find
 from kvqjax.kernel_checks.trial import Candidate, candidates
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.chips import target_of
-from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels, check_name
-from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
+from kvqjax.pallas_kernels.forms import BY_TABLE, CUDNN, OFF, SPLASH, KernelForm, Kernels, check_name
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
 

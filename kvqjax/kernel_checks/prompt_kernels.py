@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.kernel_checks.compare import Attention, Speed, examine
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.model.config import KVShape

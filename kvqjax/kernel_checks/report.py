@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvqjax.cache.cache_layout import CacheLayout, stored_form
-from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.append import at_layer
+from kvqjax.cache.layout import CacheLayout, stored_form
 from kvqjax.cache.state import body_tokens
 from kvqjax.kernel_checks.check import TIMED, Checker, check_either, key_of, obtain
 from kvqjax.kernel_checks.compare import MOST, Attention, worst_error
@@ -22,7 +22,7 @@ from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candi
 from kvqjax.methods import exact, parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.attention import Partial
-from kvqjax.pallas_kernels.choice import OFF
+from kvqjax.pallas_kernels.forms import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
 
 __all__ = ["CLOSE", "FEW_PLAIN", "FULL", "METHODS", "PLAIN", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvqjax._timing import alternating_seconds
-from kvqjax.cache.append import commit
+from kvqjax.cache.append import at_layer, commit
 from kvqjax.cache.attention import attend_body, attend_tokens
-from kvqjax.cache.cache_layout import CacheLayout, Pool
-from kvqjax.cache.encoding import at_layer
+from kvqjax.cache.layout import CacheLayout, Pool, RunLayout
 from kvqjax.cache.pages import with_pages
-from kvqjax.cache.run_layout import RunLayout
 from kvqjax.cache.runs import page_for, runs_of
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.cache.view import LayerView, NewTokens
@@ -30,10 +28,9 @@ from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, ScoreOptions
 from kvqjax.pallas_kernels.chips import family
-from kvqjax.pallas_kernels.choice import BY_TABLE, OFF, Kernels
 from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.pallas_kernels.exact import ExactSpec
-from kvqjax.pallas_kernels.forms import KernelForm, form_of
+from kvqjax.pallas_kernels.forms import BY_TABLE, OFF, KernelForm, Kernels, form_of
 
 __all__ = [
     "LENGTHS",

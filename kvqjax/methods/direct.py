@@ -32,8 +32,8 @@ from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.scaled import Scaled
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial, capped
+from kvqjax.ops.packing.base import from_bits
 from kvqjax.ops.packing.heads import HALF, offset, tokens_per_row
-from kvqjax.ops.packing.words import from_bits
 from kvqjax.ops.xla_workarounds import kept_apart
 
 __all__ = [

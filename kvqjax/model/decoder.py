@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, ModelConfig
-from kvqjax.model.experts import mix, mlp
+from kvqjax.model.experts import mix
 from kvqjax.model.latents import absorbed, key_parts, latent_key, raised
 from kvqjax.model.recurrent import State, advance, empty_states, gated, sources
 from kvqjax.model.rope import check_length, positions_of_layer, rotate
@@ -48,6 +48,7 @@ from kvqjax.model.weight_trees import (
     Rows,
     is_unrolled,
     layers_of,
+    mlp,
     product,
     read_weight,
     stack_of,

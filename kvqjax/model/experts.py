@@ -18,23 +18,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weight_trees import BY_EXPERT, OF_EXPERTS, Layer, product, read_weight
+from kvqjax.model.weight_trees import ACTIVATIONS, BY_EXPERT, OF_EXPERTS, Layer, mlp, read_weight
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
-
-__all__ = ["mix", "mlp", "route"]
 
 MOST_AT_ONCE = 512  # most tokens for which all experts compute together, on GPUs (`_at_once`)
 MOST_TOGETHER = 128  # most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`)
-
-
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
-
-
-def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
-    """Compute a gated MLP. The matrices may be `Row`s. Matrices with a part of the inner width, as devices of a mesh
-    have them, give one term of the output."""
-    inner = _ACTIVATIONS[activation](product(x, gate)) * product(x, up)
-    return product(few_rows(inner), down)
 
 
 def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biases) -> Float[Array, "*N E"]:
@@ -50,7 +38,7 @@ def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biase
     g = times_matrix(x, gate) + gate_bias
     u = times_matrix(x, up) + up_bias
     if experts.swiglu_limit is None:
-        inner = _ACTIVATIONS[config.activation](g) * u
+        inner = ACTIVATIONS[config.activation](g) * u
     else:
         # The clamped activation of gpt-oss
         g = jnp.minimum(g, experts.swiglu_limit)

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_codes import CodedWeight
-from kvqjax.ops.xla_workarounds import times_matrix
+from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 __all__ = [
     "BY_EXPERT",
@@ -229,6 +229,16 @@ FORMS = ("scan", "switch", "unroll")
 # Bytes of a layer's weights. Weights of smaller layers stay in a core's cache, so that copying them out of a stack
 # costs little, and stacks compile faster. It is an estimate from the size of these caches (2 MiB), not measured.
 LARGE_LAYER = 2**20
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
+    """Compute a gated MLP. The matrices may be `Row`s. Matrices with a part of the inner width, as devices of a mesh
+    have them, give one term of the output."""
+    inner = ACTIVATIONS[activation](product(x, gate)) * product(x, up)
+    return product(few_rows(inner), down)
 
 
 def is_unrolled(params: Params) -> bool:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvqjax.ops.packing import PACKINGS, Packing
-from kvqjax.ops.packing.words import BLOCK
+from kvqjax.ops.packing.base import BLOCK
 
 __all__ = ["Field", "block_tokens"]
 

@@ -21,8 +21,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring

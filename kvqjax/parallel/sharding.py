@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvqjax._arguments import named
 from kvqjax._errors import UserError
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.methods import MethodLike, parse

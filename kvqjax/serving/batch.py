@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
-from kvqjax.cache.length_bound import bound_for, bounded
 from kvqjax.cache.pages import copied_page, read_page, with_bodies_of, without_bodies, write_page
-from kvqjax.cache.state import NO_PAGE
+from kvqjax.cache.runs import bound_for
+from kvqjax.cache.state import NO_PAGE, bounded
 from kvqjax.cache.surgery import adopt, emptied, taken_row
 from kvqjax.generation.loop import (
     LoopState,

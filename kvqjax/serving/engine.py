@@ -25,8 +25,8 @@ import numpy as np
 from kvqjax._arguments import MOST, MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.page_counts import pages_complete, pages_needed
 from kvqjax.cache.pages import PagePool
+from kvqjax.cache.runs import pages_complete, pages_needed
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
 from kvqjax.generation.sampling import make_sampling

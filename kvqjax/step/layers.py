@@ -23,10 +23,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax import cache as caches
 from kvqjax._arguments import check_index, check_integer, clipped, is_known, named, typed
 from kvqjax._errors import UserError
-from kvqjax.cache.run_layout import RunLayout
+from kvqjax.cache.layout import RunLayout
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.shapes import check_cache
-from kvqjax.cache.state import Cache, Leaf
+from kvqjax.cache.state import Cache, Leaf, check_cache
 from kvqjax.model.config import KVShape, check_softcap
 from kvqjax.model.decoder import Projected, scaled_queries
 from kvqjax.model.rope import in_halves, rotate
@@ -35,9 +34,17 @@ from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import lying_as, of_constants, on_parts, over_parts
-from kvqjax.step.doors import check_entries, kept_program, run_constants
-from kvqjax.step.layer_step import Call, Flow, attend_one, begin, check_capacity, first_flow
-from kvqjax.step.padding import accepted_part, check_accepted, check_numbers, is_mask, padding_of
+from kvqjax.step.checks import (
+    accepted_part,
+    check_accepted,
+    check_entries,
+    check_numbers,
+    is_mask,
+    kept_program,
+    padding_of,
+    run_constants,
+)
+from kvqjax.step.forward import Call, Flow, attend_one, begin, check_capacity, first_flow
 
 __all__ = ["New", "append", "append_accepted", "attend_layer", "below_first", "placed_layer", "ready_queries"]
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
-from kvqjax.cache.cache_layout import CacheLayout, Pool, stored_form
+from kvqjax.cache.layout import CacheLayout, Pool, stored_form
 from kvqjax.cache.runs import page_for
 from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.kernel_checks.choose import choose, over_devices
@@ -24,10 +24,10 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model, compute_dtype, name_of
 from kvqjax.model.rope import check_length
 from kvqjax.pallas_kernels.chips import target_of
-from kvqjax.pallas_kernels.choice import Kernels
+from kvqjax.pallas_kernels.forms import Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import AxisNames, rules_on
-from kvqjax.step.doors import check_model_or_shape, check_rules, run_constants, with_own_constants
+from kvqjax.step.checks import check_model_or_shape, check_rules, run_constants, with_own_constants
 
 __all__ = ["ITS_OWN_PLACE", "check_constants", "empty_cache", "init_cache", "planned_layout"]
 
@@ -68,7 +68,7 @@ def init_cache(
         layers: "scan" stores layers that cache alike as one stack, "unroll" each by itself (see
             kvqjax/model/decoder.py); by default as the model's weights are stored, for a shape as stacks.
         form: how bodies are stored: in "planes", by "heads" or in "stripes"
-            (`kvqjax.cache.cache_layout.CacheLayout`); by default as the target reads them best.
+            (`kvqjax.cache.layout.CacheLayout`); by default as the target reads them best.
         target: the chip that programs on this cache are for; by default the one that holds the model's weights, or
             JAX's default device. For abstract or traced weights it is "cpu", whose path runs everywhere.
         kernels: "auto": those that this chip checked and found faster, and for a chip that is not here those that the

@@ -25,21 +25,20 @@ from kvqjax.cache.artifacts import (
     read_description,
     write_folder,
 )
-from kvqjax.cache.cache_layout import stored_form
-from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.layout import stored_form
 from kvqjax.cache.pages import require_own_bodies
-from kvqjax.cache.redeal import dealt_anew
-from kvqjax.cache.shapes import check_cache
+from kvqjax.cache.reshape import CANONICAL, convert, dealt_anew
+from kvqjax.cache.state import check_cache
 from kvqjax.kernel_checks.choose import choose, over_devices
 from kvqjax.methods import Method, parse, spelled_out
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.pallas_kernels.chips import target_of
-from kvqjax.pallas_kernels.choice import BY_TABLE, Kernels
+from kvqjax.pallas_kernels.forms import BY_TABLE, Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
-from kvqjax.step.doors import check_both, check_entries, check_model_or_shape, check_rules, with_own_constants
+from kvqjax.step.checks import check_both, check_entries, check_model_or_shape, check_rules, with_own_constants
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
 __all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]

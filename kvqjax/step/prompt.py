@@ -1,12 +1,27 @@
-"""A whole prompt attends to itself exactly, one layer at a time: the layers of exact prefill (kvqjax/step/prefill.py).
+"""Exact prefill: a prompt attends to itself exactly, layer by layer, and is encoded into an empty cache.
 
-    path_of        chooses, once for all layers, how queries attend and how many tokens a chunk has
-    exact_layer    runs one layer, in two loops over the chunks of the prompt:
-                     1. sources, keys and values of all tokens
-                     2. queries of a chunk attend to all keys, and the chunk's hidden states are computed
+The order of one layer of attention (`_prefill_run`, `exact_layer` of kvqjax/step/prompt.py):
+
+    recurrent layers before it -> sources, keys and values of all tokens -> encode what goes into the body
+    -> the other tokens into sinks and window -> queries attend to the exact keys and values -> hidden states
+
+So later tokens of the prompt see exact keys and values, and never what was encoded. Encoding comes before attention,
+so that sources need no memory while queries attend. The prompt is padded to whole chunks; a chunk is what is projected
+and attends together.
+
+    path_of              chooses, once for all layers, how queries attend and how many tokens a chunk has
+    exact_layer          runs one layer, in two loops over the chunks of the prompt:
+                           1. sources, keys and values of all tokens
+                           2. queries of a chunk attend to all keys, and the chunk's hidden states are computed
 
 Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants those of the whole
-prompt at once."""
+prompt at once. A chunk attends to the prompt in one of these ways:
+
+    by_blocks    block by block, on CPUs and wherever there is nothing else
+    far, near    in large tiles, on GPUs: `far` to the keys that all queries of a piece see, `near` to the others
+    splashed     by splash attention, on TPUs
+
+Tokens are numbered by their places in the prompt, which are their positions."""
 
 import functools
 import math
@@ -15,26 +30,189 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax.cache.cache_layout import CacheLayout
-from kvqjax.cache.readers.tiles import SPLASH_KINDS
-from kvqjax.cache.run_layout import RunLayout
-from kvqjax.cache.runs import tiles_of
+from kvqjax import cache as caches
+from kvqjax._arguments import is_known
+from kvqjax._errors import UserError
+from kvqjax.cache.append import Pages, flush_layer, in_order, remember
+from kvqjax.cache.eviction import Newest, newest_of_prompt
+from kvqjax.cache.layout import CacheLayout, RunLayout
+from kvqjax.cache.readers.tiles import SPLASH_KINDS, by_splash
+from kvqjax.cache.runs import runs_of, tiles_of
+from kvqjax.cache.state import Cache, Run, admitted, finite_tokens, units_due
 from kvqjax.model import decoder
 from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import is_unrolled
-from kvqjax.ops.attention import merged, with_sinks
-from kvqjax.ops.finite import found_finite, spoiled, zeroed
+from kvqjax.ops.attention import (
+    Partial,
+    blockwise_attention,
+    merged,
+    oldest_seen,
+    segment_attention,
+    visible,
+    with_sinks,
+)
+from kvqjax.ops.finite import found_finite, leading, spoiled, zeroed
+from kvqjax.ops.large_tiles import tiled_attention
 from kvqjax.ops.whole_prompts import attend_by_cudnn
 from kvqjax.ops.xla_workarounds import filled_by, kept_apart, unknown_zero
 from kvqjax.pallas_kernels import splash
 from kvqjax.pallas_kernels.forms import CUDNN
-from kvqjax.step.prompt_attention import SCORES, Prompt, by_blocks, far, near, splashed
+from kvqjax.step.checks import check_new_tokens, padding_of, run_constants, run_step
+from kvqjax.step.forward import check_capacity, known_ids, last_logits, slab
+from kvqjax.step.recurrence import Recurrence
 
-__all__ = ["Path", "exact_layer", "path_of"]
+SCORES = 2**31  # bytes of the softmax weights of a large tile, at most
+TILES = 8  # large tiles into which the keys of a prompt of as many chunks are cut, at least
+PARTS = 8  # pieces of a chunk; a large tile has one mask for all queries of a piece
+
+
+class Prompt(NamedTuple):
+    """What one layer's queries attend to.
+
+    Attributes:
+        k: The keys of all T tokens, rotated by RoPE.
+        v: Their values.
+        counts: How many tokens of each row are valid.
+        sliding: How many tokens a query sees, its own included; None: all before it.
+        softcap: The cap of the scores, if there is one.
+        chunked: Whether a query sees the tokens of its own chunk, `sliding` tokens long, instead of the newest ones."""
+
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]
+    counts: Int[Array, " B"]
+    sliding: int | None
+    softcap: float | None = None
+    chunked: bool = False
+
+    def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
+        """Mark which keys the queries see, [B, t, s]. Both are given by their places in the prompt."""
+        rows = len(self.counts)
+        queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
+        return visible(queries, keys, keys < self.counts[:, None], self.sliding, self.chunked)
+
+    def block(self, start, count: int):
+        """Cut out the keys and values of `count` tokens from `start` on."""
+        return (jax.lax.dynamic_slice_in_dim(x, start, count, 1) for x in (self.k, self.v))
+
+
+def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
+    """Attend, in large tiles, to the keys that all queries of a piece see. `near` attends to the other keys.
+
+    A piece is one PARTS-th of a chunk of queries. It begins at place p and has P tokens. All its queries see the keys
+    before p, and under a sliding window of W those from p + P - W on.
+
+    Args:
+        q: The queries of the whole prompt.
+        prompt: The prompt.
+        chunk: The tokens of a chunk.
+
+    Returns:
+        Attention to these keys."""
+    batch, length, heads = q.shape[:3]
+    chunks, part = length // chunk, chunk // PARTS
+    # A tile is one chunk of queries and some chunks of keys, whole ones that divide the prompt.
+    largest = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
+    keys = chunk * max(n for n in range(1, max(1, largest) + 1) if chunks % n == 0)
+    # By chunk and piece, [chunks, PARTS]: the first key that all queries of the piece see, and one past the last.
+    stop = np.arange(0, length, part).reshape(chunks, PARTS)
+    start = np.maximum(0, stop + part - (prompt.sliding or length))
+
+    def visible_keys(number, places):
+        """Mark which keys each piece of chunk `number` sees, [B, PARTS, keys]."""
+        first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (start, stop))
+        places = places[None]
+        return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[:, None]
+
+    # All pairs (chunk of queries, tile of keys) in which any piece sees a key. A chunk's first piece reaches back
+    # furthest, its last piece furthest ahead.
+    tiles = []
+    for number in range(chunks):
+        first_tile, end_tile = start[number, 0] // keys, -(-stop[number, -1] // keys)
+        tiles.extend((number, tile) for tile in range(first_tile, end_tile))
+    return tiled_attention(q, prompt.k, prompt.v, visible_keys, tiles, (chunk, keys))
+
+
+def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
+    """Attend, for every piece of a chunk, to the keys that only some of its queries see.
+
+    They are the piece's own tokens, and under a sliding window as many tokens at its other end, which it hides from one
+    query after the other.
+
+    Args:
+        q: The queries of the chunk.
+        start: The place of its first token.
+        prompt: The prompt.
+
+    Returns:
+        Attention to these keys."""
+    part = q.shape[1] // PARTS
+    first = start + part * jnp.arange(PARTS)[:, None]
+    keys = places = first + jnp.arange(part)[None]  # [PARTS, part]
+    mask = jax.vmap(prompt.mask, out_axes=1)(places, places)  # [B, PARTS, part, part]
+    if prompt.sliding is not None:
+        # The oldest key that each query sees. It is left out where it lies before the prompt, among the piece's own
+        # tokens, or where `far` has it: the last query's is the first that all queries of the piece see.
+        edge = places + 1 - prompt.sliding
+        edge_mask = (edge >= 0) & (edge < first) & (edge < first + part - prompt.sliding)
+        keys = jnp.concatenate([places, jnp.maximum(edge, 0)], 1)
+        mask = jnp.concatenate([mask, jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]], 3)
+    by_part = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    rows = q.reshape(-1, part, *q.shape[2:])
+    k, v = (by_part(x[:, keys]) for x in (prompt.k, prompt.v))
+    partial = segment_attention(rows, k, v, by_part(mask))
+    return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in partial))
+
+
+def by_blocks(q, start, prompt: Prompt) -> Partial:
+    """Attend with the queries of a chunk to blocks of keys that are as long as the chunk.
+
+    Args:
+        q: The queries of the chunk, [B, t, H, D].
+        start: The place of its first token, a multiple of t.
+        prompt: The prompt.
+
+    Returns:
+        Attention to all keys."""
+    chunk = q.shape[1]
+
+    def read(j, carry):
+        mask = prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
+        return *prompt.block(j * chunk, chunk), mask, carry
+
+    first = jnp.int32(0)
+    if prompt.sliding is not None:
+        first = jnp.maximum(oldest_seen(start, prompt.sliding, prompt.chunked), 0) // chunk
+    partial, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
+    return partial
+
+
+def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
+    """Attend as `by_blocks` does, by splash attention on a TPU.
+
+    Args:
+        q: The queries of the chunk, [B, t, H, D].
+        start: The place of its first token.
+        prompt: The prompt.
+        by_head: Its keys and values by head, [B * K, T, D] each.
+        kernels: "splash" or "interpret", as in `Path`.
+
+    Returns:
+        Attention to all keys."""
+    places = start + jnp.arange(q.shape[1])
+    # Queries that are padding in every row see nothing, so that splash skips their blocks.
+    newest = jnp.where(places < prompt.counts.max(), places, -1)
+
+    def kernel(q, newest, k, v, interpret):
+        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, None, prompt.softcap, prompt.chunked)
+
+    plain = lambda q, *_: by_blocks(q, start, prompt)  # noqa: E731
+    return by_splash(kernels, kernel, plain, q, newest, *by_head)
+
 
 # Tokens of a chunk.
 CHUNK = 512  # where a CPU does the work
@@ -243,3 +421,155 @@ def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable
         return with_sinks(by_blocks(q, start, prompt), sinks(q.shape[2])).out
 
     return attend
+
+
+def prefill(
+    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"] | Bool[Array, "B T"], cache: Cache
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Let prompts attend to themselves exactly and encode them into an empty cache.
+
+    Layers run one after the other. In memory are the hidden states [B, T, E], one layer's keys and values, and the
+    method's carry.
+
+    Args:
+        model: the model.
+        tokens: token ids [B, T].
+        counts: how many of each row's tokens are valid, from the first on; or a mask of the valid ones, as in
+            `forward`.
+        cache: an empty cache of this model.
+
+    Returns:
+        The logits of each row's last valid token, float32 [B, V], and the cache that holds the prompts.
+
+    Raises:
+        UserError: for a cache that is not empty, and as `forward` does for counts and token ids. What a trace hides is
+            clipped, and raises the row's flag `cache.overflow[b]`.
+    """
+    check_new_tokens(model, tokens, counts, cache)
+    check_capacity(cache, counts)
+    if is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0:  # jnp would be traced in a user's jit
+        raise UserError("exact prefill starts from an empty cache; use forward to extend one")
+    return run_step(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
+
+
+def _prefill(model: Model, cache: Cache, tokens, counts):
+    """Do `prefill` after its checks, on one device's part."""
+    layout, runs = cache.layout, runs_of(cache.layout)
+    constants = run_constants(model.constants, layout)
+    padding = padding_of(counts)
+    tokens = padding.begun(tokens)
+    counts, overflow = admitted(cache, padding.counts, tokens.shape[1])
+    tokens, foreign = known_ids(tokens, counts, model.config)
+    path = path_of(layout, *tokens.shape, score_sinks=model.config.score_sinks)
+    # Whole chunks: loops over a prompt cut pieces of one static size.
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
+    h = decoder.embed(model.params, tokens, model.config)
+    recurrence = None if model.config.recurrent is None else Recurrence(model, cache, counts, chunk=path.chunk)
+    carried = None if recurrence is None else recurrence.first(tokens.shape[1])
+    # Where tokens are evicted, only the newest of the prompt enter the body.
+    newest = newest_of_prompt(cache, counts, tokens.shape[1]) if cache.kept else None
+    encoded_tokens = tokens.shape[1] if newest is None else newest.token.shape[1]
+    carry = slab(runs, (len(counts), encoded_tokens), layout.dtype)
+    # The third entry is how many tokens of each row come before the first that is not finite. Every layer may lower it.
+    states, flow = [], (h, carry, counts, carried)
+    for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
+        flow, state = _prefill_run(
+            model, counts, recurrence, run, state, fixed, flow, path, layout.method.sinks, newest, cache.pages
+        )
+        states.append(state)
+    h, _, finite_count, carried = flow
+    # Recurrent layers behind the last layer of attention.
+    if recurrence is not None and carried is not None:
+        h, carried = recurrence.before(model.config.num_layers, h, carried)
+        finite_count = jnp.minimum(finite_count, carried.finite_count)
+    finite = finite_tokens(cache, finite_count, counts)
+    new_cache = cache.replace(
+        runs=tuple(states),
+        lengths=cache.lengths + counts,
+        overflow=padding.flagged(overflow) | foreign,
+        finite=finite,
+        kept=cache.kept if newest is None else newest.kept,
+        states=() if carried is None else carried.kept,
+    )
+    return last_logits(model, h, counts), new_cache
+
+
+def _prefill_run(
+    model: Model,
+    counts: Int[Array, " B"],
+    recurrence: Recurrence | None,
+    run: RunLayout,
+    state: Run,
+    constants,
+    flow: tuple,
+    path: Path,
+    sinks: int,
+    newest: Newest | None,
+    pages: Pages,
+):
+    """Run one run of layers over the whole prompt, layer by layer.
+
+    Args:
+        model: the model.
+        counts: how many tokens of each row are valid.
+        recurrence: the recurrent layers of the call. None: the model has none.
+        run: the run's static plan.
+        state: the run's arrays in the empty cache.
+        constants: the run's calibrated constants.
+        flow: what goes from layer to layer: hidden states [B, T, E], the method's carry [B, R, W] by name, how many
+            tokens of each row come before the first that is not finite, and what the recurrent layers keep.
+        path: how many tokens attend at a time, and by which kernels.
+        sinks: the first tokens of a row, stored exactly.
+        newest: which R of the T tokens are encoded where tokens are evicted. None: all T that leave the window.
+        pages: the pages of each row, or None.
+
+    Returns:
+        The flow after the run's layers, and the run's arrays that hold the prompt.
+    """
+    empty = jnp.zeros_like(counts)
+    clocks = run.wiring.storage.clocks
+    # `first` is the body token that the first encoded token is. Prompt token 0 is body token -sinks.
+    if newest is None:
+        encoded_tokens, first, due_units = flow[0].shape[1], empty - sinks, units_due(run, state, counts - sinks)
+    else:  # tokens that were picked are numbered from 0, and go to the body's first slots in their order
+        encoded_tokens, first, due_units = newest.token.shape[1], empty, (newest.units,)
+    schedules = in_order((run,), [empty] * len(clocks), due_units, encoded_tokens)
+
+    def step(index, loop):
+        """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole run."""
+        (h, carry, finite_count, carried), body, exact = loop
+        if recurrence is not None:
+            h, carried = recurrence.before(run.first + index, h, carried)
+        fixed = caches.at_layer(constants, index)
+
+        def keep(new, finite):
+            """Store the sources of one layer, before any query attends: (body, carry, sinks and window, how many tokens
+            come before the first that is not finite)."""
+            encoded = body, carry
+            if run.slots and encoded_tokens:
+                # `new_body` holds the tokens that are due. Where keys are encoded before values, the window keeps the
+                # reconstruction of such a key until its value is encoded; `moved` has these keys.
+                sources = new if newest is None else newest.pick(new)
+                new_body, moved, new_carry = flush_layer(
+                    run, body, index, sources, first, schedules, fixed, carry, pages
+                )
+                encoded = new_body, new_carry
+                # With eviction there is one clock, and encoding changes no token that stays exact.
+                new = moved if newest is None else new
+            # `remember` writes a stack of layers. A stack of this layer alone is written and put into the run's.
+            blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
+            fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
+            fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
+
+        (body, carry, exact, layer_finite), h = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
+
+    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the length is hidden from it.
+    count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
+    loop = flow, state.body, (state.sinks, state.window)
+    flow, body, (exact_sinks, window) = decoder.over_layers(model.params, 0, count, step, loop)
+    # Without a body nothing is ever encoded.
+    flushed = units_due(run, state, counts - sinks) if run.slots else state.flushed
+    return flow, Run(body=body, sinks=exact_sinks, window=window, flushed=flushed)

@@ -17,7 +17,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels.gpu.unpack import ORDER
 from kvqjax.pallas_kernels.gpu.words import packed
 

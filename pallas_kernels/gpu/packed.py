@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.packing.words import split_bits, to_bits
+from kvqjax.ops.packing.base import split_bits, to_bits
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import rope as gpu_rope
 from kvqjax.pallas_kernels.gpu.kernel import Operands, kernel, memory

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvqjax.ops.packing.words import split_bits
+from kvqjax.ops.packing.base import split_bits
 from kvqjax.pallas_kernels.gpu.parts import load
 from kvqjax.pallas_kernels.gpu.words import TWICE, beside, half, packed, twice
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.ops.packing.words import split_bits
+from kvqjax.ops.packing.base import split_bits
 from kvqjax.pallas_kernels.tpu import signposts as tpu_signposts
 from kvqjax.pallas_kernels.tpu import unpack as tpu_unpack
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
 from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, constant, fetched, invoke, lies_at, memory

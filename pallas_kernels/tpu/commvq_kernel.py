@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.ops.packing.words import PLANE, from_bits, split_bits
+from kvqjax.ops.packing.base import PLANE, from_bits, split_bits
 from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, lane_wise, loop, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES

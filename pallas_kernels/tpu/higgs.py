@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt
 from scipy.linalg import hadamard
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.packed import row_slots
 from kvqjax.pallas_kernels.tpu.call import Operand, by_row, by_tile, constant, invoke, memory, of_body

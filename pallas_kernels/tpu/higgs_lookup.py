@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu.columns import aligned, loop, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.signposts import gathered

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 from kvqjax.pallas_kernels.tpu.columns import Place, aligned, dot, load_row
 from kvqjax.pallas_kernels.tpu.plan import Plan
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from kvqjax.ops.packing.words import split_bits
+from kvqjax.ops.packing.base import split_bits
 from kvqjax.pallas_kernels.chips import LANES, TPUS, Tpu
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.packed import PackedSpec

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.ops.packing.words import from_bits
+from kvqjax.ops.packing.base import from_bits
 from kvqjax.pallas_kernels.tpu.call import Refs
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop
 from kvqjax.pallas_kernels.tpu.higgs_lookup import by_steps

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from scipy.linalg import hadamard
 
-from kvqjax.ops.packing.words import split_bits
+from kvqjax.ops.packing.base import split_bits
 from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.predicted import PredictedSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu.unpack import spread_sets
 
 __all__ = ["chunks", "gathered", "pair_order", "pair_table"]

@@ -12,7 +12,7 @@ import math
 
 import jax.numpy as jnp
 
-from kvqjax.ops.packing.words import from_bits
+from kvqjax.ops.packing.base import from_bits
 from kvqjax.pallas_kernels.tpu import keys as tpu_keys
 from kvqjax.pallas_kernels.tpu import outliers as tpu_outliers
 from kvqjax.pallas_kernels.tpu.call import Refs

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from kvqjax.ops.packing.words import PLANE, split_bits
+from kvqjax.ops.packing.base import PLANE, split_bits
 
 __all__ = ["chunks", "fitting_ways", "offset", "spread_sets", "token_order"]
 

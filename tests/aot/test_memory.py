@@ -9,7 +9,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.cache_layout import Pool
+from kvqjax.cache.layout import Pool
 from kvqjax.cache.runs import page_for
 from kvqjax.cache.state import allocate_cache
 from kvqjax.generation.loop import decode_steps

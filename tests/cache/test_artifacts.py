@@ -115,7 +115,7 @@ def test_a_method_without_its_constants_is_refused():
 
 
 CALIBRATED = "kvquant:bits=2,outliers=0.02;0=kvquant:bits=4"
-SAME = ("window=32", "sinks=7", "buffer=32", "keep=h2o:64", "window=32,sinks=7,buffer=32")
+SAME = ("window=32", "sinks=7", "buffer=32", "keep=streaming:64", "window=32,sinks=7,buffer=32")
 OTHER = ("bits=4", "key_bits=2", "outliers=0.0", "rope=post", "scales=float32")
 
 

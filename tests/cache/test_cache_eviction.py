@@ -20,21 +20,16 @@ attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
 commit = jax.jit(kvq.commit)
 
 
-@pytest.mark.parametrize("rule", ["streaming", "h2o"])
-def test_queries_see_the_kept_tokens_at_their_positions(rule):
+def test_queries_see_the_kept_tokens_at_their_positions():
     """Prefill, then decoding through several evictions, ragged; then a crop below evicted tokens, and on from there."""
-    rows, cache = begin(rule)
+    rows, cache = begin()
     first = np.asarray(cache.kept["positions"])
     assert (first[0] != first[1]).any(), "rows choose by themselves"
-    assert (np.diff(first[0]) > 1).any() == (rule == "h2o"), "heavy hitters are scattered"
-    if rule == "h2o":  # what row 1 holds becomes worthless, so that newcomers win there; in row 0 they lose
-        rows[1].groups = [(group, 0.0) for group, _ in rows[1].groups]
-        cache = cache.replace(kept=cache.kept | {"mass": cache.kept["mass"].at[1].set(0)})
     before = np.asarray(cache.runs[0].flushed[0])
     cache = steps(rows, cache, 30)
     assert (np.asarray(cache.runs[0].flushed[0]) > before).all(), "nothing left the window: the test shows nothing"
     moved = (np.asarray(cache.kept["positions"]) != first).any(1)
-    assert moved.tolist() == [rule == "streaming", True]
+    assert moved.tolist() == [True, True]
     lengths = [rows[0].length - 70, rows[1].length - 3]
     cache = kvq.crop(cache, jnp.asarray(lengths, jnp.int32))
     assert lengths[0] - UNIT < cache.lengths[0] <= lengths[0]
@@ -45,11 +40,10 @@ def test_queries_see_the_kept_tokens_at_their_positions(rule):
     steps(rows, cache, 28)
 
 
-@pytest.mark.parametrize("rule", ["streaming", "h2o"])
-def test_chunks_evict_whole_groups(rule):
-    """Through the cache 60 tokens at a time: two groups can fall due in one call, and newcomers compete."""
+def test_chunks_evict_whole_groups():
+    """Through the cache 60 tokens at a time: two groups can fall due in one call, and the oldest make room."""
     text = tokens(1, LENGTH)
-    row, cache = ByHand(rule, text[0]), kvq.init_cache(sharp(), kvq.parse(SPEC.format(rule)), 1, CAPACITY)
+    row, cache = ByHand(text[0]), kvq.init_cache(sharp(), kvq.parse(SPEC), 1, CAPACITY)
     for start in range(0, 240, 60):
         logits, cache = forward(sharp(), text[:, start : start + 60], jnp.asarray([60]), cache)
         np.testing.assert_allclose(logits[0], row.query(60), atol=BOUND)
@@ -58,12 +52,11 @@ def test_chunks_evict_whole_groups(rule):
     assert (np.diff(groups, axis=1) == 1).all()
 
 
-@pytest.mark.parametrize("rule", ["streaming", "h2o"])
-def test_another_capacity_keeps_what_is_kept(rule):
+def test_another_capacity_keeps_what_is_kept():
     """As large a body in a larger cache, and back; a smaller body, whose groups come first, and back."""
-    rows, cache = begin(rule)
+    rows, cache = begin()
     cache = steps(rows, kvq.resize(kvq.resize(cache, 700), CAPACITY), 3)
-    counts, method = jnp.asarray([90, 70]), kvq.parse(SPEC.format(rule))
+    counts, method = jnp.asarray([90, 70]), kvq.parse(SPEC)
     few, many = (
         prefill(sharp(), tokens(2, 128), counts, kvq.init_cache(sharp(), method, 2, capacity))[1]
         for capacity in (98, CAPACITY)
@@ -74,12 +67,12 @@ def test_another_capacity_keeps_what_is_kept(rule):
         jax.tree.map(np.testing.assert_array_equal, cache.kept, wanted.kept)
         one = tokens(2, 1), jnp.ones(2, jnp.int32)
         np.testing.assert_array_equal(forward(sharp(), *one, cache)[0], forward(sharp(), *one, wanted)[0])
-    with pytest.raises(kvq.UserError, match="counts no attention" if rule == "h2o" else "holds 90 tokens"):
-        kvq.resize(kvq.init_cache(sharp(), method, 1, 40), 98) if rule == "h2o" else kvq.resize(few, 80)
+    with pytest.raises(kvq.UserError, match="holds 90 tokens"):
+        kvq.resize(few, 80)
 
 
 def test_surgery_carries_what_is_kept(tmp_path):
-    rows, cache = begin("h2o")
+    rows, cache = begin()
     kvq.save_cache(tmp_path / "cache", cache, sharp())
     back = kvq.load_cache(tmp_path / "cache", sharp())
     assert back.layout == cache.layout
@@ -87,25 +80,23 @@ def test_surgery_carries_what_is_kept(tmp_path):
     swapped = kvq.gather(kvq.fork(cache), jnp.asarray([1, 0]))
     check(rows[::-1], swapped)
     both = kvq.insert(swapped, 0, back, 0)
-    np.testing.assert_array_equal(both.kept["mass"], cache.kept["mass"][jnp.asarray([0, 0])])
+    np.testing.assert_array_equal(both.kept["positions"], cache.kept["positions"][jnp.asarray([0, 0])])
     gone = kvq.evict(both, jnp.asarray([False, True]))
-    check([rows[0], ByHand("h2o", rows[1].text)], gone)
-    assert float(jnp.abs(gone.kept["mass"][1]).max()) == 0
+    check([rows[0], ByHand(rows[1].text)], gone)
     check([rows[0]], kvq.gather(gone, jnp.asarray([0])))
     steps(rows[::-1], swapped, 2)
 
 
 def test_a_row_in_a_batch_chooses_as_alone():
-    _, cache = begin("h2o")
+    _, cache = begin()
     alone = kvq.init_cache(sharp(), cache.layout.method, 1, CAPACITY)
     _, alone = prefill(sharp(), tokens(2, LENGTH)[1:, :256], jnp.asarray([141]), alone)
     np.testing.assert_array_equal(cache.kept["positions"][1], alone.kept["positions"][0])
-    np.testing.assert_allclose(cache.kept["mass"][1], alone.kept["mass"][0], rtol=1e-5)
 
 
 def test_drafts_see_what_single_steps_see():
     """Verified in pieces of 9, groups leave and others are given up in the middle of a piece."""
-    model, method, text = sharp(), kvq.parse(SPEC.format("streaming")), tokens(2, LENGTH)
+    model, method, text = sharp(), kvq.parse(SPEC), tokens(2, LENGTH)
     out = []
     for size in (1, 9):
         cache, logits = kvq.init_cache(model, method, 2, CAPACITY), []
@@ -116,9 +107,6 @@ def test_drafts_see_what_single_steps_see():
             logits.append(np.asarray(got))
         out.append(np.concatenate(logits, 1))
     np.testing.assert_allclose(out[1], out[0], atol=BOUND)
-    h2o = kvq.init_cache(model, kvq.parse(SPEC.format("h2o")), 2, CAPACITY)
-    with pytest.raises(kvq.UserError, match="a draft cannot be verified at once"):
-        kvq.attend(model, text[:, :9], jnp.asarray([9, 9]), h2o, within="step")
 
 
 ONE_CLOCK = ("exact", "kivi2", "kivi3-sinks", "sliding-mixed", "kvquant", "commvq")
@@ -151,9 +139,9 @@ def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
 
 @pytest.mark.parametrize("spec", ["kivi:bits=2,window=32", "aqua", "exact"])
 def test_bytes_are_those_of_the_budget(spec):
-    """A hundred times the budget costs no more than the budget, and positions and masses are counted."""
+    """A hundred times the budget costs no more than the budget, and positions are counted."""
     model = tiny()
-    options = spec + ("," if ":" in spec else ":") + "keep=h2o:512"
+    options = spec + ("," if ":" in spec else ":") + "keep=streaming:512"
     method, most = kvq.parse(options), 51200
     clock = runs_of(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.storage.clocks[0]
     fits = 512 + method.sinks + clock.window
@@ -161,7 +149,7 @@ def test_bytes_are_those_of_the_budget(spec):
         kvq.ledger(jax.eval_shape(lambda m=m, c=c: kvq.init_cache(model, m, 2, c)))
         for m, c in ((method, most), (kvq.parse(spec), fits))
     )
-    more = 2 * 4 * (512 + 512 // clock.unit + clock.window + clock.unit)
+    more = 2 * 4 * 512
     assert kept.bytes == whole.bytes + more
     small = kvq.init_cache(model, method, 2, most)
     live = sum(array.addressable_data(0).nbytes for array in jax.tree.leaves(small))
@@ -170,7 +158,7 @@ def test_bytes_are_those_of_the_budget(spec):
 
 def test_a_decode_step_updates_the_cache_in_place():
     """Temporaries stay below a tenth of it, beyond a few numbers for every token of the body."""
-    model, method = tiny(), kvq.parse("kivi:bits=4,window=32,keep=h2o:16384")
+    model, method = tiny(), kvq.parse("kivi:bits=4,window=32,keep=streaming:16384")
     cache = jax.eval_shape(lambda: kvq.init_cache(model, method, 2, 65536))
     new = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     memory = jax.jit(kvq.forward, donate_argnums=3).lower(model, *new, cache).compile().memory_analysis()
@@ -182,9 +170,9 @@ def test_a_decode_step_updates_the_cache_in_place():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("kivi:window=64,rule=published,keep=h2o:64", "cannot be evicted"),
-        ("kivi:keep=h2o:16", "leave the body 32 at a time"),
-        ("kivi:window=32,keep=h2o:64;0=exact", "one window and unit for all layers"),
+        ("kivi:window=64,rule=published,keep=streaming:64", "cannot be evicted"),
+        ("kivi:keep=streaming:16", "leave the body 32 at a time"),
+        ("kivi:window=32,keep=streaming:64;0=exact", "one window and unit for all layers"),
     ],
 )
 def test_what_cannot_be_evicted_is_refused(spec, words):
@@ -195,28 +183,7 @@ def test_what_cannot_be_evicted_is_refused(spec, words):
 def test_a_mesh_is_refused():
     rules = Rules(mesh=jax.sharding.AbstractMesh((2, 1, 1, 1), ("data", "seq", "kv", "group")))
     layout = CacheLayout(
-        shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=h2o:64"), capacity=CAPACITY, dtype="float32"
+        shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=streaming:64"), capacity=CAPACITY, dtype="float32"
     )
     with pytest.raises(kvq.UserError, match="on one device only"):
         rules.cache_layout(layout, 2)
-
-
-def test_heavy_hitters_through_a_chain_of_predictors():
-    """AQUA-KV with 16-bit residuals keeps what the exact cache keeps and computes what it computes."""
-    model, text = sharp(), tokens(1, 300)
-    out = []
-    for name in ("exact:window=0", "xquant_cl:bits=16,base=0,protected=0,latent=false,accumulator=float32"):
-        method = kvq.parse(f"{name},sinks=3,keep=h2o:128")
-        method = (
-            method if name[0] == "x" else dataclasses.replace(method, layer=dataclasses.replace(method.layer, unit=128))
-        )
-        cache = kvq.init_cache(model, method, 1, CAPACITY)
-        logits, cache = prefill(model, text[:, :270], jnp.asarray([270]), cache)
-        got = [logits]
-        for t in range(270, 276):
-            logits, cache = forward(model, text[:, t : t + 1], jnp.asarray([1]), cache)
-            got.append(logits[:, 0])
-        out.append((np.concatenate(got), np.asarray(cache.kept["positions"])))
-    np.testing.assert_array_equal(out[0][1], out[1][1])
-    assert (np.diff(out[0][1][0]) > 1).any()
-    np.testing.assert_allclose(out[1][0], out[0][0], atol=BOUND)

@@ -125,8 +125,7 @@ def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     same(attend(model, TOKENS, COUNTS, again)[0], want)
 
 
-H2O = "exact:keep=h2o:32"
-THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", H2O)
+THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", "exact:keep=streaming:32")
 
 
 @pytest.mark.parametrize("name", thinned(THROUGH, 2))

@@ -12,7 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache.pages import PoolExhausted
-from kvqjax.ops.packing.words import array_bytes
+from kvqjax.ops.packing.base import array_bytes
 
 CAPACITY, ROWS = 2100, 2  # tokens of a row: three pages of the longest blocks
 

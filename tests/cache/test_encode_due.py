@@ -10,7 +10,8 @@ from cases import _constants
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache import encoding, runs_of
+from kvqjax.cache import append as encoding
+from kvqjax.cache import runs_of
 
 LENGTHS, CHUNK, FEW = (1100, 1041), 512, 100
 AT_ONCE = [

@@ -11,9 +11,10 @@ from cases import CASES, model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import run_layout, runs, runs_of
-from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache import layout as run_layout
+from kvqjax.cache import runs, runs_of
 from kvqjax.cache.readers import decoded
+from kvqjax.cache.reshape import CANONICAL, convert
 from kvqjax.ops.layout import Field
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)

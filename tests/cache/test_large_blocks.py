@@ -12,7 +12,7 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import runs, runs_of
-from kvqjax.cache.run_layout import few_block
+from kvqjax.cache.layout import few_block
 
 LENGTHS = (720, 300)  # of 768 slots: three blocks of 256 tokens
 

@@ -6,7 +6,7 @@ import pytest
 from cases import thinned
 
 from kvqjax.ops.layout import Field, block_tokens
-from kvqjax.ops.packing.words import split_bits, unpack
+from kvqjax.ops.packing.base import split_bits, unpack
 
 CODES = [*((bits, "planes") for bits in (1, 2, 3, 4, 6, 8, 12)), (6, "columns")]
 FOR_CPUS = [(bits, form) for form in ("stripes", "lines") for bits in (1, 2, 3, 4, 8)]

@@ -1,4 +1,4 @@
-"""Static lengths (kvqjax/cache/length_bound.py): what is read follows the longest row, results stay the same but for
+"""Static lengths (kvqjax/cache/runs.py): what is read follows the longest row, results stay the same but for
 rounding, and programs are few."""
 
 import dataclasses
@@ -12,10 +12,11 @@ from cases import model_and_method, thinned
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import length_bound
-from kvqjax.cache.cache_layout import LengthBound
-from kvqjax.cache.length_bound import bound_for, bounded
+from kvqjax.cache import runs as length_bound
+from kvqjax.cache.layout import LengthBound
 from kvqjax.cache.readers import decoded
+from kvqjax.cache.runs import bound_for
+from kvqjax.cache.state import bounded
 from kvqjax.generation import decoding, loop
 from kvqjax.methods.direct import slots_read
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvqjax.ops.layout import Field
-from kvqjax.ops.packing.words import split_bits
+from kvqjax.ops.packing.base import split_bits
 
 ROWS, SLOTS, WIDTH = 4, 2048, 48
 FIELDS = {

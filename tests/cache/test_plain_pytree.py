@@ -15,7 +15,7 @@ import kvqjax as kvq
 
 # Every method, and what has parts that others lack: evicted tokens, no body, int4 by heads, lines and stripes.
 MORE = {
-    "h2o": ("kivi2", "kivi:bits=2,window=32,keep=h2o:64", {}),
+    "streaming": ("kivi2", "kivi:bits=2,window=32,keep=streaming:64", {}),
     "no-body": ("kivi2", "kivi:bits=2,window=128", {"capacity": 100}),
     "heads": ("kivi2", "kivi:bits=4,window=32,sinks=2", {"form": "heads"}),
     "stripes": ("kivi2", "kivi:bits=2,window=32", {"form": "stripes", "capacity": 4608}),

@@ -1,4 +1,4 @@
-"""Readers of encoded bodies (kvqjax/cache/reading.py, readers/): which one reads what, and that all attend alike."""
+"""Readers of encoded bodies (kvqjax/cache/layout.py, readers/): which one reads what, and that all attend alike."""
 
 import csv
 import dataclasses
@@ -14,9 +14,8 @@ from tiny import tiny, tokens
 
 import kvqjax as kvq
 from kvqjax.cache import attention
-from kvqjax.cache.cache_layout import CacheLayout, stored_form
+from kvqjax.cache.layout import READERS, Ask, CacheLayout, reader_of, stored_form
 from kvqjax.cache.readers.blocks import body_blocks
-from kvqjax.cache.reading import READERS, Ask, reader_of
 from kvqjax.cache.runs import runs_of
 from kvqjax.model.loading import config_of
 from kvqjax.ops.attention import Partial
@@ -113,7 +112,7 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=h2o:64"])
+@pytest.mark.parametrize("spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_sinks_take_their_share(spec, softcap):
     """A sink logit for each query head: as a key that every query sees and whose value is 0."""

@@ -194,7 +194,7 @@ def test_kernels_do_not_turn_some_channels_by_a_factor(spec):
     assert build(dataclasses.replace(SCALED, attention_factor=1.0)).fast.packed is not None
 
 
-@pytest.mark.parametrize("keep", ["streaming:64", "h2o:64"])
+@pytest.mark.parametrize("keep", ["streaming:64"])
 def test_tokens_are_evicted_and_states_remember_them(keep):
     model, method = hybrid(), f"kivi:bits=2,window=32,sinks=4,keep={keep}"
     cache = filled(model, method, size=32)

@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache.convert import CANONICAL, convert
+from kvqjax.cache.reshape import CANONICAL, convert
 from kvqjax.cache.runs import runs_of
 
 forward = jax.jit(kvq.forward)

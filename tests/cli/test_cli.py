@@ -171,9 +171,9 @@ def test_bench_sets_every_cache_against_the_exact_one(call):
 
 def test_a_policy_file_names_a_cache_as_its_text_does(call, tmp_path):
     file = tmp_path / "policy.json"
-    file.write_text('{"method": "kivi", "key_bits": 4, "keep": "h2o:512", "layers": {"0": "exact:window=128"}}')
+    file.write_text('{"method": "kivi", "key_bits": 4, "keep": "streaming:512", "layers": {"0": "exact:window=128"}}')
     (row,) = json.loads(call("plan", "-m", "recall", "-c", str(file), "--context", "8192", "--json")[1])
-    assert row["cache"] == "kivi:bits=2,key_bits=4,keep=h2o:512;0=exact:window=128"
+    assert row["cache"] == "kivi:bits=2,key_bits=4,keep=streaming:512;0=exact:window=128"
     (same,) = json.loads(call("plan", "-m", "recall", "-c", row["cache"], "--context", "8192", "--json")[1])
     assert same == row
     assert row["bytes"] < 0.2 * row["bytes_exact"]

@@ -112,7 +112,7 @@ DIGITS = "9" * 5000  # more than int() reads
         (["plan", "--device", f"a100-{DIGITS}gb"], "is not known"),
         (["plan", "-c", "higgs:group=²"], "or a number of channels"),
         (["plan", "-c", "kivi:rotate=signs:²"], "signs:SEED"),
-        (["plan", "-c", f"kivi:keep=h2o:{DIGITS}"], "such as h2o:512"),
+        (["plan", "-c", f"kivi:keep=streaming:{DIGITS}"], "such as streaming:512"),
         (["plan", "-c", f"kivi;{DIGITS}=exact"], "not a layer number"),
         (["plan", "-c", "k=kivi;v=exact;k=exact"], "the keys or the values twice"),
         (["plan", "--context", DIGITS], "no number of tokens"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.state import allocate_cache
 from kvqjax.codecs.base import bits_per_value
 from kvqjax.codecs.nuq import Nuq

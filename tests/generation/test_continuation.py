@@ -82,7 +82,7 @@ def test_strides_end_before_anything_that_a_stop_string_may_take_back_is_encoded
 
 
 def test_evicting_caches_continue():
-    for keep in ("streaming:32", "h2o:32"):
+    for keep in ("streaming:32",):
         method = kvq.parse(f"exact:sinks=2,window=32,keep={keep}")
         out = kept(spelling(tiny()), method, PROMPTS, NEW, stop=["a"])
         assert_continues(spelling(tiny()), method, PROMPTS, out)

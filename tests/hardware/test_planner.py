@@ -5,7 +5,7 @@ import pytest
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
-from kvqjax.cache.cache_layout import stored_form
+from kvqjax.cache.layout import stored_form
 from kvqjax.hardware.chips import slice_of, target_name
 from kvqjax.hardware.devices import DEVICES, GIB, GPUS, Device
 from kvqjax.hardware.planner import headroom, largest, parameter_shapes, plan_memory, step_bounds

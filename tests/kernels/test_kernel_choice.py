@@ -13,7 +13,7 @@ from commands import run
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.kernel_checks import check as check_module
 from kvqjax.kernel_checks import choose
@@ -22,8 +22,7 @@ from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.kernel_checks.trial import by_kernel, by_plain_path, candidates, full, make, queries
 from kvqjax.pallas_kernels import dispatch
-from kvqjax.pallas_kernels.choice import OFF, Kernels
-from kvqjax.pallas_kernels.forms import KernelForm
+from kvqjax.pallas_kernels.forms import OFF, KernelForm, Kernels
 from kvqjax.pallas_kernels.tpu import packed as tpu
 from kvqjax.step import new_cache, persist
 

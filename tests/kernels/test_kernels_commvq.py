@@ -29,7 +29,7 @@ from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import blockwise_attention
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.forms import KernelForm
 from kvqjax.pallas_kernels.tpu import commvq as tpu_commvq

@@ -20,7 +20,7 @@ import kvqjax as kvq
 from kvqjax.cache import runs, runs_of
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels import dispatch, support
 from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room

@@ -28,14 +28,14 @@ from kernel_cases import (
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import reading
+from kvqjax.cache import layout as reading
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
-from kvqjax.ops.packing.words import to_bits
+from kvqjax.ops.packing.base import to_bits
 from kvqjax.pallas_kernels import support
 from kvqjax.pallas_kernels.tpu import higgs as tpu_higgs
 

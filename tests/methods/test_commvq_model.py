@@ -19,7 +19,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import attend, forward
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 CONFIG = ModelConfig(
     vocab_size=40, width=32, mlp_width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True

@@ -20,7 +20,7 @@ from kvqjax.parallel.sharding import rules_for
 
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, rope=kvq.Rope(), width=64)
 NAN, INFINITY = float("nan"), float("inf")
-KEEP = "wanted a rule (streaming, h2o) and a count of tokens, such as h2o:512"
+KEEP = "wanted a rule (streaming) and a count of tokens, such as streaming:512"
 WRONG = ("2", 2.5, None, (2, 3), -1, 0, 10**30, 2**31 - 1, NAN, INFINITY, True, [2], {}, b"2", object(), "none")
 OPTIONS = [(name, option) for name, make in kvq.METHODS.items() for option in inspect.signature(make).parameters]
 
@@ -113,7 +113,7 @@ DESCRIPTIONS = {
     "KVShape": SHAPE,
     "Rope": kvq.Rope(),
     "Method": kvq.Method(name="own", layer=LAYER),
-    "Keep": Keep("h2o", 32),
+    "Keep": Keep("streaming", 32),
     "MeshSize": MeshSize(),
     "Uniform": Uniform(bits=2, along="tokens"),
     "ExpertConfig": ExpertConfig(count=4, per_token=2, width=8),

@@ -17,7 +17,7 @@ from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=32, low_freq_factor=1.0, high_freq_factor=4.0)
 CONFIG = ModelConfig(

@@ -25,7 +25,7 @@ POLICIES = (
     "kivi:bits=2,rope=pre;0=exact;-1=kivi:bits=8,group=64;-4--2=uniform:bits=4",
     "kvquant:bits=4,outliers=0.02,q_norm=true;3=exact",
     "xquant:bits=3,latent=false",
-    "aqua:bits=2,exact=3+7,keep=h2o:512;1=kivi:bits=4",
+    "aqua:bits=2,exact=3+7,keep=streaming:512;1=kivi:bits=4",
     "higgs:bits=2,keep=streaming:1024",
 )
 
@@ -73,12 +73,12 @@ def test_names_say_other_widths_too():
 
 
 def test_the_dict_has_json_types():
-    assert kvq.to_dict(kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=h2o:64;0-1=exact")) == {
+    assert kvq.to_dict(kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=streaming:64;0-1=exact")) == {
         "method": "kvquant",
         "bits": 3,
         "q_norm": True,
         "outliers": 0.02,
-        "keep": "h2o:64",
+        "keep": "streaming:64",
         "layers": {"0-1": {"method": "exact"}},
     }
 
@@ -92,7 +92,7 @@ def test_layers_of_a_dict_may_be_text_and_policies_may_be_sources():
 
 def test_equal_caches_are_equal_however_they_are_named():
     assert kvq.parse("kivi:bits=2") == kvq.kivi() == kvq.kivi(key_bits=2, value_bits=2)
-    assert kvq.parse("kivi:bits=2,keep=h2o:64") != kvq.kivi()
+    assert kvq.parse("kivi:bits=2,keep=streaming:64") != kvq.kivi()
 
 
 @pytest.mark.parametrize("name", kvq.METHODS)
@@ -138,8 +138,8 @@ WRONG = (
     ("kivi;a=exact", "'a' is not a layer number"),
     ("kivi:bits=2,bits=3", "bits stands twice"),
     ("kivi:keep=h20:64", "keep=h20:64; wanted a rule"),
-    ("kivi:keep=h2o", "keep=h2o; wanted a rule"),
-    ("kivi;1=exact:keep=h2o:64", "a keep of its own"),
+    ("kivi:keep=streaming", "keep=streaming; wanted a rule"),
+    ("kivi;1=exact:keep=streaming:64", "a keep of its own"),
     ("kivi;1=aqua", "layers of its own"),
     ("nowhere.json", "No such file"),
 )

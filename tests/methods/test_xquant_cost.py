@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import allocate_cache
 from kvqjax.codecs import bits_per_value

@@ -10,7 +10,7 @@ import pytest
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
@@ -21,7 +21,7 @@ from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.loading import Model, load
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prefill import prefill
+from kvqjax.step.prompt import prefill
 
 ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
 MHA = ModelConfig(

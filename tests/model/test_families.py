@@ -137,9 +137,9 @@ def next_logits(model, cache, newest):
     return decoder.unembed(model.params, h, config)[:, 0]
 
 
-OTHERS = {"streaming": "kivi:bits=2,window=32,sinks=4,keep=streaming:64", "h2o": "kivi:bits=2,window=32,keep=h2o:64"}
+OTHERS = {"streaming": "kivi:bits=2,window=32,sinks=4,keep=streaming:64"}
 PAIRS = [
-    pytest.param(name, family, marks=() if name in (*CORE, "h2o") else pytest.mark.nightly)
+    pytest.param(name, family, marks=() if name in (*CORE, "streaming") else pytest.mark.nightly)
     for name in (*CASES, *OTHERS)
     for family in FAMILIES
 ]

@@ -47,7 +47,7 @@ METHODS = {
     "kivi-published": "kivi:bits=4,window=64,rule=published",
     "kivi-rotated": "kivi:bits=2,window=32,rotate=hadamard,value_rotate=signs:3",
     "kivi-exact-keys": "kivi:bits=4,window=32;k=exact:window=32",
-    "kivi-h2o": "kivi:bits=4,window=32,keep=h2o:64",
+    "kivi-streaming": "kivi:bits=4,window=32,keep=streaming:64",
     "uniform": "uniform:bits=4,group=8",
     "higgs": "higgs:bits=4,buffer=32",
     "turboquant": "turboquant:bits=4",

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvqjax as kvq
-from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import METHODS
 from kvqjax.model.checkpoint import header_digest, open_checkpoint, sample_digest

@@ -13,7 +13,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache.accounting import ledger
-from kvqjax.cache.run_layout import Deal
+from kvqjax.cache.layout import Deal
 from kvqjax.cache.runs import runs_of
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import shares_heads

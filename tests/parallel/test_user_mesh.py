@@ -163,7 +163,7 @@ def test_axes_that_cannot_be_are_refused():
         "'tp' is named twice": lambda: make(mesh=mesh, head_axis="tp", sequence_axis="tp"),
         "head_axis='tp' names an axis of a mesh; give mesh= too": lambda: make(head_axis="tp"),
         "3 rows cannot be split over 4 devices": lambda: make(rows=3, mesh=mesh, batch_axis="fsdp"),
-        "evicted on one device only": lambda: make(spec="kivi:keep=h2o:64", mesh=mesh),
+        "evicted on one device only": lambda: make(spec="kivi:keep=streaming:64", mesh=mesh),
         "a model's lies as the model does": lambda: make(shape=tiny(), mesh=mesh),
         "either mesh= and its axes, or sharding=": lambda: make(
             mesh=mesh, sharding=make(mesh=mesh, batch_axis="fsdp").layout.rules

@@ -33,8 +33,8 @@ def files_of(spec: str) -> set[str]:
     return found
 
 
-# One of them is step/recurrence.py: every model's step passes the places where recurrent layers may stand.
-@pytest.mark.parametrize(("spec", "most"), [("exact", 32), ("kivi:bits=2,window=32", 36)])
+# These numbers may only fall.
+@pytest.mark.parametrize(("spec", "most"), [("exact", 21), ("kivi:bits=2,window=32", 24)])
 def test_a_decode_step_passes_through_few_files(spec, most):
     found = files_of(spec)
     assert {"kvqjax.step.forward", "kvqjax.cache.attention", "kvqjax.cache.append"} <= found

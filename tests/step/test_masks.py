@@ -105,18 +105,6 @@ def test_a_query_sees_the_cache_and_the_new_tokens_of_its_mask(name):
     jax.tree.map(np.testing.assert_array_equal, after, unmasked)  # a mask changes nothing that is stored
 
 
-def test_attention_mass_follows_the_mask():
-    """With keep=h2o, tokens in the window are weighed by what the queries of all layers gave them."""
-    cache = filled(SHAPE, "kivi:bits=4,window=64,keep=h2o:64")
-    given, mask = inputs(1), any_mask()
-    after = step(cache, *given, jnp.asarray(VALID), None, mask)[1]
-    for row in range(ROWS):
-        weights = sum(by_hand(cache, layer, row, *given, mask, None)[0].sum((0, 1)) for layer in range(LAYERS))
-        positions = HELD[row] + np.arange(VALID[row].sum())
-        recent = np.asarray(after.kept["recent"])[row, positions % after.kept["recent"].shape[1]]
-        np.testing.assert_allclose(recent, weights[CAPACITY:], rtol=1e-4)
-
-
 def test_documents_side_by_side_are_what_each_is_alone():
     """Attention knows positions by their differences, so that a document may begin anywhere, under a window too."""
     shape = dataclasses.replace(SHAPE, sliding_window=(8, None))

@@ -145,7 +145,7 @@ def test_a_forward_pass_of_flax_takes_a_mask():
 
 
 def test_attention_mass_follows_a_mask():
-    model, method = tiny(), kvq.parse("kivi:bits=2,window=32,keep=h2o:64")
+    model, method = tiny(), kvq.parse("kivi:bits=2,window=32,keep=streaming:64")
     left = right = kvq.init_cache(model, method, ROWS, CAPACITY)
     for text, mask in chunks()[:2]:
         left = step(model, text, jnp.asarray(mask), left)[1]

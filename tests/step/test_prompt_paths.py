@@ -13,8 +13,7 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import runs
 from kvqjax.cache.readers import tiles
-from kvqjax.pallas_kernels.choice import Kernels
-from kvqjax.pallas_kernels.forms import CUDNN
+from kvqjax.pallas_kernels.forms import CUDNN, Kernels
 from kvqjax.step import forward, prefill
 from kvqjax.step.prompt import Path, path_of
 
@@ -35,7 +34,7 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
 def test_paths_agree(monkeypatch, path, sliding):
     """On ragged and padded rows, one of them empty, with and without sliding windows, which are shorter than a part of
     a chunk, than a chunk, and longer: 384 tokens are three chunks."""
-    monkeypatch.setattr("kvqjax.step.prompt_attention.TILES", 1)  # up to three chunks' keys a tile
+    monkeypatch.setattr("kvqjax.step.prompt.TILES", 1)  # up to three chunks' keys a tile
     arguments = {"sliding_window": sliding}, [300, 0, 129], 300
     wanted, held = prefilled(monkeypatch, Path("off", 64), *arguments)
     logits, cache = prefilled(monkeypatch, path, *arguments)

@@ -117,15 +117,10 @@ def scanned(cache, q, k, v, valid, constants=None):
     return out, kvq.commit_layers(view)
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2,window=32", "kivi:bits=4,window=0,keep=h2o:64"])
+@pytest.mark.parametrize("spec", ["kivi:bits=2,window=32", "kivi:bits=4,window=0,keep=streaming:64"])
 def test_a_view_is_the_carry_of_a_scan(spec):
     cache = kvq.init_cache(SHAPE, spec, ROWS, CAPACITY)
-    if "keep" not in spec:
-        return assert_steps_equal(cache, cache, jax.jit(scanned), plain)
-    mask, given = masks()[0], inputs(0)
-    after, wanted = jax.jit(scanned)(cache, *given, mask)[1], plain(cache, *given, mask)[1]
-    np.testing.assert_array_equal(after.kept["positions"], wanted.kept["positions"])
-    np.testing.assert_allclose(after.kept["mass"], wanted.kept["mass"], rtol=1e-5)
+    assert_steps_equal(cache, cache, jax.jit(scanned), plain)
 
 
 def test_a_stack_s_view_goes_through_an_ordinary_loop():
@@ -241,7 +236,6 @@ def test_wrong_use_is_one_line():
     cache, (q, k, v) = kvq.init_cache(SHAPE, "exact", ROWS, 64), inputs(0, 4)
     counts, views = jnp.full(ROWS, 4), attended(kvq.init_cache(SHAPE, "exact", ROWS, 64))
     fresh = kvq.layers(cache, counts)
-    chained = kvq.layers(kvq.init_cache(SHAPE, "kivi:window=0,keep=h2o:32", ROWS, 64), counts)
     mixed = kvq.init_cache(SHAPE, "kivi;0=exact", ROWS, 64)
     later = kvq.layers(kvq.commit_layers(views), counts)
     refused = {
@@ -253,7 +247,6 @@ def test_wrong_use_is_one_line():
             q[0, :, :3], k[0, :, :3], v[0, :, :3]
         ),
         "the view of layer 0 has attended": lambda: views[0].attend(q[0], k[0], v[0]),
-        "layers depend on each other": lambda: chained[1].attend(q[1], k[1], v[1]),
         "the view of layer 1 stands above that of layer 0, not that of layer 1": lambda: fresh[1].above(fresh[1]),
         "the view of layer 0 has not attended": lambda: fresh[1].above(fresh[0]),
         "layer 1 has not attended": lambda: kvq.commit_layers([views[0], fresh[1]]),

@@ -1,5 +1,5 @@
 """Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row. It reads every body
-on every chip, and is the last line of the table in kvqjax/cache/reading.py.
+on every chip, and is the last line of the table in kvqjax/cache/layout.py.
 
 `body_blocks` makes the function that reads a block. Other readers use it too, for blocks of other sizes."""
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.run_layout import MANY_QUERIES, MOST_ROWS, few_block
-from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, seen
+from kvqjax.cache.layout import MANY_QUERIES, MOST_ROWS, few_block
+from kvqjax.cache.view import BodyCall, Carry, LayerView, NewTokens, body_view, expanded, payload_of, seen
 from kvqjax.methods.layer_cache import MixedKeys, SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention
 from kvqjax.ops.finite import saturated

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvqjax.cache.layout import MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.readers.blocks import put_into_carry
-from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.run_layout import MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.state import Run, body_tokens
-from kvqjax.cache.view import LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
+from kvqjax.cache.view import BodyCall, Carry, LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated

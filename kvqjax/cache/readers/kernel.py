@@ -9,9 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvqjax.cache.readers.reader import Attend, BodyCall, Carry
 from kvqjax.cache.state import Run
-from kvqjax.cache.view import LayerView, NewTokens, beside, packed_view, seen
+from kvqjax.cache.view import Attend, BodyCall, Carry, LayerView, NewTokens, beside, packed_view, seen
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.dispatch import packed_attention
 from kvqjax.pallas_kernels.exact import Recent, room

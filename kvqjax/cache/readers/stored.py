@@ -11,9 +11,8 @@ import math
 
 import jax
 
-from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.reading import reads_by_heads
-from kvqjax.cache.view import body_view, packed_view, reached, seen
+from kvqjax.cache.layout import reads_by_heads
+from kvqjax.cache.view import BodyCall, Carry, body_view, packed_view, reached, seen
 from kvqjax.methods.direct import PIECE, attend_whole, scaled, slots_read
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.xla_workarounds import cut_along

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.cache.readers.blocks import body_blocks
-from kvqjax.cache.readers.reader import BodyCall, Carry
-from kvqjax.cache.view import sees_all
+from kvqjax.cache.view import BodyCall, Carry, sees_all
 from kvqjax.ops.attention import Partial, blockwise_attention, merged, segment_attention
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash

@@ -21,7 +21,7 @@ from kvqjax.methods.keys_values import keys_and_values
 from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until, through_heads
 from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 

@@ -10,7 +10,7 @@ from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 
 __all__ = ["exact", "kivi", "kivi_star", "uniform"]
 

@@ -12,7 +12,7 @@ from kvqjax.codecs.uniform import at_least_one
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.rotation import turning
 from kvqjax.methods.spec import Method, method_factory, value_or
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 
 __all__ = ["kvarn", "omniscale", "oscar"]
 

@@ -9,7 +9,7 @@ from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.uniform import Uniform
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.spec import Method, first_layers, method_factory, value_or
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 
 __all__ = ["turboquant"]
 

@@ -44,11 +44,11 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.decoder import Layer, heads, norm
 from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 from kvqjax.ops.xla_workarounds import row_major
-from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike, uniform_body
+from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.pallas_kernels.packed import PackedSpec, uniform_body
 
 __all__ = [
     "FIT",

@@ -43,7 +43,7 @@ from kvqjax.methods.spec import LayerSpec, Method, first_layers, method_factory,
 from kvqjax.model.config import KVShape
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
-from kvqjax.ops.packing.words import PLANE
+from kvqjax.ops.packing.base import PLANE
 from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 __all__ = ["CrossLayer", "xquant_cl"]

@@ -1,11 +1,8 @@
 """Packings: where the numbers of a field lie in its arrays. Each has a file, and a name in `PACKINGS`."""
 
-from kvqjax.ops.packing.base import Packing, Stored, convert
+from kvqjax.ops.packing.base import Packing, Rows, Stored, Tokens, convert
 from kvqjax.ops.packing.heads import by_head
-from kvqjax.ops.packing.lines import Lines
-from kvqjax.ops.packing.planes import Columns, Planes
-from kvqjax.ops.packing.rows import Rows, Tokens
-from kvqjax.ops.packing.stripes import Stripes
+from kvqjax.ops.packing.planes import Columns, Lines, Planes, Stripes
 
 __all__ = ["PACKINGS", "Packing", "Stored", "convert"]
 

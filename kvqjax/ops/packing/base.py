@@ -3,7 +3,12 @@
 A packing is a value. It knows the sizes of a field, and where the number of (layer, row, token, channel) lies. The
 arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. Tokens are written and read as tiles. A tile's shape depends
 on the field's kind (`kvqjax.ops.layout.Field`) and not on the packing, so every packing gives back equal tiles.
-"""
+
+What packings and kernels alike know of stored numbers: plane sets, words of codes, the bits of 16-bit floats.
+
+Plain numbers, unpacked: rows of channels, as vectors and groups' scales have them, and rows of tokens.
+
+16-bit floats are stored as the integers that hold their bits (`kvqjax.ops.packing.base`)."""
 
 import abc
 import dataclasses
@@ -14,26 +19,82 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Num, Shaped, UInt
 
-from kvqjax.ops.packing.words import BLOCK, PLANE, split_bits
+from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import cut_at, floor_divide, put_at, row_major
 
-__all__ = [
-    "CHANNELS",
-    "PIECE",
-    "TOKENS",
-    "Packing",
-    "Stored",
-    "WordPacking",
-    "chosen",
-    "convert",
-    "cut_tokens",
-    "entry_index",
-    "pieces",
-    "placed",
-    "with_entries",
-]
+PLANE = 32  # tokens of a plane: the rows of a block of words
+BLOCK = 256  # tokens; the blocks of every packing are multiples of it
+FEW = 256  # tokens of a tile; longer tiles are written as one piece, shorter ones plane by plane
+
+
+def split_bits(bits: int) -> tuple[int, ...]:
+    """Split `bits` into powers of two, largest first: the plane sets of a code."""
+    return tuple(1 << i for i in reversed(range(5)) if bits >> i & 1)
+
+
+def unpack(words: UInt[Array, "*B R W"], bits: int, plane: int = PLANE) -> UInt[Array, "*B S W"]:
+    """Unpack whole blocks of `plane` rows.
+
+    Args:
+        words: rows of words; R is a multiple of `plane`.
+        bits: of a code, a power of two.
+        plane: tokens whose codes sit in the same bits of neighbouring rows.
+
+    Returns:
+        The codes of S = R*32/bits tokens, in token order.
+    """
+    lead, (rows, width) = words.shape[:-2], words.shape[-2:]
+    blocks = words.reshape(*lead, rows // plane, 1, plane, width)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
+    return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
+
+
+# 16-bit floats are stored as the integers that hold their bits. XLA's CPU backend has no 16-bit float operations: it
+# would convert a whole array to float32 and back around every slice and every update of it.
+
+
+def is_half(dtype) -> bool:
+    """Say whether numbers of `dtype` are stored as the integers that hold their bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
+    """Give what is stored for `x`: uint16 for 16-bit floats, `x` itself for everything else."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half(x.dtype) else x
+
+
+def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
+    """Give the numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
+    return jax.lax.bitcast_convert_type(x, dtype) if is_half(dtype) else x
+
+
+def slot_rows(count: int, dtype: str) -> int:
+    """Count the rows of 16-bit words that `count` slots take per token, each a number of `dtype` and a channel.
+
+    One array holds both. XLA for TPUs lays it out anew around a decode loop unless its rows are a multiple of 8;
+    12 slots are 24.
+    """
+    return count * (jnp.dtype(dtype).itemsize // 2 + 1)
+
+
+def number_bits(dtype) -> int:
+    """Count the bits of one stored number. XLA packs numbers narrower than a byte; `itemsize` says a byte for each."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8 * dtype.itemsize
+
+
+def array_bytes(tree) -> int:
+    """Count the bytes of an array, or of all arrays of a pytree, live or abstract, on all devices together.
+
+    Two int4 numbers share a byte, whatever an array's `nbytes` says: this is what the device's memory holds.
+    """
+    return sum(-(-math.prod(x.shape) * number_bits(x.dtype) // 8) for x in jax.tree.leaves(tree))
+
 
 Stored = tuple  # the arrays of one field: one for each plane set, else a single one
 Number = Int[Array, ""] | int
@@ -311,3 +372,57 @@ def with_entries(
     return array.at[entry_index(array, layer, place, lanes)].set(
         new, mode="drop", unique_indices=True, wrap_negative_indices=False
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows(Packing):
+    """A row of W numbers for each token, or for every `group` of them, `[L, B, S/group, W]`."""
+
+    @property
+    def token_bits(self) -> float:
+        dtype = "bfloat16" if self.dtype == "compute" else self.dtype
+        return 8 * jnp.dtype(dtype).itemsize * self.width / self.group
+
+    @property
+    def in_bits(self):
+        return dataclasses.replace(self, dtype="uint16") if is_half(self.dtype) else self
+
+    def shape(self, slots: int) -> tuple[int, ...]:
+        """Give the shape of one row of the batch."""
+        return slots // self.group, self.width
+
+    def start(self, token) -> tuple:
+        """Say where in a row of the batch a token's numbers are."""
+        return floor_divide(token, self.group), 0
+
+    def allocate(self, lead, slots):
+        return (jnp.zeros((*lead, *self.shape(slots)), "uint16" if is_half(self.dtype) else self.dtype),)
+
+    def write(self, stored, index, token, tile, write_mask=None):
+        start = (*index, *self.start(token))
+        tile = to_bits(saturated(tile, self.dtype)).reshape((1,) * len(index) + tile.shape)
+        if write_mask is not None:
+            tile = chosen(write_mask, tile, cut_at(stored[0], start, tile.shape))
+        return (put_at(stored[0], row_major(tile), start),)
+
+    def read(self, stored, layer, token, count):
+        start = floor_divide(token, self.group)
+        return from_bits(cut_tokens(stored[0], layer, start, count // self.group, self.token_axis), self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens(Rows):
+    """W numbers of each token, tokens on the lanes, `[L, B, W, S]`: a last axis of 1 would be padded to 128."""
+
+    axes = (CHANNELS, TOKENS)
+    scatters = True
+
+    def shape(self, slots):
+        return self.width, slots
+
+    def start(self, token):
+        return 0, token
+
+    def scatter(self, stored, layer, slots, tile, write_mask):
+        numbers = to_bits(saturated(tile, self.dtype)).T
+        return (with_entries(stored[0], layer, slots, numbers, write_mask, lanes=True),)

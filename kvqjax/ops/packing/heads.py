@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num, Shaped
 
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.packing.base import CHANNELS, TOKENS, Packing, chosen, pieces, placed
-from kvqjax.ops.packing.words import BLOCK, PLANE, split_bits
+from kvqjax.ops.packing.base import BLOCK, CHANNELS, PLANE, TOKENS, Packing, chosen, pieces, placed, split_bits
 from kvqjax.ops.xla_workarounds import cut_at, floor_divide, modulo, put_at, row_major
 
 __all__ = ["HALF", "Heads", "IntegersByHead", "NibblesByHead", "by_head", "offset", "tokens_per_row"]
