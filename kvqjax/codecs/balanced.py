@@ -64,8 +64,8 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
         floor: the smallest logarithm of a factor; None: LOWEST.
 
     Returns:
-        The factors by which columns and rows are to be divided. Of all rounds, and the start with factors 1, the most
-        balanced one is taken.
+        The divisors of columns and rows. They come from the most balanced of all rounds, and of the
+        start with factors 1.
     """
     lowest = LOWEST if floor is None else floor
 

@@ -23,7 +23,7 @@ Constants = dict  # constant name -> array of one layer
 
 
 class Fit(NamedTuple):
-    """What finds the calibrated constants of a codec.
+    """Names the module that finds the calibrated constants of a codec.
 
     Attributes:
         module: the full name of a module, which is imported when constants are asked for.
@@ -40,11 +40,11 @@ class Fit(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """What stores vectors.
+    """A pair of functions between vectors and stored fields.
 
     Attributes:
         width: channels of a vector.
-        unit: tokens are encoded in multiples of so many.
+        unit: tokens are encoded in multiples of this number.
         fields: what is stored, by name.
         encode: encode(constants, x [u, W]) fills the fields.
         decode: decode(constants, tile) reads them.
