@@ -24,8 +24,8 @@ LARGER_SHARES = (0.8, 0.85, 0.9, 0.95)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is planned. `room`: bytes of one device that the program gets, None where no device is named. `memory`:
-    bytes of one device in all."""
+    """A case to plan. `room`: bytes of one device that the program gets, None if no device is
+    named. `memory`: bytes of one device in all."""
 
     name: str
     config: ModelConfig
@@ -98,8 +98,8 @@ def _speed(case: Case, planned: Plan, method: Method, device: Device, fits: bool
 
 
 def _first_token(case: Case, chip: str, fits: bool) -> Row:
-    """What prompts of a whole context take: at least, every operation once at the peak of all devices; and on one chip
-    as compiled prompts were counted."""
+    """Give the times of prompts of a whole context: the least, with every operation once at the
+    peak of all devices, and on one chip as compiled prompts were counted."""
     peak = DEVICES[chip].tflops * 1e12 * case.mesh.devices
     least = case.batch * prompt_operations(case.config, 0, case.context) / peak
     one_device = case.mesh.devices == 1
