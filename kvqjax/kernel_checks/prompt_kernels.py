@@ -32,7 +32,8 @@ MOST_CUDNN = 128  # channels of a head that cuDNN takes on every GPU from comput
 
 
 class PromptKernel(NamedTuple):
-    """What a verdict holds for: SPLASH or CUDNN, and the heads of a layer. It stands beside `trial.Candidate`."""
+    """The subject of a verdict: SPLASH or CUDNN, and the heads of a layer. See
+    `trial.Candidate`."""
 
     form: KernelForm
     num_heads: int

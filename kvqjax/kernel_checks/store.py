@@ -24,7 +24,7 @@ LONGEST = 3600  # seconds after which a check is not under way any more, whoever
 
 
 class Key(NamedTuple):
-    """What a verdict holds for: the chip's name, versions, and the printed name of a candidate."""
+    """The key of a verdict: the chip's name, versions, and the printed name of a candidate."""
 
     chip: str
     jax: str
@@ -41,9 +41,9 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a check found. `outcome` is one of OUTCOMES; `error` the worst query's relative error; `kernel_ms` and
-    `plain_ms` the milliseconds of a call; `seconds` the time the check took; `note` says more in one line. None: not
-    known."""
+    """The result of a check. `outcome` is one of OUTCOMES; `error` the worst query's relative
+    error; `kernel_ms` and `plain_ms` the milliseconds of a call; `seconds` the time the check took;
+    `note` says more in one line. None: not known."""
 
     outcome: str
     error: float | None = None
