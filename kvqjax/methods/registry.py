@@ -222,9 +222,9 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
     Args:
         default: the method of all layers that `overrides` does not name. Sinks and `keep` are its own.
         overrides: methods by the layers that they apply to ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
-            values of layers alone, "k" and "v" those of all layers. Of two entries for a layer the later one holds. In
-            a method whose layers feed each other (aqua, xquant_cl) the layer's `admit` says how another method's layer
-            takes a place in the chain.
+            values of layers alone, "k" and "v" those of all layers. If two entries name a layer,
+            the later one holds. In a method whose layers feed each other (aqua, xquant_cl) the
+            layer's `admit` says how another method's layer takes a place in the chain.
 
     Returns:
         The method, named after `default` and all overrides.
