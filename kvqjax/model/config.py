@@ -162,7 +162,7 @@ class RecurrentConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What a cache must know of a model. Static and hashable.
+    """Everything that a cache knows of a model. Static and hashable.
 
     Axis letters: L layers, H query heads, K KV heads, D head dim, E width. Layers are those of attention, and are
     numbered among themselves; `recurrent` describes those between them, whose state is part of the cache. `rope`,
@@ -175,8 +175,9 @@ class KVShape:
     values from it (XQuant). They are the width of that input, and what the model does between its projections and
     attention. A norm multiplies by its weight plus `norm_offset`.
 
-    With a `latent` the one KV head's key is a latent of so many channels and a part that its rope turns
-    (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent as "v", the rest as "k".
+    With a `latent` the one KV head's key is a latent with `latent` channels and a part that its
+    rope turns (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent
+    as "v", the rest as "k".
     """
 
     num_layers: int

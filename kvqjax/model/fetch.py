@@ -142,7 +142,7 @@ def model_at_hand(name: str = "smollm2", bundled: str = "demo", *, tell: Callabl
 
     Args:
         name: one of `FETCHED`.
-        bundled: the model that takes its place where it is not to be had.
+        bundled: the model that takes its place if it cannot be downloaded.
         tell: is called with each line about what is done, and with one that says so where the bundled model is taken.
 
     Returns:

@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         file: the file.
@@ -205,7 +205,7 @@ class _Cursor:
         self.data, self.at, self.file = data, at, file
 
     def require(self, nbytes: int) -> int:
-        """The place itself, when the file has as many bytes behind it."""
+        """Give the place itself if the file has that many bytes after it."""
         if nbytes > len(self.data) - self.at:
             raise UserError(f"{self.file}: truncated: its header goes on beyond the file's {len(self.data)} bytes")
         return self.at

@@ -108,7 +108,8 @@ def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any
         cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
     }
     if FAMILIES[name].query_scale:
-        # The file does not say the divisor. Only the published model with so many layers has another than the rest.
+        # The file does not say the divisor. Only the published model with this number of layers has
+        # another one.
         head_dim = header.integer(f"{family}.attention.key_length", width)
         widest = _count_layers(header, family) == _DIVIDED_BY_WIDTH[family]
         fields["query_pre_attn_scalar"] = width if widest else head_dim
@@ -206,7 +207,7 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
 
 
 def _divisors(header: Header, head_dim: int) -> list[float] | None:
-    """What each pair's frequency is divided by; None where that is 1 for all."""
+    """Give the divisor of each pair's frequency; None if all are 1."""
     entry = header.tensors.get(_DIVISORS)
     if entry is None:
         return None

@@ -1,10 +1,12 @@
 """Hugging Face's config.json as a `ModelConfig`, and back: which model it is, and how its weights are packed.
 
-A field that changes what a model computes is either read or refused by its name and value. A field that nobody knows
-is ignored. An absent field has the default of transformers' config class (kvqjax/model/hf_families.py).
+A field that changes what a model computes is either read or refused by its name and value. An
+unknown field is ignored. An absent field has the default of transformers' config class
+(kvqjax/model/hf_families.py).
 
 The parts of a config have files of their own: heads and their rope hf_attention.py, the kinds of layers hf_layers.py,
-experts hf_experts.py, single fields hf_fields.py. What reads a part and what writes it stand side by side.
+experts hf_experts.py, single fields hf_fields.py. The code that reads a part and the code that
+writes it are side by side.
 """
 
 import dataclasses

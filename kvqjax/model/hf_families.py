@@ -52,7 +52,7 @@ class ExpertFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes the checkpoints of one architecture.
+    """Describes how checkpoints of one architecture differ from Llama's.
 
     Attributes:
         model_type: the value of `model_type` that belongs to the architecture.
