@@ -1,4 +1,4 @@
-"""What a cache body stores: fields, one for every quantity of a codec.
+"""The fields of a cache body, one for every quantity of a codec.
 
 The field of a body is stored for every layer and row. What it stores is its kind; where the numbers lie in memory is
 its packing (`kvqjax.ops.packing`). A codec declares kinds, and a cache chooses packings for its chip. Codecs see tiles

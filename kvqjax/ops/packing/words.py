@@ -1,4 +1,5 @@
-"""What packings and kernels alike know of stored numbers: plane sets, words of codes, the bits of 16-bit floats."""
+"""Facts about stored numbers that packings and kernels share: plane sets, words of codes, the bits
+of 16-bit floats."""
 
 import math
 
