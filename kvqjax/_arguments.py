@@ -1,4 +1,5 @@
-"""What a caller gives: options of the right type, and whole numbers in their range (counts, rows, layers, lengths).
+"""Checks arguments of public functions: types of options, and ranges of whole numbers (counts,
+rows, layers, lengths).
 
 One that is known and wrong is refused in one line. A number that a trace hides is clipped, and the caller is told in
 which entries that was needed: it raises the row's `overflow` flag for them."""
@@ -153,8 +154,8 @@ def is_known(*arrays: Any) -> bool:
 
 
 def reading(known: bool) -> AbstractContextManager:
-    """Compute at once, also inside a user's trace: what follows from known numbers can then be read. Of others, as it
-    comes."""
+    """Compute at once, also inside a user's trace: results of known numbers can then be
+    read. Do nothing if a number is unknown."""
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 

@@ -172,7 +172,8 @@ def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **opti
 
 
 class PendingTokens(nnx.Variable):
-    """Of the call in progress: which new tokens are valid, and those of the layers that have attended."""
+    """The valid new tokens of the call in progress, and the tokens of the layers that have
+    attended."""
 
 
 class CacheModule(nnx.Module):

@@ -103,8 +103,8 @@ def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None 
 
 
 class _Subject(NamedTuple):
-    """What is checked: a model with the method's constants, and two rows of LENGTH tokens of which the second holds
-    fewer."""
+    """The subject of a check: a model with the method's constants, and two rows of LENGTH tokens.
+    The second row holds fewer."""
 
     model: Model
     method: Any

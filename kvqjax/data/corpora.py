@@ -47,7 +47,8 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
         raise UserError(f"{source.name}: pip install datasets to load it from the hub, or {hint}") from error
     try:
         return iter(load_dataset(**source.hub))
-    # The library raises its own, the hub client's and the system's errors; all of them mean "not to be had".
+    # The library raises its own, the hub client's and the system's errors; all of them mean that
+    # the data cannot be read.
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{source.name}: the hub did not give it ({reason}); {hint}") from error
