@@ -1,4 +1,4 @@
-"""What a kernel on packed keys and values is given: a body's arrays and a static description.
+"""The arguments of a kernel on packed keys and values: a body's arrays and a static description.
 
 There are two kinds of codes:
 

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def chip(self) -> Tpu:
-        """What is known of the chip."""
+        """The chip's properties."""
         return TPUS[self.spec.target]
 
     @property
