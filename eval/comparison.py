@@ -188,7 +188,7 @@ def compare(
         cache: one policy or several, such as "kivi:bits=2"; each gives a row.
         data: the name of data as `kvqjax.data.read` takes it, such as a path, "wikitext2" or "synthetic" for sentences
             of our own; data that it gave; a text of several words, a list of texts, or token ids.
-        artifact: folders of calibrations, for caches that shall not be calibrated here.
+        artifact: folders of calibrations, for caches that are not to be calibrated here.
         field: which field of records holds text or messages.
         split: which split of a data set; by default the only one.
         folder: where wikitext2, c4 and gsm8k are; by default the hub, by `datasets`.

@@ -143,7 +143,7 @@ def best_of(
 
 
 def _meters(trial: Trial, parts: tuple[np.ndarray, np.ndarray], settings: Settings, out: Path | None) -> list[Meter]:
-    """Of the text that is searched and of the text that is reported on."""
+    """Make the meters of the text that is searched and of the text that is reported on."""
     sizes = {"chunk": settings.chunk, "batch": settings.batch, "scored_from": settings.scored_from}
     names = list(map(str, (*trial.candidates.parts, *trial.candidates.others)))
     about = [trial.model.fingerprint, str(trial.model.params["embed"].dtype), repr(settings), *names]
@@ -234,7 +234,7 @@ def tune(
         model: the model.
         texts: a text, data or token ids, as for `kvqjax.eval.perplexity`.
         budget: average bits of all that is stored for a row of `settings.context` tokens (2.5), bytes ("8GiB"), or the
-            fewest bytes of a divergence of at most so many nats ("kld=0.01").
+            fewest bytes with at most this divergence in nats ("kld=0.01").
         methods: a list such as "kivi,higgs:window=32", "data-free" (all that need no calibration) or "all". A method
             without bits is tried at all its widths. Windows, sinks and groups are theirs; the most sinks of any serve
             all.
