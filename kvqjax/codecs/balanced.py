@@ -31,7 +31,7 @@ from kvqjax.ops.layout import Field
 
 __all__ = ["Balanced", "balance", "imbalance"]
 
-LEAST, MOST = 1e-3, 1e3  # bounds of what is divided by in one round
+LEAST, MOST = 1e-3, 1e3  # bounds of a divisor in one round
 CEILING = 10.0  # the largest logarithm of a factor
 LOWEST = -40.0  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
 

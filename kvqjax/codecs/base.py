@@ -77,7 +77,8 @@ class Open(Protocol):
     """A spec that leaves sizes open, such as the channels of a group, until the model's heads are known."""
 
     def for_heads(self, heads: int, head_dim: int) -> CodecSpec:
-        """Fill in what is open, for vectors of `heads` KV heads with `head_dim` channels each."""
+        """Fill in the open options, for vectors of `heads` KV heads with `head_dim` channels
+        each."""
         ...
 
 
@@ -111,7 +112,8 @@ class BetweenHeads(Protocol):
 
 
 def for_heads(spec: CodecSpec, heads: int, head_dim: int) -> CodecSpec:
-    """Fill in what a spec leaves open (`Open`). A spec that leaves nothing open is given back as it is."""
+    """Fill in the options that a spec leaves open (`Open`). A spec that leaves nothing open is
+    given back as it is."""
     return spec.for_heads(heads, head_dim) if isinstance(spec, Open) else spec
 
 

@@ -151,8 +151,8 @@ class Higgs:
 
 
 def _gain(group: int) -> float:
-    """Compute by what M, the integer matrix of a group, is multiplied so that H = gain M has H H^T = h I. It is 1 for a
-    Hadamard matrix."""
+    """Compute the factor `gain` of M, the integer matrix of a group, for which H = gain M has H H^T
+    = h I. It is 1 for a Hadamard matrix."""
     row = transform_matrix(group)[0].astype(int)
     return math.sqrt(group / (row @ row))
 

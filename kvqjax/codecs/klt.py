@@ -17,7 +17,8 @@ take off most of the squared error. A token's coefficients share a scale, their 
     decode    codes -> grid points -> * scale -> z_hat [u, R] -> B -> + mean -> x_hat [u, W]
 
 A rank is a coefficient's place in the order of variance. R is how many coefficients have bits. A grid is the list of
-points that a code chooses from; a point has one number or two, so that a code stands for as many coefficients.
+points that a code chooses from; a point has one number or two, so a code stands for one coefficient
+or two.
 """
 
 import dataclasses
