@@ -85,7 +85,7 @@ def _memory(case: Case, rows: list[Row], note: str) -> Section:
 
 
 def _speed(case: Case, rows: list[Row]) -> Section | None:
-    """Bounds on the speed of what fits."""
+    """Bounds on speed for plans that fit."""
     device = case.device
     if device is None or not any(row["fits"] for row in rows):
         return None

@@ -91,7 +91,8 @@ def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str 
 
 
 def _share(rules: Rules, params: dict) -> dict:
-    """Shapes of what one device holds of the weights. Devices that share out a group of inputs each have its scale."""
+    """Shapes of the weights that one device holds. Devices that share out a group of inputs each
+    have its scale."""
 
     def widened(spec, x):
         if not isinstance(x, CodedWeight):
