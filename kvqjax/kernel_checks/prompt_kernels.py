@@ -47,7 +47,8 @@ class PromptKernel(NamedTuple):
 
 
 def prompt_kernel(layout: CacheLayout, shape: KVShape) -> PromptKernel | None:
-    """Return what prompts on a cache would take, of which a device holds `shape`; None where no such kernel runs."""
+    """Return the kernel that prompts on a cache would use, if one device holds `shape` of it. None
+    if no such kernel runs."""
     kind, dim = family(layout.target), shape.head_dim
     if kind == "tpu" and dim in HEAD_DIMS:
         return PromptKernel(SPLASH, shape.num_heads, shape.num_kv_heads, dim)
