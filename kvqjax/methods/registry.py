@@ -43,7 +43,7 @@ GROUP = "kvqjax.methods"  # of entry points
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"  # shipped ones (docs/howto/choose.md)
 Factory = Callable[..., Method]
 Source = str | os.PathLike | Mapping[str, Any]
-MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
+MethodLike = Method | Source  # any argument of `parse`; functions that want a method take it
 
 
 # ---- Methods by name ----
