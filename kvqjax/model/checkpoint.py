@@ -68,7 +68,7 @@ _FP8 = "F8_E4M3"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies.
+    """The place of one tensor.
 
     Attributes:
         file: the file.
@@ -267,7 +267,8 @@ def _read_numbers(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _stored_index(tensor: Tensor, index: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
-    """Where a slice lies in the file: of the axis that is in another order there, the places."""
+    """Find a slice in the file. If the file has an axis in another order, it gives places along
+    it."""
     if tensor.order is None:
         return index
     axis = tensor.order.axis

@@ -159,7 +159,7 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
 
     def step(_, tile):
         number, rows, used = tile
-        if alone and size == 1:  # there are as many tiles as pairs, and all are used
+        if alone and size == 1:  # there is one tile per pair, and all are used
             return None, compute(number, rows)
 
         def zeros(number, rows):

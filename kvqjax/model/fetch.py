@@ -72,7 +72,7 @@ FETCHED = {
 
 
 def _place(name: str) -> Path:
-    """Where the file of a model is, or will be."""
+    """Give the path of a model's file, which may not exist yet."""
     return user_folder("models") / name / FETCHED[name].file
 
 
@@ -246,7 +246,7 @@ def _sum_of(file: Path) -> str:
 
 
 def _digest(read: Callable[[int], bytes], target: io.BufferedIOBase | None = None) -> str:
-    """The SHA-256 of what `read` gives piece by piece, which is copied to `target` on the way."""
+    """Compute the SHA-256 of the pieces that `read` gives, and copy them to `target`."""
     digest = hashlib.sha256()
     while piece := read(_PIECE):
         digest.update(piece)

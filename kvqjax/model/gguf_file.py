@@ -58,7 +58,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies.
+    """The place of one tensor.
 
     Attributes:
         kind: its type's name, such as "F16" or "Q4_K"; "type 10" for one that is not read here.
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether the type is one that is read here."""
+        """Say whether the type is one that is read here."""
         return not self.kind.startswith("type ")
 
 
@@ -199,7 +199,8 @@ def _read_once(file: Path, changed: int, size: int) -> Header:
 
 
 class _Cursor:
-    """A place in the header, which moves on by what is read. A header that ends too soon is refused."""
+    """A place in the header, which moves on with every read. A header that ends too soon is
+    refused."""
 
     def __init__(self, data: mmap.mmap, at: int, file: Path):
         self.data, self.at, self.file = data, at, file

@@ -102,7 +102,8 @@ def _count_layers(header: Header, family: str) -> int:
 
 
 def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
-    """How scores are scaled, and how scores and logits are capped. `width` is the model's width / heads."""
+    """Read the scale of scores and the caps of scores and logits. `width` is the model's width /
+    heads."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     fields: dict[str, Any] = {
         cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
@@ -117,7 +118,7 @@ def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any
 
 
 def _layer_kinds(header: Header, family: str, name: str) -> dict[str, Any]:
-    """Which layers are recurrent and of which sizes, or which have a window."""
+    """Find the recurrent layers and their sizes, or the layers with a window."""
     kinds = FAMILIES[name]
     if kinds.recurrent:
         return _recurrence(header, family)

@@ -89,7 +89,7 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
 
 
 def parse_config(raw: dict, generation: dict | None = None, rope_length: int | None = None) -> ModelConfig:
-    """Make a config of what config.json holds.
+    """Make a config from the contents of config.json.
 
     Args:
         raw: the contents of config.json.
@@ -280,7 +280,7 @@ _BITS = {"gptq": (4, 8), "awq": (4,)}  # bits of a code that are decoded
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint's codes are packed.
+    """The packing of a checkpoint's codes.
 
     Attributes:
         method: "fp8", "mxfp4", "gptq" or "awq".

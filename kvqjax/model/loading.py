@@ -112,7 +112,7 @@ class Model(struct.PyTreeNode):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer: `generate` on token ids goes without one."""
+        """Say whether there is a tokenizer: `generate` on token ids goes without one."""
         if self.folder and is_gguf(Path(self.folder)):
             return has_tokenizer(Path(self.folder))
         return bool(self.folder) and any((Path(self.folder) / name).exists() for name in TOKENIZER_FILES)

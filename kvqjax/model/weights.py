@@ -150,7 +150,7 @@ class Parameter(NamedTuple):
 
     @property
     def by_expert(self) -> bool:
-        """Whether each expert's matrix is a tensor of its own."""
+        """Say whether each expert's matrix is a tensor of its own."""
         return self.matrix and len(self.shape) == 3
 
 
