@@ -63,12 +63,12 @@ class Field:
 
     @property
     def packed(self) -> bool:
-        """Whether codes are stored, and not plain numbers."""
+        """Say whether codes are stored, and not plain numbers."""
         return self.kind == "codes"
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Where the numbers lie, and what writes and reads them."""
+        """The packing: it knows the place of the numbers, and writes and reads them."""
         return PACKINGS[self.form](
             width=self.width, bits=self.bits, group=self.group, dtype=self.dtype, heads=self.heads
         )
