@@ -271,7 +271,7 @@ class CachedEngine:
         return self._load(*args, **kwargs)
 
     def get_prefix_destination_sharding(self) -> Any:
-        """Where this engine wants the arrays of a prefix: what `jax.device_put(prefix, ...)` takes."""
+        """Give the sharding that `jax.device_put(prefix, ...)` needs for this engine."""
         places = tuple(x.sharding for x in jax.tree.leaves(self._blank))
         return Prefix(places, self._blank.lengths.sharding)
 

@@ -257,9 +257,10 @@ def attention(
           that are not finite are stored as 0, which later calls see.
 
     Raises:
-        UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for
-            something (scales of quantised inputs, attention in chunks or in both directions, caches that layers share,
-            drafts), and meshes of several devices.
+        UserError: for arrays of other shapes, missing constants, and features that are not served:
+            further arguments that ask for something (scales of quantised inputs, attention in
+            chunks or in both directions, caches that layers share, drafts), and meshes of several
+            devices.
     """
     _check_options(mesh, attention_metadata, engine_options)
     md = _metadata(kv_cache, attention_metadata)
