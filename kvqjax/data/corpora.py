@@ -170,8 +170,8 @@ def read(
         split: which split of a data set; None: the only one.
         folder: holds wikitext2, c4 or gsm8k; None: they come from the hub.
         model: whose chat template messages go through.
-        tokens: about how many are wanted; 0: all. Synthetic text has at least so many words. Of larger data than 64 Mi
-            characters the beginning is read unless all is wanted.
+        tokens: about how many are wanted; 0: all. Synthetic text has at least that number of words.
+            Of larger data than 64 Mi characters the beginning is read unless all is wanted.
         seed: of synthetic text.
 
     Returns:
