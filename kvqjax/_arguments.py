@@ -76,7 +76,7 @@ def _as(value: Any, kind: Any) -> Any:
         each = [parts[0]] * len(value) if Ellipsis in parts else parts
         return tuple(_of_any(x, part) for x, part in zip(value, each, strict=True))
     if not isinstance(kind, type):
-        return value  # a protocol or a function: whoever takes it checks it
+        return value  # a protocol or a function: its user checks it
     if kind in (int, float) and isinstance(value, bool | np.bool_):
         raise TypeError  # a bool is an int to Python, and never what was meant
     if kind is int:

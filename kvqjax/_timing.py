@@ -1,4 +1,4 @@
-"""Timing of jitted calls on whatever backend there is, and what a figure must say about its machine."""
+"""Timing of jitted calls on any backend, and the description of a machine that a figure carries."""
 
 import datetime
 import os

@@ -186,7 +186,7 @@ class CacheModule(nnx.Module):
     def __init__(self, cache: Cache, *, constants: Any = None):
         check_entries(constants)
         self.kv = nnx.Cache(cache)
-        # A copy, because whoever donates this module would give away the artifact's arrays.
+        # A copy: a caller that donates this module would give away the artifact's arrays.
         self.constants = nnx.Variable(jax.tree.map(jnp.copy, constants))
         self.pending = PendingTokens((None, ()))
 
