@@ -1,4 +1,4 @@
-"""Which kernels a cache's programs may use: a static value, part of the cache's layout."""
+"""The kernels that a cache's programs may use: a static value, part of the cache's layout."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ KERNELS = ("auto", "off", "splash", "cudnn", "pallas")
 
 
 class Kernels(NamedTuple):
-    """Which kernels may run, and why.
+    """The kernels that may run, and the reason.
 
     Attributes:
         asked: What the user asked for, one of KERNELS.

@@ -25,7 +25,7 @@ __all__ += ["of_heads", "owners", "pick", "place_of", "quotient", "words_of", "z
 
 
 class Place(NamedTuple):
-    """Where a lane group lies in an array of all channels.
+    """The place of a lane group in an array of all channels.
 
     Attributes:
         group: Its number.

@@ -75,8 +75,9 @@ class HiggsPlan:
 
     @property
     def staged(self) -> bool:
-        """Whether transformed keys go through memory, and scores are written in a loop. This is slower, but takes fewer
-        registers. Many query rows need it, and wide codes, except in float32, where chunks are smaller."""
+        """Say whether transformed keys go through memory, and scores are written in a loop. This is
+        slower, but takes fewer registers. Many query rows need it, and wide codes, except in
+        float32, where chunks are smaller."""
         return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
 
     @property
@@ -96,7 +97,7 @@ class HiggsPlan:
 
     @property
     def wide(self) -> bool:
-        """Whether keys are turned as float32."""
+        """Say whether keys are turned as float32."""
         return not TPUS[self.spec.target].vector_bfloat16
 
     @property
