@@ -233,9 +233,11 @@ def read_samples(text: str | None) -> dict[str, list[int]] | None:
     try:
         samples = json.loads(text)
     except ValueError as error:
-        raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N") from error
+        hint = "limit=N takes N samples of every task"
+        raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; {hint}") from error
     if isinstance(samples, int | float):
-        raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}")
+        hint = f"limit={text} takes {text} samples of every task"
+        raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; {hint}")
     valid = isinstance(samples, dict) and all(
         isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
         for numbers in samples.values()

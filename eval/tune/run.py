@@ -277,11 +277,12 @@ def tune(
 def estimated(config: ModelConfig, methods: str, device: str, mesh: str, settings: Settings) -> dict[str, Any]:
     """Measurements, forward passes, tokens and hours that `tune` would take, by the planner's cost model.
 
-    Every chunk of every measurement reads a device's weights and what the cache holds of its rows once, and computes
-    its part at the dense 16-bit peak: the larger of the two is its time, a bound that real programs miss by their own
-    factor. Of exchanges as many rounds are counted as there are layers, and those that end the search, for the mixture
-    and for every chain. `bytes` on a device include the logits of the exact pass and of one chunk. Compilation,
-    calibration and the report's own caches are left out."""
+    Every chunk of every measurement reads a device's weights and what the cache holds of its rows
+    once, and computes its part at the dense 16-bit peak: the larger of the two is its time, a bound
+    that real programs miss by their own factor. The estimate counts one round of exchanges per
+    layer, and the rounds that end the search, for the mixture and for every chain. `bytes` on a
+    device include the logits of the exact pass and of one chunk. Compilation, calibration and the
+    report's own caches are left out."""
     candidates, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
     layers, count = config.num_layers, len(candidates.parts)
     singles = layers * sum(1 if joint else 2 for joint in candidates.joint[1:])

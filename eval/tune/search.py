@@ -71,7 +71,7 @@ def read_budget(text: str | float | int) -> Budget:
     if unit in BYTES:
         return Budget("bytes", amount * BYTES[unit])
     if amount > MOST_BITS:
-        raise UserError(f"budget {text!r}; wanted at most {MOST_BITS} bits, which a number has that is stored exactly")
+        raise UserError(f"budget {text!r}; wanted at most {MOST_BITS} bits, the size of an exact number")
     return Budget("bits", amount)
 
 
