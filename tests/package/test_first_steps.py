@@ -1,4 +1,5 @@
-"""What a newcomer meets first: the version, dtypes by every name, a model in print, a checkpoint's own sampling."""
+"""The first things a newcomer meets: the version, dtypes by every name, a model in print, a
+checkpoint's own sampling."""
 
 import datetime
 import importlib
