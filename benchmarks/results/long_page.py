@@ -76,7 +76,7 @@ def _continued_cells(row: Row, context: int) -> list[str]:
 
 
 def continued_section(rows: dict[str, Row]) -> str:
-    """What the next tokens lose behind prompts of several lengths."""
+    """Write the table of the loss of the next tokens after prompts of several lengths."""
     names = [name for name in CONTINUED if any(name in row["parts"] for row in rows.values())]
     if not names:
         return ""
