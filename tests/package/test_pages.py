@@ -7,6 +7,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -133,6 +134,23 @@ def test_python_names_on_pages_exist():
             except (ImportError, AttributeError) as error:
                 absent.add((page.name, name, str(error)))
     assert absent == set()
+
+
+def test_extras_that_are_named_can_be_installed():
+    """In pages and in messages: pip only warns of an extra that a package lacks."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = set(project["optional-dependencies"])
+    folders = ("kvqjax", "pallas_kernels", "calibrate", "eval", "examples")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = re.compile(r"(?:'\.|\bkvqjax)\[([a-z0-9,]+)\]")
+    unknown = {
+        (path.name, extra)
+        for path in [*PAGES, ROOT / "CONTRIBUTING.md", *sources]
+        for extras in named.findall(path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+        if extra not in known
+    }
+    assert unknown == set()
 
 
 def test_commands_read_nothing_that_is_not_there():
