@@ -1,17 +1,17 @@
 # make demo   set up .venv with the package and gguf, and run the demonstration: SmolLM2-135M-Instruct is fetched (98 MB)
-#             and answers a question; where it is not to be had, the bundled model writes (DEMO_ARGS="--model demo")
+#             and answers a question; if it cannot be downloaded, the bundled model writes (DEMO_ARGS="--model demo")
 # make test   set up .venv with the test tools and run every check
-# make aot    what needs a chip's compiler (no chip): memory and kernels compiled ahead of time, for TPUs and, in an
-#             environment of its own, for Hopper; skipped without libtpu, without the CUDA plugin or ptxas
-# make results  the pages of figures. With BOOK=book.txt and LEARN=other.txt what is missing of the real model's rows is
+# make aot    compile memory tests and kernels ahead of time, for TPUs and, in an environment of its own, for Hopper. Needs
+#             a chip's compiler but no chip; skipped without libtpu, without the CUDA plugin or ptxas
+# make results  write the pages of figures. With BOOK=book.txt and LEARN=other.txt the missing rows of the real model are
 #             measured first (FOLDER=where WikiText-2 is, if not from the hub); with DATA=text.txt and
 #             CALIBRATION=other.txt the ablations on the bundled model
-# make gate   measure the gate's recorded rows again (ROWS=6: so many of them; SKIP=40: behind so many that an earlier run
-#             measured) and judge its bounds
-# make nightly  what .ci/run leaves out because it takes an hour and more
+# make gate   measure the gate's recorded rows again (ROWS=6: only six of them; SKIP=40: without the first 40, which an
+#             earlier run measured) and judge its bounds
+# make nightly  run what .ci/run leaves out because it takes an hour and more
 # make docs   set up .venv with the documentation's tools and build site/, warnings being errors
 # make notebooks  set up .venv with Jupyter's kernel and gguf, and run the notebooks in examples/ on SmolLM2-135M-Instruct,
-#             or on the bundled model where that is not to be had
+#             or on the bundled model if that cannot be downloaded
 # make colab  write the repository's address (REPOSITORY, or the git remote origin) into the notebooks and their badges
 # make clean  remove everything these made
 # Needs a Python >= 3.11 with venv. Override: make test PYTHON=/path/to/python VENV=/path/to/venv PYTEST_ARGS="-k kivi"
@@ -107,17 +107,17 @@ $(EXTRAS): $(VENV)/.with-%: pyproject.toml | $(VENV)/.package
 # What decodes the weights of a GGUF file. Without it the demonstration and the notebooks run on the bundled model.
 $(VENV)/.gguf: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation '.[gguf]' && touch $@ \
-		|| echo "gguf is not to be had here: the demonstration and the notebooks use the bundled model"
+		|| echo "gguf cannot be installed here: the demonstration and the notebooks use the bundled model"
 	rm -rf build kvqjax.egg-info
 
 # Only torch's CPU build: the default Linux build brings gigabytes of CUDA libraries.
 $(VENV)/.torch: | $(VENV)/.base
 	$(PIP) install '$(TORCH)' 2>/dev/null \
-		|| echo "$(TORCH) is not to be had here: the tests against transformers' torch models will be skipped"
+		|| echo "$(TORCH) cannot be installed here: the tests against transformers' torch models will be skipped"
 	touch $@
 
 $(VENV)/.libtpu: | $(VENV)/.with-test
-	$(PIP) install "jax[tpu]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" 2>/dev/null || echo "libtpu is not to be had here: its tests will be skipped"
+	$(PIP) install "jax[tpu]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" 2>/dev/null || echo "libtpu cannot be installed here: its tests will be skipped"
 	touch $@
 
 # The packages of $(VENV) and the CUDA plugin: apart, because with it JAX looks for a GPU at every import.
@@ -126,7 +126,7 @@ $(VENV)-gpu/.plugin: | $(VENV)/.with-test
 	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-gpu/bin/python -c "$(SITE)")/base.pth"
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); $(VENV)-gpu/bin/python -m pip -qq install --no-deps \
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version 2>/dev/null \
-		|| echo "the CUDA plugin is not to be had here: its tests will be skipped"
+		|| echo "the CUDA plugin cannot be installed here: its tests will be skipped"
 	touch $@
 
 clean:

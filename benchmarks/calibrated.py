@@ -19,8 +19,8 @@ COMMVQ = commvq.Recipe(key_tokens=4096)  # half of the default
 
 
 def learnt(model: Model, method: Method, tokens: np.ndarray, recipe=None, state: Path | None = None) -> Artifact:
-    """What `method` learns from `tokens` [N, T], by its own `recipe` if one is given. `state` names a file that keeps
-    the progress, so that a run which was stopped goes on."""
+    """Calibrate `method` on `tokens` [N, T], by `recipe` if one is given. `state` names a file that
+    keeps the progress, so that a run which was stopped goes on."""
 
     def fit_part(part: Part, state: Path | None, advance) -> Artifact:
         module = fitter(part.fit)

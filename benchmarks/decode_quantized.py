@@ -39,7 +39,8 @@ ATTENTION = ModelConfig(
 
 
 def transformers_steps(backend: str, bits: int, context: int, steps: int) -> Callable[[], None]:
-    """What decodes `steps` tokens with transformers' torch model on its own quantised cache."""
+    """Make a function that decodes `steps` tokens with transformers' torch model on its own
+    quantised cache."""
     import torch
     from transformers import AutoModelForCausalLM, QuantizedCache
 

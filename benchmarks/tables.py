@@ -1,4 +1,4 @@
-"""What the pages are made of: records and Markdown tables."""
+"""Reads records and writes Markdown tables for the pages."""
 
 import json
 from collections.abc import Sequence

@@ -240,7 +240,7 @@ def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Pa
     Args:
         model: the model without constants.
         methods: the methods.
-        folders: of artifacts, each of which must serve a method.
+        folders: folders of artifacts. Each artifact must serve a method.
 
     Returns:
         A pair for each method, in their order.

@@ -282,7 +282,8 @@ def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
 
 
 def _fresh_state(task: _Task) -> dict[str, Any]:
-    """Make the state before the first sequence. All layers keep as many extremes as the one that needs most."""
+    """Make the state before the first sequence. All layers keep the number of extremes of the layer
+    that needs most."""
     shape = task.data.shape
     r = max(rank(task.entries, pair[0].outliers) for pair in task.specs if pair)
     extremes = empty_extremes(shape.num_layers, shape.kv_width, r)

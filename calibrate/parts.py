@@ -1,4 +1,5 @@
-"""Which module calibrates which layers of a method, and one artifact of what several of them found.
+"""Assigns the layers of a method to the modules that calibrate them, and joins their results into
+one artifact.
 
 A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). If all layers name one
 module, it calibrates the method as it is. Otherwise each module gets a method of its own, in which the layers of other

@@ -21,7 +21,7 @@ _IDENTITY = "identity"
 
 
 def identity(*parts: Any) -> str:
-    """Compute a digest of what a state belongs to: text and arrays, in order."""
+    """Compute the digest that ties a state to its inputs: text and arrays, in order."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())

@@ -61,8 +61,9 @@ class Recipe:
     """How rotations are fitted.
 
     Attributes:
-        values: of which vectors the covariance for values is taken: of attention outputs ("outputs", the paper), or of
-            the values ("energy", the released code), each weighed with the mean square score of its token's key.
+        values: the vectors whose covariance is taken for values: attention outputs ("outputs", the
+            paper), or the values ("energy", the released code), each weighed with the mean
+            square score of its token's key.
         shared: whether all KV heads of a layer have one pair of matrices, from the mean over heads, as released; else
             each has its own.
 

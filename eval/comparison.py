@@ -31,11 +31,11 @@ __all__ = ["COMPARED", "Comparison", "artifact_folder", "compare", "comparison",
 
 COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvquant", "higgs", "aqua") for b in (2, 4)))
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
-LONGEST_WINDOW = 1024  # tokens, where none are named and the model has as many positions
+LONGEST_WINDOW = 1024  # default in tokens; a model with fewer positions gets shorter windows
 
 
 def artifact_folder() -> Path:
-    """Where calibrations are kept from one run to the next."""
+    """Give the folder that keeps calibrations from one run to the next."""
     return user_folder("artifacts")
 
 
@@ -181,14 +181,14 @@ def compare(
     positions at which both put the same token first. `kvqjax eval compare` gives the same rows.
 
     Methods that must be calibrated learn from the first half of the text; the calibrations are kept and used again. Of
-    each window of the second half, the second half is scored: by then caches hold more than what stays exact.
+    each window of the second half, the second half is scored: by then caches hold encoded tokens.
 
     Args:
         model: a name, folder or hub id, or a loaded model.
         cache: one policy or several, such as "kivi:bits=2"; each gives a row.
         data: the name of data as `kvqjax.data.read` takes it, such as a path, "wikitext2" or "synthetic" for sentences
             of our own; data that it gave; a text of several words, a list of texts, or token ids.
-        artifact: folders of calibrations, for caches that shall not be calibrated here.
+        artifact: folders of calibrations, for caches that are not to be calibrated here.
         field: which field of records holds text or messages.
         split: which split of a data set; by default the only one.
         folder: where wikitext2, c4 and gsm8k are; by default the hub, by `datasets`.
@@ -207,7 +207,7 @@ def compare(
         A row for each cache. `about` of the table has the model's fingerprint, versions, seed and data.
 
     Raises:
-        UserError: a text that cannot be read or is too short, and whatever is wrong with model or caches.
+        UserError: for a text that cannot be read or is too short, and for a wrong model or cache.
     """
     loaded = model if isinstance(model, Model) else load(model)
     name = Path(loaded.folder).name or "a model" if isinstance(model, Model) else str(model)

@@ -207,8 +207,8 @@ def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, .
 
 
 def read_metadata(texts: Iterable[str]) -> dict[str, Any]:
-    """What tasks are told, from JSON objects and from "key=value", as lm-eval's own option takes them; a value is JSON
-    where it can be read as such. Raises UserError."""
+    """Read the metadata of tasks from JSON objects and from "key=value", as lm-eval's own option
+    takes them. A value is JSON if it can be read as such. Raises UserError."""
     metadata: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -226,15 +226,18 @@ def read_metadata(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def read_samples(text: str | None) -> dict[str, list[int]] | None:
-    """Which samples of which task, from the JSON that lm-eval's option of this name takes. Raises UserError."""
+    """Read the samples of each task from the JSON that lm-eval's option of this name takes. Raises
+    UserError."""
     if text is None:
         return None
     try:
         samples = json.loads(text)
     except ValueError as error:
-        raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N") from error
+        hint = "limit=N takes N samples of every task"
+        raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; {hint}") from error
     if isinstance(samples, int | float):
-        raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}")
+        hint = f"limit={text} takes {text} samples of every task"
+        raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; {hint}")
     valid = isinstance(samples, dict) and all(
         isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
         for numbers in samples.values()
@@ -351,7 +354,7 @@ def run_harness(
 
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:
-    """What a report says first where more than a tenth of a run's texts were cut, else ""."""
+    """Give the first line of a report if more than a tenth of a run's texts were cut, else ""."""
     shares = ((row["cut"], row["texts"]) for row in rows)  # none where no metric of a task is a number
     cut, texts = max(shares, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
     if cut * 10 <= texts:

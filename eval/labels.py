@@ -122,7 +122,8 @@ def _pixels(axes, x: Sequence[int | float], y: Sequence[int | float]) -> np.ndar
 
 
 def _box(text):
-    """What a text covers of the canvas, with half of GAP around it; without the line that joins it to its curve."""
+    """The area of a text on the canvas, with half of GAP around it, without the line to its
+    curve."""
     from matplotlib.text import Annotation, Text
 
     renderer = text.figure.canvas.get_renderer()

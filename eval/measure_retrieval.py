@@ -44,7 +44,7 @@ Hay = Sentences | Data | str | os.PathLike
 
 
 def _sentences(hay: Hay) -> Sentences:
-    """The sentences of whatever a caller gives."""
+    """Read the sentences of a text, a path or data."""
     if isinstance(hay, os.PathLike) or (isinstance(hay, str) and is_name(hay)):
         hay = read(hay)
     text = hay.text if isinstance(hay, Data) else hay

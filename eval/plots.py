@@ -34,7 +34,7 @@ def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
 
 
 def series(cache: str) -> str:
-    """What the rows of one line have in common: the policy without its bits."""
+    """Give the policy without its bits: it is the same for the rows of one line."""
     policy, *exceptions = cache.split(";")
     name, _, options = policy.partition(":")
     settings = [option for option in options.split(",") if option and not option.partition("=")[0].endswith("bits")]

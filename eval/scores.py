@@ -37,8 +37,8 @@ ROUNDING = 1e-7  # nats: an exact cache's KL divergence in float32 stays below
 
 
 class Scores(NamedTuple):
-    """Of each prediction: negative log-likelihood (nats), KL(exact || cache) (nats), whether the target, and whether
-    the exact cache's first choice, was put first."""
+    """Figures of each prediction: negative log-likelihood (nats), KL(exact || cache) (nats),
+    whether the target was put first, and whether the exact cache's first choice was put first."""
 
     nll: Float[Array, "B P"]
     kld: Float[Array, "B P"]

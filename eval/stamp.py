@@ -1,4 +1,5 @@
-"""What every report says about itself, and how long work tells how far it is."""
+"""The stamp of every report, its figures of bytes, and the bar by which long work shows
+progress."""
 
 import datetime
 from collections.abc import Callable

@@ -127,7 +127,8 @@ def multikey_prompt(
     sentences: Sentences = everyday,
     keys: int = 4,
 ) -> Problem:
-    """Pass keys of several owners, one of which is asked for; the asked one lies at `depth`, the others behind it."""
+    """Pass keys of several owners. The question asks for one of them, at `depth`; the others come
+    after it."""
     owners = [_OWNERS[i] for i in rng.permutation(len(_OWNERS))[:keys]]
     values = [_digits(rng, 5) for _ in owners]
     needles = [f"The pass key of {owner} is {value}. " for owner, value in zip(owners, values, strict=True)]
@@ -174,7 +175,8 @@ def _pairs(rng: np.random.Generator, number: int) -> list[tuple[str, str]]:
 def key_value_recall(
     rng: np.random.Generator, length: int, count: Callable[[str], int], depth: float | None = None
 ) -> Problem:
-    """As many stored pairs as fit in `length` tokens, then one key whose value is asked (the pair at `depth`)."""
+    """Fill `length` tokens with stored pairs, then ask for the value of one key (the pair at
+    `depth`)."""
     number = max(1, min((length - count("?ab00")) * 16 // count("ab00," * 16), len(LETTERS) ** 2))
     pairs = _pairs(rng, number)
     while count(store := ",".join(k + v for k, v in pairs) + ",") + count("?ab00") > length and len(pairs) > 1:

@@ -57,7 +57,7 @@ def point(root: Path, repository: str, branch: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """The command: an address and a branch, each of which may be left out."""
+    """Run the command. Its arguments, an address and a branch, may be left out."""
     if words and words[0]:
         given = words[0]
     else:

@@ -11,8 +11,8 @@ On other hosts, once on each, I counting from 0; every host must reach HOST0:POR
 
     python pod.py --coordinator HOST0:PORT --processes N --process I --model OWNER/NAME --mesh data=2,model=4
 
-The mesh has as many devices as all hosts together; docs/sharding.md says what each axis splits. Each host reads only
-the slices of the weights that its devices hold. One host by itself: `--alone`.
+The mesh has the devices of all hosts together; docs/sharding.md says what each axis splits. Each
+host reads only the slices of the weights that its devices hold. One host by itself: `--alone`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, a Hugging Face folder, or a hub id")
     parser.add_argument("--cache", default="kivi:bits=2", help="a spec string without calibration")
     parser.add_argument("--mesh", default="", help="devices along data, seq and model, e.g. data=2,model=8")
-    parser.add_argument("--prompt", action="append", help="repeatable; as many as `data` divides")
+    parser.add_argument("--prompt", action="append", help="repeatable; `data` divides their number")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--coordinator", default="", help="host:port of process 0; a pod slice finds it by itself")
     parser.add_argument("--processes", type=int, default=1)

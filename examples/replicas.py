@@ -1,6 +1,6 @@
 """Several `kvqjax serve` behind one address: requests that begin alike go to the same one, which keeps their beginning.
 
-    KVQJAX_API_KEY=... kvqjax serve --model smollm2 --cache kivi:bits=4 --port 8001      # on as many hosts or devices
+    KVQJAX_API_KEY=... kvqjax serve --model smollm2 --cache kivi:bits=4 --port 8001      # one on each host or device
     KVQJAX_API_KEY=... kvqjax serve --model smollm2 --cache kivi:bits=4 --port 8002      # as there are
     python examples/replicas.py http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000
 
@@ -27,7 +27,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 SHARED = 1024  # characters of a prompt that choose its server: a system prompt, or an example's first lines
-FULLER = 1.5, 4  # a server is passed over with so many times the mean of requests under way, and so many more
+# A server is passed over if its requests under way exceed both 1.5 times the mean and the mean plus
+# 4.
+FULLER = 1.5, 4
 ELSEWHERE = (429, 502, 503)  # full, or not ready: another server may answer
 BETWEEN_HOSTS = ("host", "connection", "content-length", "transfer-encoding", "content-encoding")
 

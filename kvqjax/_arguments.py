@@ -1,4 +1,5 @@
-"""What a caller gives: options of the right type, and whole numbers in their range (counts, rows, layers, lengths).
+"""Checks arguments of public functions: types of options, and ranges of whole numbers (counts,
+rows, layers, lengths).
 
 One that is known and wrong is refused in one line. A number that a trace hides is clipped, and the caller is told in
 which entries that was needed: it raises the row's `overflow` flag for them."""
@@ -75,7 +76,7 @@ def _as(value: Any, kind: Any) -> Any:
         each = [parts[0]] * len(value) if Ellipsis in parts else parts
         return tuple(_of_any(x, part) for x, part in zip(value, each, strict=True))
     if not isinstance(kind, type):
-        return value  # a protocol or a function: whoever takes it checks it
+        return value  # a protocol or a function: its user checks it
     if kind in (int, float) and isinstance(value, bool | np.bool_):
         raise TypeError  # a bool is an int to Python, and never what was meant
     if kind is int:
@@ -153,8 +154,8 @@ def is_known(*arrays: Any) -> bool:
 
 
 def reading(known: bool) -> AbstractContextManager:
-    """Compute at once, also inside a user's trace: what follows from known numbers can then be read. Of others, as it
-    comes."""
+    """Compute at once, also inside a user's trace: results of known numbers can then be
+    read. Do nothing if a number is unknown."""
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 

@@ -2,7 +2,7 @@
 
 Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32) choose the encoding and
 are no part of the text; without one the text is UTF-8. Every kind of line end is "\\n". Gzip is known by its first
-bytes, whatever the file's name ends in. What cannot be read is one line.
+bytes, whatever the file's name ends in. A file that cannot be read gives one line.
 """
 
 import codecs

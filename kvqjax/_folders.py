@@ -1,4 +1,4 @@
-"""Where this library keeps what it can make again, for one user."""
+"""The user's folder for files that the library can make again."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ __all__ = ["user_folder"]
 
 
 def _system_folder() -> Path:
-    """Where this system's programs keep such files."""
+    """Give the folder in which programs of this system keep such files."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):

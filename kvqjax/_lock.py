@@ -28,7 +28,8 @@ def _acquired(lock: Path, path: Path) -> int:
             holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
             os.close(file)
             raise UserError(f"{path} is being written by {holder}; wait for its end, or choose another place") from None
-        # The holder before us may have removed the file before we locked it: then ours is nobody else's lock.
+        # The holder before us may have removed the file before we locked it: then our lock excludes
+        # no other run.
         if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
             return file
         os.close(file)

@@ -56,7 +56,7 @@ def _widths(columns: list[list[str]], room: int) -> list[int] | None:
 
 
 def _line(cells: list[str], widths: list[int], right: list[bool]) -> list[str]:
-    """One row of a table; as many lines as its longest cell needs."""
+    """One row of a table; its longest cell sets the number of lines."""
     pieces = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for parts in itertools.zip_longest(*pieces, fillvalue=""):
@@ -101,7 +101,7 @@ def _cards(rows: list[Row], names: list[str], width: int) -> list[str]:
 
 
 def fits(rows: list[Row], width: int) -> bool:
-    """Whether every row of such a table has a line of its own."""
+    """Say whether every row of such a table has a line of its own."""
     return _grid(rows, list(rows[0]), width) is not None
 
 

@@ -1,4 +1,4 @@
-"""Timing of jitted calls on whatever backend there is, and what a figure must say about its machine."""
+"""Timing of jitted calls on any backend, and the description of a machine that a figure carries."""
 
 import datetime
 import os
@@ -43,7 +43,8 @@ def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4, dtype: str 
 
 
 def memory() -> int | None:
-    """Bytes that the first device can hold; the machine's where that is a CPU; None where nobody says."""
+    """Bytes that the first device can hold; the machine's if that is a CPU; None if it is
+    unknown."""
     stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats.get("bytes_limit")

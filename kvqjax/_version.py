@@ -1,5 +1,8 @@
-"""The version, for code and for the package's metadata (pyproject.toml reads it here)."""
+"""The version of the library. The package's metadata (pyproject.toml) read it here.
+
+Between two releases it is the next one with `.dev0`. CHANGELOG.md, CITATION.cff and README.md name the same version.
+"""
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.6.0.dev0"

@@ -172,7 +172,8 @@ def _attend_next(cache: Cache, below: Sequence[New], layer: int, *tokens, **opti
 
 
 class PendingTokens(nnx.Variable):
-    """Of the call in progress: which new tokens are valid, and those of the layers that have attended."""
+    """The valid new tokens of the call in progress, and the tokens of the layers that have
+    attended."""
 
 
 class CacheModule(nnx.Module):
@@ -185,7 +186,7 @@ class CacheModule(nnx.Module):
     def __init__(self, cache: Cache, *, constants: Any = None):
         check_entries(constants)
         self.kv = nnx.Cache(cache)
-        # A copy, because whoever donates this module would give away the artifact's arrays.
+        # A copy: a caller that donates this module would give away the artifact's arrays.
         self.constants = nnx.Variable(jax.tree.map(jnp.copy, constants))
         self.pending = PendingTokens((None, ()))
 

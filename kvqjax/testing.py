@@ -5,8 +5,9 @@
     check_codec(Fp4(group=32), width=64)
     check_method(Method(name="fp4", layer=KeysAndValues(key=Fp4(), value=Fp4())))
 
-Each raises AssertionError with one line that names what does not hold, and returns the names of what does. For a model
-of your own over our caches, `check_rope` compares the rope of its `KVShape` with its function.
+Each raises AssertionError with one line that names the failed check, and returns the names of the
+checks that passed. For a model of your own over our caches, `check_rope` compares the rope of its
+`KVShape` with its function.
 """
 
 import dataclasses
@@ -103,8 +104,8 @@ def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None 
 
 
 class _Subject(NamedTuple):
-    """What is checked: a model with the method's constants, and two rows of LENGTH tokens of which the second holds
-    fewer."""
+    """The subject of a check: a model with the method's constants, and two rows of LENGTH tokens.
+    The second row holds fewer."""
 
     model: Model
     method: Any
@@ -232,7 +233,8 @@ def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
     return [*CHECKS]
 
 
-ROPE_TOKENS, ROPE_FAR = 64, 500  # positions 0 to 63, and as many from 500 on: float32 angles are exact to 3e-5 there
+# Positions 0 to 63 and 500 to 563: float32 angles are exact to 3e-5 there.
+ROPE_TOKENS, ROPE_FAR = 64, 500
 ROPE_BOUND = 1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
 
 Turning = Callable[[Float[Array, "B T N D"], Any], Any]  # keys or queries and their positions [B, T] -> rotated
@@ -248,7 +250,7 @@ def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
             returns the array rotated.
 
     Returns:
-        The names of what was compared.
+        The names of the comparisons.
 
     Raises:
         AssertionError: the two differ, with a line that says how: the channels that are turned, how they are paired,

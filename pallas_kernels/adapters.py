@@ -34,7 +34,7 @@ __all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike"]
 
 
 class Packed(NamedTuple):
-    """How a kernel reads a body as it is stored.
+    """Describes how a kernel reads a body as it is stored.
 
     Attributes:
         spec: what is static about the body.
@@ -173,7 +173,7 @@ def _scaled(key: Scaled, value: CodecSpec, rope: str, shape: KVShape) -> Packed 
 
 
 def _balanced(key: Balanced, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-    """Keys and values that are both balanced, in tiles of as many tokens (KVarN)."""
+    """Keys and values that are both balanced, in tiles of the same number of tokens (KVarN)."""
     if not isinstance(value, Balanced) or value.group != key.group:
         return None
     plain = packed_form(key.inner(shape.kv_width), value.inner(shape.kv_width), rope, shape)

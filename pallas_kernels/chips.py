@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Tpu(NamedTuple):
-    """What plans need to know of a TPU.
+    """Properties of a TPU that plans need.
 
     The first three are properties of the chip. The others were chosen by compiling kernels for it
     (`benchmarks/tpu_bundles.py`), and were not confirmed on a chip.

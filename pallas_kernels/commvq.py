@@ -1,4 +1,4 @@
-"""What a kernel on CommVQ's codes is given (arXiv 2506.18879, sections 4.1 and 4.2).
+"""The arguments of a kernel on CommVQ's codes (arXiv 2506.18879, sections 4.1 and 4.2).
 
 Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) per round and KV head
 (kvqjax.codecs.commvq_keys). Values are stored as N bits a token, shared by all heads, and a gain. A kernel returns the
@@ -39,8 +39,8 @@ class CommVQSpec:
     """Everything static about a call.
 
     Attributes:
-        rounds: Of a key's codes, R.
-        levels: Of a round, V.
+        rounds: Number of rounds of a key's codes, R.
+        levels: Number of levels of a round, V.
         value_width: Bits of a token's value, N.
         kv_heads: KV heads, K.
         head_dim: Channels of a head, D.

@@ -70,8 +70,8 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
         group: Query heads of a KV head.
         slots: Slots of the body.
         length: New tokens.
-        trusted: True takes the kernel whatever its level in the table: this chip checked it, or the user forces it.
-            False takes it only where the table's level says that it is right.
+        trusted: True takes the kernel at any level of the table: this chip checked it, or the user
+            forces it. False takes it only where the table's level says that it is right.
 
     Returns:
         The name. A kernel is taken only for shapes for which it was compiled ahead of time."""

@@ -1,4 +1,5 @@
-"""What a kernel on exact keys and values is given: vectors as they are cached, all KV heads side by side."""
+"""The arguments of a kernel on exact keys and values: vectors as they are cached, all KV heads side
+by side."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,7 +12,7 @@ ROOM = 16  # tokens: whole registers of bfloat16
 
 
 def room(tokens: int) -> int:
-    """Count the tokens for which `Recent.seen` has room, for a part of so many tokens."""
+    """Count the tokens for which `Recent.seen` has room, for a part of `tokens` tokens."""
     return -(-tokens // ROOM) * ROOM
 
 
@@ -48,7 +49,7 @@ class ExactSpec:
     Attributes:
         kv_heads: KV heads, K.
         head_dim: Channels of a head, D.
-        dtype: Of the stored vectors; "compute" until the cache's is known.
+        dtype: dtype of the stored vectors; "compute" until the cache's is known.
         target: The chip, as in `PackedSpec`.
         rope: None, as in a `PackedSpec` of keys after RoPE."""
 

@@ -39,9 +39,9 @@ class KernelForm:
         key_bits: Bits of a key's codes per channel; EXACT where keys are not coded.
         value_bits: Bits of a value's codes likewise.
         head_dim: Channels of a head.
-        group: Of uniform codes (KIVI, OScaR, KVarN). 128: key groups of 128 tokens, value groups of one head's
-            channels. 32: key groups of 32 tokens, value groups of 32 channels. OSCAR's groups are a head's channels,
-            whatever this says.
+        group: Groups of uniform codes (KIVI, OScaR, KVarN). 128: key groups of 128 tokens, value
+            groups of one head's channels. 32: key groups of 32 tokens, value groups of 32 channels.
+            OSCAR's groups are a head's channels, whatever this says.
         outliers: Whether KVQuant keeps outliers.
         qk_norm: Whether XQuant's keys have QK-norm."""
 

@@ -1,4 +1,4 @@
-"""What a kernel on packed latents is given (XQuant, arXiv 2508.10395, section 3.3).
+"""The arguments of a kernel on packed latents (XQuant, arXiv 2508.10395, section 3.3).
 
 A body holds two latents of every token, made from the layer's input X: x = X U_k with a scale per channel and group of
 tokens, and y = X U_v with a scale per token. Keys are made from x by the kernel: k = RoPE(norm(x F + b)), F [R, K*D].

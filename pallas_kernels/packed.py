@@ -1,4 +1,4 @@
-"""What a kernel on packed keys and values is given: a body's arrays and a static description.
+"""The arguments of a kernel on packed keys and values: a body's arrays and a static description.
 
 There are two kinds of codes:
 
@@ -31,7 +31,7 @@ __all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check", "row_slots"
 
 
 class Rope(NamedTuple):
-    """How keys stored before RoPE are rotated.
+    """The rotation of keys that are stored before RoPE.
 
     Attributes:
         frequencies: Angle per position of each pair of channels (i, i + D/2), in radians.
@@ -140,7 +140,8 @@ class PackedSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether these are uniform codes of keys after RoPE per channel, without factors: what `reference` reads."""
+        """Say whether these are uniform codes of keys after RoPE per channel, without factors: what
+        `reference` reads."""
         extras = self.key_slots, self.value_slots, self.key_factors, self.value_factors, self.key_channels
         return self.rope is None and self.datatype == "uniform" and not any(extras)
 

@@ -1,4 +1,4 @@
-"""What a kernel on AQUA-KV's bodies is given (arXiv 2501.19392, Algorithm 1).
+"""The arguments of a kernel on AQUA-KV's bodies (arXiv 2501.19392, Algorithm 1).
 
 Linear maps predict a layer's keys and values from those of the layer below. A body holds HIGGS codes of the residuals,
 which are what the predictions miss:
@@ -50,7 +50,8 @@ class PredictedSpec:
     Attributes:
         codes: The codes, described as a HIGGS body.
         mapped: Whether the layer has maps.
-        dtype: Of the keys and values that flow from layer to layer; "compute" until the cache's is known.
+        dtype: dtype of the keys and values that flow from layer to layer; "compute" until the
+            cache's is known.
         target: The chip, as in `PackedSpec`."""
 
     codes: HiggsSpec

@@ -279,7 +279,8 @@ class _Block(NamedTuple):
 
 
 def _are_few(queries: int, spec: PackedSpec) -> bool:
-    """Say whether so many query rows of a KV head are few enough for `few_queries`, which reads lines and stripes."""
+    """Say whether `queries` query rows of a KV head are few enough for `few_queries`, which reads
+    lines and stripes."""
     return spec.striped and queries <= few_queries.MOST
 
 

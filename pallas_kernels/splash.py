@@ -15,13 +15,13 @@ from kvqjax.ops.attention import Partial, oldest_seen
 __all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
 
 LANES = 128
-MOST_QUERIES, MOST_KEYS = 1024, 2048  # of a block
+MOST_QUERIES, MOST_KEYS = 1024, 2048  # in a block
 MOST_AT_ONCE = 1024  # keys of one product within a block
 # Splash asks which keys a query sees with one int32 number for each query. Where that number must hold the oldest and
-# the newest key, the newest one has the lower bits, so many.
+# the newest key, the newest one has this number of lower bits.
 LIMIT_BITS = 15
 MOST_LIMITED = 2**LIMIT_BITS
-HEAD_DIMS = (64, 96, 128, 256)  # for which the kernel was compiled
+HEAD_DIMS = (64, 96, 128, 256)  # the kernel was compiled for these
 
 
 class Blocks(NamedTuple):
@@ -38,13 +38,13 @@ def _part(length: int, most: int) -> int:
 
 
 def block_sizes(queries: int, keys: int) -> Blocks:
-    """Choose the blocks for so many queries and keys; a size is 0 where none fits."""
+    """Choose the blocks for these numbers of queries and keys. A size is 0 if none fits."""
     block = _part(keys, MOST_KEYS)
     return Blocks(_part(queries, MOST_QUERIES), block, _part(block, MOST_AT_ONCE))
 
 
 def fits(queries: int, keys: int, head_dim: int) -> bool:
-    """Whether there is a kernel for so many queries and keys."""
+    """Say whether a kernel takes these numbers of queries and keys."""
     return head_dim in HEAD_DIMS and min(block_sizes(queries, keys)) > 0
 
 

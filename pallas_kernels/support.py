@@ -1,4 +1,5 @@
-"""The table of kernels: what is known of each kernel form on each chip. `python -m kvqjax.pallas_kernels` prints it.
+"""The table of kernels: how far each kernel form was tested on each chip. `python -m
+kvqjax.pallas_kernels` prints it.
 
 Levels, each of which includes the ones before it:
 
@@ -43,11 +44,12 @@ def verified(chip: str) -> str:
 
 
 class Entry(NamedTuple):
-    """What is known of one kernel on one chip.
+    """The record of one kernel on one chip.
 
     Attributes:
         level: How far it was tested.
-        most_rows: The most query rows of a KV head with which it was compiled without spills.
+        most_rows: The most query rows of a KV head with which it compiles without spilling
+            registers. AQUA-KV's kernels are the exception: they spill on every chip.
         work: How a TPU kernel works a tile off, where this was chosen for the form."""
 
     level: str

@@ -1,6 +1,7 @@
-"""How the TPU decode-attention kernel works a tile off, as data. `benchmarks/tpu_bundles.py --attempt` compiled kernels
-with different choices. `support.TABLE` has, for each kernel form and chip, the choice that took the fewest bundles
-(instruction words) without spilling registers.
+"""Describes as data how the TPU decode-attention kernel works a tile off.
+`benchmarks/tpu_bundles.py --attempt` compiled kernels with different choices. `support.TABLE` has,
+for each kernel form and chip, the choice that took the fewest bundles (instruction words) without
+spilling registers.
 
 Every lane group (`tpu.plan`) of a tile has two steps: its scores, then its values. They are worked off
 
@@ -14,7 +15,7 @@ __all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE"
 
 
 class Work(NamedTuple):
-    """How a kernel works off a tile.
+    """The way in which a kernel works off a tile.
 
     Attributes:
         tile: Tokens of a tile.

@@ -1,4 +1,4 @@
-"""What a tiny model becomes in families whose scores, norms or layers are not Llama's."""
+"""Tiny models of families whose scores, norms or layers are not Llama's."""
 
 from kvqjax.model.config import ExpertConfig, RopeConfig
 

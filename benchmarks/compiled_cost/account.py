@@ -1,4 +1,4 @@
-"""What a compiled decode step or prompt costs on a chip, beside the least that it can cost."""
+"""Counts the cost of a compiled decode step or prompt on a chip, and the least that it can cost."""
 
 import functools
 import math
@@ -202,7 +202,8 @@ class Bound(NamedTuple):
 
 
 def bound(config: ModelConfig, lengths: list[int]) -> Bound:
-    """Return the bound of a step whose rows hold so many tokens; sliding layers read their window at most."""
+    """Return the bound of a step whose rows hold `lengths` tokens; sliding layers read their window
+    at most."""
     shapes = parameter_shapes(config)
     weights = array_bytes(shapes)
     if not config.tied_embeddings:
@@ -212,7 +213,7 @@ def bound(config: ModelConfig, lengths: list[int]) -> Bound:
 
 
 def step_costs(program: Program, chip: str, layout: CacheLayout, rows: list[int], folder: Path) -> Costs:
-    """Return the costs of one step of rows that hold so many tokens."""
+    """Return the costs of one step whose rows hold `rows` tokens."""
     tokens, token_bytes = _encoded(layout, rows), _token_bytes(layout)
     price = lambda visit: tpu.packed_cost(visit, folder, chip, tokens, token_bytes)  # noqa: E731
     return costs(walk(program, known_arguments(layout, rows)), chip, price, STRIDE)

@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="one line of JSON")]
 
 
 class Case(NamedTuple):
-    """What is compiled.
+    """A program to compile.
 
     Attributes:
         context: Tokens of a row: a decode step's room, a prompt's tokens, or the tokens before a chunk.

@@ -34,7 +34,7 @@ class Visit(NamedTuple):
 
 @dataclasses.dataclass
 class Walk:
-    """What a program runs.
+    """The work that a program runs.
 
     Attributes:
         visits: Its instructions, loops and branches followed.

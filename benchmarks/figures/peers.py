@@ -27,7 +27,7 @@ def _limit(row: dict, record: dict) -> str:
 
 
 def limits(record: dict) -> str:
-    """What bounds the slower caches, with figures from steps behind 8192 tokens."""
+    """Say what bounds the slower caches, with figures from steps after 8192 tokens."""
     rows = [row for row in record["rows"] if row["kind"] == "step" and row["tokens"] == 8192]
     lines = ",\n".join(_limit(row, record) for row in rows)
     return (
@@ -101,7 +101,8 @@ SERVING_HEAD = [
 
 
 def _serving_cells(row: dict) -> list[str]:
-    """Cells of one row of `python -m benchmarks.serving`. What nobody counted is left blank."""
+    """Cells of one row of `python -m benchmarks.serving`. A figure that was not counted is left
+    blank."""
     said = lambda value, form: "" if value is None else f"{value:{form}}"  # noqa: E731
     cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", said(row["running"], ".1f")]
     cells += [f"{row['tokens_per_second']:.1f}", f"{row['requests_per_second']:.2f}"]

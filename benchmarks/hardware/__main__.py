@@ -1,4 +1,4 @@
-"""What a GPU does with this library, in order of worth, within the minutes there are.
+"""Measures this library on a GPU, the most valuable figures first, within a time limit.
 
     python -m benchmarks.hardware --out DIR --minutes 8 [--blocks ceilings,steps] [--only PART] [--tiny]
 

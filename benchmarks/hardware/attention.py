@@ -98,7 +98,8 @@ def temporaries(program) -> int:
 
 
 class Bench:
-    """What the items of a block share: what is read between two calls, and how long that takes."""
+    """Shared parts of the items of a block: the memory that is read between two calls, and its
+    time."""
 
     def __init__(self, options) -> None:
         self.out, self.rate = options.out, read_rate(options.out, options.commit)

@@ -1,4 +1,5 @@
-"""What machine this is, and what it can do at most: bandwidth, matrix products, launches, decisions of the host."""
+"""Describes the machine and its limits: bandwidth, matrix products, launches, decisions of the
+host."""
 
 import os
 import shutil

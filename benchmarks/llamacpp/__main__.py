@@ -88,7 +88,7 @@ def models(model: kvq.Model, caches: tuple[str, ...]) -> dict[str, kvq.Model]:
 
 
 def reading(params: dict) -> Callable:
-    """What reads all weights STEPS times, only adding them up."""
+    """Make a function that reads all weights STEPS times and only adds them up."""
     total = jax.jit(lambda tree: sum(x.sum() for x in jax.tree.leaves(tree)))
     return lambda: [total(params) for _ in range(STEPS)]
 

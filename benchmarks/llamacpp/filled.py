@@ -27,7 +27,7 @@ def random(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def filled(model: kvq.Model, method: str, tokens: int, room: int) -> Cache:
-    """A cache of one row that holds `tokens` tokens, with room for so many more."""
+    """A cache of one row that holds `tokens` tokens, with room for `room` more."""
     cache, lengths = kvq.init_cache(model, method, 1, tokens + room), jnp.full((1,), tokens, jnp.int32)
     states = []
     for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):

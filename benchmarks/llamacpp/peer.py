@@ -14,7 +14,7 @@ from kvqjax.model.weight_trees import unrolled
 __all__ = ["TYPES", "Peer", "write_model"]
 
 TYPES = ("f16", "q8_0", "q4_0")  # that are timed beside ours
-PIECE = 512  # tokens of one call of its decoder, as many as are computed at once
+PIECE = 512  # tokens of one call of its decoder; it computes them at once
 _MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
              "down": "ffn_down"}  # fmt: skip
 
@@ -139,7 +139,7 @@ class Peer:
         return np.concatenate(parts)
 
     def prompt(self, tokens: np.ndarray) -> Callable[[], None]:
-        """What feeds a prompt into the empty cache."""
+        """Make a function that feeds a prompt into the empty cache."""
 
         def run():
             lib.llama_memory_clear(self.memory, False)
@@ -148,9 +148,10 @@ class Peer:
         return run
 
     def steps(self, tokens: int, count: int) -> Callable[[], None]:
-        """What decodes `count` tokens behind `tokens` cached ones, each time the same. One row of PIECE tokens is
-        computed and copied to as many rows as hold `tokens`, all of which one more row then shares: a step costs what
-        it costs behind one long prompt, and filling costs next to nothing."""
+        """Make a function that decodes `count` tokens after `tokens` cached ones, the same at each
+        call. One row of PIECE tokens is computed and copied until the rows hold `tokens`. One more
+        row then shares them all. So a step costs the same as after one long prompt, and filling
+        costs little."""
         rows, ids = tokens // PIECE, np.arange(PIECE) % 97
         self.feed(ids, 0, 0)
         size = lib.llama_state_seq_get_size(self.context, 0)

@@ -101,8 +101,8 @@ def quantized(model: Model, options: dict[str, Any], folder: Path, windows: list
 
 
 def head_bits(options: dict[str, Any], dim: int, dtype: Any) -> tuple[float, float, int]:
-    """Bits of a number of codes alone, bits of all that transformers' cache stores of CONTEXT tokens of a head, and how
-    many of them it has in full precision: as many as it ever does."""
+    """Bits of a number of codes alone, bits of all that transformers' cache stores of CONTEXT
+    tokens of a head, and the largest number of tokens that it keeps in full precision."""
     import torch
     from transformers import LlamaConfig, QuantizedCache
 

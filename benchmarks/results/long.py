@@ -150,7 +150,7 @@ def _nothing(sources, finite) -> tuple:
 
 @jax.jit
 def _above(model: Model, index: Int[Array, ""], h: Float[Array, "1 T E"], counts: Int[Array, " 1"]):
-    """What layer `index` makes of its input, by exact attention."""
+    """Compute the output of layer `index` by exact attention."""
     layout = planned_layout(model, exact(), 1, LENGTH)
     return exact_layer(model, runs_of(layout)[0], index, {}, h, counts, path_of(layout, *h.shape[:2]), _nothing)[1]
 

@@ -29,7 +29,7 @@ DECODED = [decode_name(text) for text in WINDOWS]
 HEAD = f"""## Long contexts
 The prompt attends to itself exactly and is encoded (*prefill-exact*). The tokens behind it attend to its codes. They
 pass {STEP} at a time, and each sees what it would see if they were decoded one by one. Every cache has its own window
-here, 128 tokens for most. *bits*: everything stored for one row of so many tokens, for each key or value channel.
+here, 128 tokens for most. *bits*: everything stored for one row of that length, for each key or value channel.
 """
 RETRIEVED = f"""### Retrieval
 A text has {QUESTIONS} lines such as "river: 4821" in a book (*needle*), or is all such lines (*pairs*). The question
@@ -76,7 +76,7 @@ def _continued_cells(row: Row, context: int) -> list[str]:
 
 
 def continued_section(rows: dict[str, Row]) -> str:
-    """What the next tokens lose behind prompts of several lengths."""
+    """Write the table of the loss of the next tokens after prompts of several lengths."""
     names = [name for name in CONTINUED if any(name in row["parts"] for row in rows.values())]
     if not names:
         return ""

@@ -114,7 +114,7 @@ def texts_of(model: Model, wikitext: str, book: str, learn: str, folder: Path | 
 
 
 def sha256_of(data: dict[str, Data]) -> dict[str, Any]:
-    """What texts are known by: not where somebody keeps them."""
+    """Give the digests of the texts, without their paths."""
     return {name: {key: text.about[key] for key in ("sha256", "characters")} for name, text in data.items()}
 
 
@@ -140,7 +140,7 @@ def path_of(cache: str) -> Path:
 
 
 def about_of(model: Model, texts: Texts) -> dict[str, Any]:
-    """What a finished row must share with a new run to be kept."""
+    """Give the stamp that a finished row must share with a new run to be kept."""
     about = stamp(model, MODEL, 0) | {"plan": PLAN, "data": texts.about}
     return {key: value for key, value in about.items() if key not in ("date", "seed")}
 

@@ -37,8 +37,8 @@ LOOKS = 0.25  # seconds between two looks at how many rows run
 
 
 def rows_for(model: kvq.Model, method: str, requests: list[Request], options: argparse.Namespace) -> int:
-    """Choose how many rows a cache has: as many requests of mean length as its pages hold beside a prompt, at most
-    `options.rows`. A step computes all rows, also those that wait for pages."""
+    """Choose the rows of a cache: the number of requests of mean length that its pages hold beside
+    a prompt, at most `options.rows`. A step computes all rows, also those that wait for pages."""
     tokens = float(np.mean([len(request.prompt) + request.answer for request in requests]))
 
     def fits(rows: int) -> bool:
@@ -130,7 +130,7 @@ def measure(model: kvq.Model, name: str, requests: list[Request], folder: Path, 
 
 
 def about(options: argparse.Namespace) -> dict:
-    """What rows must share to be compared."""
+    """Give the options that rows must share to be compared."""
     lengths = ("prefix", "longest", "answer", "skew")
     names = ("model", "pool", "rows", "capacity", "chunk", "requests", "rate", *lengths, "seed")
     return {name: getattr(options, name) for name in names}

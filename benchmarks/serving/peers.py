@@ -18,8 +18,8 @@ from kvqjax.model.config import ModelConfig
 __all__ = ["Batching", "by_llamacpp", "by_transformers"]
 
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # of a number of a key or value, with its scales
-PAGE = 256  # tokens; llama.cpp rounds its cells to so many, and transformers' blocks have so many
-PIECE = 512  # tokens of one batch, as many as our engine feeds of a prompt at a time
+PAGE = 256  # tokens; llama.cpp rounds its cells to this, and transformers' blocks have this size
+PIECE = 512  # tokens of one batch, the same as our engine's chunk of a prompt
 
 
 class _Row:

@@ -1,4 +1,4 @@
-"""What the planner says of many users on a chip: how many fit, and how many tokens a second they get at most.
+"""Plans many users on a chip: how many fit, and how many tokens a second they get at most.
 
     python -m benchmarks.serving.planned [--model llama-3.1-8b] [--context 8k] [--device h100 --device v5e-8]
 
@@ -20,7 +20,7 @@ HEAD = ["device", "cache", "MiB a user on each", "users", "tokens a second of al
 
 
 def _cells(model: str, cache: str, context: str, device: str) -> list[str]:
-    """Plan a cache for as many users as fit."""
+    """Plan a cache for the largest number of users that fits."""
     users = kvq.plan(model, cache, context=context, device=device)[0]["largest_batch"]
     if not users:
         return [device, f"`{cache}`", "", "0", "", ""]

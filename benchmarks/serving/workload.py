@@ -21,13 +21,15 @@ class Request(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What serving all requests took: seconds until the last token, and of each request the seconds until its first
-    token (`first`) and from there to its end for each further token (`pace`).
+    """Times of serving all requests: seconds until the last token, and for each request the seconds
+    until its first token (`first`) and then per further token (`pace`).
 
-    - `running`: the mean number of rows that made tokens, over time or over steps; None where nobody says.
+    - `running`: the mean number of rows that made tokens, over time or over steps; None if the
+    engine does not say.
     - `reused`: prompt tokens that were not computed, since an earlier prompt began with them.
     - `preempted`: how often a request made way for another.
-    - `pages_shared`: the most pages that several rows or kept prefixes had at a time; None where nobody says."""
+    - `pages_shared`: the most pages that several rows or kept prefixes had at a time; None if the
+    engine does not say."""
 
     seconds: float
     first: list[float]

@@ -18,7 +18,8 @@ Encode = Callable[[str], list[int]]
 
 
 class Corpus(NamedTuple):
-    """What the sources draw from. `symbols` are the token ids of random spans, `text` one long token stream."""
+    """The material of the sources. `symbols` are the token ids of random spans, `text` one long
+    token stream."""
 
     encode: Encode
     bos: int

@@ -1,4 +1,4 @@
-"""What each bundled model is and how it is trained."""
+"""Describes each bundled model and its training."""
 
 import dataclasses
 

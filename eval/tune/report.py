@@ -1,5 +1,5 @@
-"""What tuning reports, on text that it has not searched: rows, a table, a picture, and the commands that use the
-result."""
+"""Reports a tuning on text that it has not searched: rows, a table, a picture, and the commands
+that use the result."""
 
 import json
 import math

@@ -143,7 +143,7 @@ def best_of(
 
 
 def _meters(trial: Trial, parts: tuple[np.ndarray, np.ndarray], settings: Settings, out: Path | None) -> list[Meter]:
-    """Of the text that is searched and of the text that is reported on."""
+    """Make the meters of the text that is searched and of the text that is reported on."""
     sizes = {"chunk": settings.chunk, "batch": settings.batch, "scored_from": settings.scored_from}
     names = list(map(str, (*trial.candidates.parts, *trial.candidates.others)))
     about = [trial.model.fingerprint, str(trial.model.params["embed"].dtype), repr(settings), *names]
@@ -234,7 +234,7 @@ def tune(
         model: the model.
         texts: a text, data or token ids, as for `kvqjax.eval.perplexity`.
         budget: average bits of all that is stored for a row of `settings.context` tokens (2.5), bytes ("8GiB"), or the
-            fewest bytes of a divergence of at most so many nats ("kld=0.01").
+            fewest bytes with at most this divergence in nats ("kld=0.01").
         methods: a list such as "kivi,higgs:window=32", "data-free" (all that need no calibration) or "all". A method
             without bits is tried at all its widths. Windows, sinks and groups are theirs; the most sinks of any serve
             all.
@@ -277,11 +277,12 @@ def tune(
 def estimated(config: ModelConfig, methods: str, device: str, mesh: str, settings: Settings) -> dict[str, Any]:
     """Measurements, forward passes, tokens and hours that `tune` would take, by the planner's cost model.
 
-    Every chunk of every measurement reads a device's weights and what the cache holds of its rows once, and computes
-    its part at the dense 16-bit peak: the larger of the two is its time, a bound that real programs miss by their own
-    factor. Of exchanges as many rounds are counted as there are layers, and those that end the search, for the mixture
-    and for every chain. `bytes` on a device include the logits of the exact pass and of one chunk. Compilation,
-    calibration and the report's own caches are left out."""
+    Every chunk of every measurement reads a device's weights and what the cache holds of its rows
+    once, and computes its part at the dense 16-bit peak: the larger of the two is its time, a bound
+    that real programs miss by their own factor. The estimate counts one round of exchanges per
+    layer, and the rounds that end the search, for the mixture and for every chain. `bytes` on a
+    device include the logits of the exact pass and of one chunk. Compilation, calibration and the
+    report's own caches are left out."""
     candidates, sizes = sorted_out(named(methods, config), config), MeshSize.parse(mesh)
     layers, count = config.num_layers, len(candidates.parts)
     singles = layers * sum(1 if joint else 2 for joint in candidates.joint[1:])

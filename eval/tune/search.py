@@ -28,7 +28,9 @@ GRID = 400  # steps per layer into which dynamic programming divides the budget
 ROUND = 16  # exchanges that are measured together
 PATIENCE = 2  # rounds without a gain after which the search ends
 NOISE = 1.0  # an exchange must help by more standard errors of the paired difference than this
-PAIRED = 64  # pairs are made of so many of the best changes, and so many that save bytes
+# Pairs are made of this number of the best changes, and of the same number of changes that save
+# bytes.
+PAIRED = 64
 HALVINGS = 12  # steps of the bisection for the fewest bytes that keep a divergence
 
 MOST_BITS = 32  # of a number
@@ -69,7 +71,7 @@ def read_budget(text: str | float | int) -> Budget:
     if unit in BYTES:
         return Budget("bytes", amount * BYTES[unit])
     if amount > MOST_BITS:
-        raise UserError(f"budget {text!r}; wanted at most {MOST_BITS} bits, which a number has that is stored exactly")
+        raise UserError(f"budget {text!r}; wanted at most {MOST_BITS} bits, the size of an exact number")
     return Budget("bits", amount)
 
 

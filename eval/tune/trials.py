@@ -122,7 +122,7 @@ class Trial(_Numbered):
 
 
 def is_chain(method: Method, shape: KVShape) -> bool:
-    """Whether something flows from layer to layer."""
+    """Say whether something flows from layer to layer."""
     return any(run.wiring.chain.carry for run in runs_for(method, shape))
 
 

@@ -87,8 +87,8 @@ def engine(spec: str, slots: int, **mesh) -> CachedEngine:
 
 
 def serve(params, rows, count: int, prefiller: CachedEngine, decoder: CachedEngine):
-    """What an orchestrator does: requests join the batch one by one, while others are decoded; all end after `count`
-    tokens."""
+    """Play the orchestrator: requests join the batch one by one, while others are decoded; all end
+    after `count` tokens."""
     state, answers, slots, waiting = decoder.init_decode_state(), [[] for _ in rows], {}, list(range(len(rows)))
     while waiting or slots:
         if waiting:

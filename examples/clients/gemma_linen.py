@@ -1,8 +1,8 @@
 """A Gemma in flax.linen in the manner of its own library: capped scores, every other layer with a sliding window, norms
 before and after attention, prompts padded on the right. `python examples/clients/gemma_linen.py`.
 
-The model passes a dictionary of layers' arrays through every call, and a mask of which places a token sees. The lines
-that use kvqjax end with `# kvqjax`.
+The model passes a dictionary of layers' arrays through every call, and a mask of the places that
+each token sees. The lines that use kvqjax end with `# kvqjax`.
 """
 
 import functools
@@ -60,7 +60,7 @@ class Gemma(nn.Module):
 
 
 def own_cache(batch: int) -> dict:
-    """What the model has of its own: arrays of all places of each layer."""
+    """Make the model's own cache: arrays of all places of each layer."""
     size = batch, CAPACITY, KV_HEADS, SIZE
     layer = lambda: {"k": jnp.zeros(size), "v": jnp.zeros(size), "positions": jnp.zeros(size[:2], int), "end_index": 0}  # noqa: E731
     return {f"layer_{i}": layer() for i in range(LAYERS)}

@@ -17,7 +17,8 @@ LARGE = nnx.initializers.normal(2 / WIDTH**0.5)  # so that attention looks at fe
 
 
 class LayerCache(nnx.Module):
-    """What the model has of its own: a layer's keys and values of all places, and which places hold a token."""
+    """The model's own cache: a layer's keys and values of all places, and which places hold a
+    token."""
 
     def __init__(self, batch: int):
         self.k, self.v = (nnx.Cache(jnp.zeros((batch, CAPACITY, KV_HEADS, SIZE))) for _ in "kv")

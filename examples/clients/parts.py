@@ -1,5 +1,5 @@
-"""What the five models of this folder share: their sizes, a rotary embedding, a norm and plain attention. Nothing here
-knows kvqjax."""
+"""Shared parts of the five models of this folder: their sizes, a rotary embedding, a norm and plain
+attention. Nothing here knows kvqjax."""
 
 import jax
 import jax.numpy as jnp

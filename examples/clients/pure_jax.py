@@ -39,7 +39,7 @@ class Weights:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "valid", "cursor"], meta_fields=[])
 @dataclass
 class KVCache:
-    """What the model has of its own: keys and values of all places, and which places hold a token."""
+    """Make the model's own cache: keys and values of all places, and which places hold a token."""
 
     k: list[jax.Array]
     v: list[jax.Array]

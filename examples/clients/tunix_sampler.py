@@ -1,5 +1,6 @@
 """A Llama in flax.nnx for tunix's sampler: the model makes its cache, and each call takes it and returns it, with a
-mask [B, T, cache_size] of which places a token sees. `python examples/clients/tunix_sampler.py`.
+mask [B, T, cache_size] of the places that each token sees.
+`python examples/clients/tunix_sampler.py`.
 
 `sample` below does what tunix's `Sampler` does with a cache, beams included, so that the example runs without tunix;
 the real one takes this model as it is. The lines that use kvqjax end with `# kvqjax`.

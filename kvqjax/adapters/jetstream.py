@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
 
 
 class SlotData(NamedTuple):
-    """What one slot made in one call."""
+    """The tokens that one slot made in one call."""
 
     tokens: Int[Array, "1 1"] | Int[np.ndarray, "1 1"]
     valid: Int[Array, "1 1"] | Int[np.ndarray, "1 1"]
@@ -76,7 +76,7 @@ class ResultTokens(struct.PyTreeNode):
         return self.replace(data=np.asarray(self.data))
 
     def get_result_at_slot(self, slot: int) -> SlotData:
-        """What slot number `slot` made."""
+        """Give the tokens of slot number `slot`."""
         row = self.data[slot : slot + 1]
         return SlotData(row[:, 0:1], row[:, 1:2], row[:, 2])
 
@@ -265,13 +265,13 @@ class CachedEngine:
         """Do nothing: `insert` replaces all that a slot held, and a slot that is not asked for costs no room."""
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
-        """What `load` gives. Raises UserError where the engine was made without it."""
+        """Call `load` of the constructor. Raises UserError if the engine was made without it."""
         if self._load is None:
             raise UserError("this engine was made without load=, the function that load_params calls")
         return self._load(*args, **kwargs)
 
     def get_prefix_destination_sharding(self) -> Any:
-        """Where this engine wants the arrays of a prefix: what `jax.device_put(prefix, ...)` takes."""
+        """Give the sharding that `jax.device_put(prefix, ...)` needs for this engine."""
         places = tuple(x.sharding for x in jax.tree.leaves(self._blank))
         return Prefix(places, self._blank.lengths.sharding)
 

@@ -14,8 +14,8 @@ between prompts with the same first tokens. A block is a page of one layer (kvqj
 a sequence is not full, its exact tokens are the tail. By default every block has room for a tail, `unit` tokens in
 `dtype`. The blocks of a sequence are then all that is stored of it, so that it may stand anywhere in a batch. A full
 block has no tail, so that sequences can share it. This takes a method without window and sinks, and a unit that divides
-blocks. With `slots=` there are as many tails as sequences instead. `metadata.mamba_state_indices` then says which tail
-each sequence has, as it does for the states of recurrent layers.
+blocks. With `slots=` every sequence has a tail instead. `metadata.mamba_state_indices` then says
+which tail each sequence has, as it does for the states of recurrent layers.
 
 *How tokens are worked off.* The sequences with one new token are worked off together. The others follow one after the
 other, in chunks of `chunk` tokens. A chunk attends to the tokens before it as they are stored.
@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 
 
 class Metadata(NamedTuple):
-    """What the engine says of a call's sequences. The engine's own `AttentionMetadata` is taken as well.
+    """Describes the sequences of one call. The engine's own `AttentionMetadata` is taken as well.
 
     Attributes:
         block_tables: The blocks of sequence i, in the order of its tokens, are
@@ -73,7 +73,7 @@ class Metadata(NamedTuple):
 
 
 class PagedLayer(struct.PyTreeNode):
-    """What one layer stores.
+    """The storage of one layer.
 
     Attributes:
         body: The codes of all blocks, {source: {field: arrays [1, blocks, ...]}}.
@@ -99,7 +99,7 @@ class PagedLayer(struct.PyTreeNode):
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes in this layer, in bytes. The tail is part of it where every block has one."""
+        """Bytes of a block in this layer, including its tail if every block has one."""
         # `ends` has an axis of blocks alone. In other arrays an axis of one layer comes before that of blocks.
         arrays = self.body if self.by_slot else (self.body, self.tails, self.ends)
         return sum(array_bytes(x) // x.shape[-1 if x.ndim == 1 else 1] for x in jax.tree.leaves(arrays))
@@ -255,9 +255,10 @@ def attention(
           that are not finite are stored as 0, which later calls see.
 
     Raises:
-        UserError: arrays of other shapes, missing constants, and what is not served: further arguments that ask for
-            something (scales of quantised inputs, attention in chunks or in both directions, caches that layers share,
-            drafts), and meshes of several devices.
+        UserError: for arrays of other shapes, missing constants, and features that are not served:
+            further arguments that ask for something (scales of quantised inputs, attention in
+            chunks or in both directions, caches that layers share, drafts), and meshes of several
+            devices.
     """
     _check_options(mesh, attention_metadata, engine_options)
     md = _metadata(kv_cache, attention_metadata)
@@ -355,7 +356,8 @@ def _sequences(layer: PagedLayer, md: Metadata, length: int) -> tuple[_Sequences
     cached = jnp.where(is_sequence, lengths - count, 0)
 
     def tail(tokens: Int[Array, " S"]) -> Int[Array, " S"]:
-        """Find the tail of sequences of so many tokens: by default it is in the block of the last token."""
+        """Find the tails of sequences that hold `tokens` tokens: by default in the block of the
+        last one."""
         if md.mamba_state_indices is not None:
             return md.mamba_state_indices.astype(jnp.int32)
         return jnp.take_along_axis(table, (jnp.maximum(tokens - 1, 0) // size)[:, None], 1, mode="clip")[:, 0]
@@ -417,7 +419,7 @@ def _single_tokens(
         (what is stored after them, their output in a flat array). The array has room for `size` further tokens, because
         `_chunks` writes whole chunks. It has 0 for the tokens of other sequences."""
     row_mask, length = sequences.count == 1, new[0].shape[0]
-    # Other sequences become empty rows, of which nothing is read or written.
+    # Other sequences become empty rows. Nothing of them is read or written.
     rows = sequences._replace(
         cached=jnp.where(row_mask, sequences.cached, 0),
         count=row_mask.astype(jnp.int32),

@@ -31,7 +31,7 @@ from kvqjax.ops.layout import Field
 
 __all__ = ["Balanced", "balance", "imbalance"]
 
-LEAST, MOST = 1e-3, 1e3  # bounds of what is divided by in one round
+LEAST, MOST = 1e-3, 1e3  # bounds of a divisor in one round
 CEILING = 10.0  # the largest logarithm of a factor
 LOWEST = -40.0  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
 
@@ -64,8 +64,8 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
         floor: the smallest logarithm of a factor; None: LOWEST.
 
     Returns:
-        The factors by which columns and rows are to be divided. Of all rounds, and the start with factors 1, the most
-        balanced one is taken.
+        The divisors of columns and rows. They come from the most balanced of all rounds, and of the
+        start with factors 1.
     """
     lowest = LOWEST if floor is None else floor
 

@@ -23,7 +23,7 @@ Constants = dict  # constant name -> array of one layer
 
 
 class Fit(NamedTuple):
-    """What finds the calibrated constants of a codec.
+    """Names the module that finds the calibrated constants of a codec.
 
     Attributes:
         module: the full name of a module, which is imported when constants are asked for.
@@ -40,11 +40,11 @@ class Fit(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """What stores vectors.
+    """A pair of functions between vectors and stored fields.
 
     Attributes:
         width: channels of a vector.
-        unit: tokens are encoded in multiples of so many.
+        unit: tokens are encoded in multiples of this number.
         fields: what is stored, by name.
         encode: encode(constants, x [u, W]) fills the fields.
         decode: decode(constants, tile) reads them.
@@ -77,7 +77,8 @@ class Open(Protocol):
     """A spec that leaves sizes open, such as the channels of a group, until the model's heads are known."""
 
     def for_heads(self, heads: int, head_dim: int) -> CodecSpec:
-        """Fill in what is open, for vectors of `heads` KV heads with `head_dim` channels each."""
+        """Fill in the open options, for vectors of `heads` KV heads with `head_dim` channels
+        each."""
         ...
 
 
@@ -111,7 +112,8 @@ class BetweenHeads(Protocol):
 
 
 def for_heads(spec: CodecSpec, heads: int, head_dim: int) -> CodecSpec:
-    """Fill in what a spec leaves open (`Open`). A spec that leaves nothing open is given back as it is."""
+    """Fill in the options that a spec leaves open (`Open`). A spec that leaves nothing open is
+    given back as it is."""
     return spec.for_heads(heads, head_dim) if isinstance(spec, Open) else spec
 
 

@@ -57,8 +57,8 @@ class Higgs:
         dim: Values that share a code, the grid's dimensions.
         group: Channels that share a scale. None: `group_size` of all channels. "head" or "width": those of a head or of
             all heads, which `for_heads` fills in.
-        seed: Of the random signs. None: no signs, as released.
-        dtype: Of the stored scales, "bfloat16" or "float32".
+        seed: Seed of the random signs. None: no signs, as released.
+        dtype: dtype of the stored scales, "bfloat16" or "float32".
         rotated: Whether the wiring has rotated the vectors, so that they are not transformed here.
         norm: Which scale is stored, "plain", "corrected" or "unbiased" (see the module).
 
@@ -151,8 +151,8 @@ class Higgs:
 
 
 def _gain(group: int) -> float:
-    """Compute by what M, the integer matrix of a group, is multiplied so that H = gain M has H H^T = h I. It is 1 for a
-    Hadamard matrix."""
+    """Compute the factor `gain` of M, the integer matrix of a group, for which H = gain M has H H^T
+    = h I. It is 1 for a Hadamard matrix."""
     row = transform_matrix(group)[0].astype(int)
     return math.sqrt(group / (row @ row))
 

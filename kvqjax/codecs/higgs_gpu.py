@@ -43,8 +43,8 @@ def within_heads(points: np.ndarray, group: int, codes: UInt[Array, "*B v"]) -> 
 
 
 def _matrix(plan: Plan) -> Float[Array, "V W"]:
-    """Make M from its two factors, for as many tiles as `plan.outer` mixes. Rows come in the order of `y` in `inverse`,
-    and take off the 2^raised by which `plan.words` are too large."""
+    """Make M from its two factors, for the tiles that `plan.outer` mixes. Rows come in the order of
+    `y` in `inverse`, and take off the 2^raised by which `plan.words` are too large."""
     # It is made on the chip: as a constant, a program would hold all of its numbers at every place where it is used.
     # `plan.matrix` has each row twice, for the two bfloat16 pieces of a number. float16 needs one.
     inner = plan.matrix.reshape(plan.dim, 2, plan.tile, -1)[:, 0].reshape(plan.dim * plan.tile, -1)

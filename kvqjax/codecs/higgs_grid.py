@@ -53,7 +53,7 @@ def points_of(points: np.ndarray, codes: UInt[Array, "*lead vectors"]) -> Float[
     """Look up the grid points of codes, side by side. A CPU copies a point at a time."""
     if points.shape[1] == 1:
         return look_up(codes, jnp.asarray(points[:, 0]))
-    # A code has as many values as there are points, so that none is out of bounds.
+    # The number of values of a code is the number of points, so no code is out of bounds.
     return jnp.asarray(points).at[codes].get(mode="promise_in_bounds").reshape(*codes.shape[:-1], -1)
 
 

@@ -17,7 +17,8 @@ take off most of the squared error. A token's coefficients share a scale, their 
     decode    codes -> grid points -> * scale -> z_hat [u, R] -> B -> + mean -> x_hat [u, W]
 
 A rank is a coefficient's place in the order of variance. R is how many coefficients have bits. A grid is the list of
-points that a code chooses from; a point has one number or two, so that a code stands for as many coefficients.
+points that a code chooses from; a point has one number or two, so a code stands for one coefficient
+or two.
 """
 
 import dataclasses
@@ -104,7 +105,8 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
 
     Args:
         width: W, how many coefficients there are; even.
-        bits: the mean over all coefficients. Together they get at most W times as many, rounded to an even number.
+        bits: the mean over all coefficients. Together they get at most W times that, rounded to an
+            even number.
         slope: of the spectrum, in bits for each doubling of 1 + 48 i / W.
 
     Returns:
@@ -130,7 +132,8 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
 
 @functools.cache
 def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
-    """Make the grid of coefficients of so many bits: float32 [2^(bits p), p], of points with p = DIMS[bits] numbers."""
+    """Make the grid of coefficients with `bits` bits: float32 [2^(bits p), p], of points with p =
+    DIMS[bits] numbers."""
     if bits == 1:
         half = (2 / np.pi) ** 0.5  # the mean of a half normal distribution
         return np.array([[-half], [half]], np.float32)
@@ -143,7 +146,8 @@ def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
 
 
 def _codes(bits: int, count: int) -> Field:
-    """Describe the field of `count` coefficients of so many bits each: one code for each grid point."""
+    """Describe the field of `count` coefficients with `bits` bits each: one code for each grid
+    point."""
     return Field(kind="codes", width=count // DIMS[bits], bits=bits * DIMS[bits], role="payload")
 
 

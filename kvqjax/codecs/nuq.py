@@ -62,8 +62,8 @@ class Nuq:
         per: "channel" for keys, whose thresholds are calibrated; "token" for values, whose range and outliers are found
             in the token.
         outliers: the fraction of a token's channels that is stored exactly.
-        slots: outliers that a token can have; 0: as many as the fraction asks for. Values have an even number, half of
-            them for each end.
+        slots: outliers that a token can have; 0: the number that the fraction asks for. Values have
+            an even number, half of them for each end.
         datatype: "nuq", "nf" or "int" (kvqjax.codecs.nuq_table).
         q_norm: whether signposts are read through a calibrated scale and offset: the released code's Q-Norm, meant for
             2 bits.
@@ -97,8 +97,8 @@ class Nuq:
                 raise UserError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
 
     def slot_count(self, width: int) -> int:
-        """Count the outlier slots of a token of W channels. At each end there are half as many as the fraction asks
-        for, rounded up."""
+        """Count the outlier slots of a token of W channels. Each end has half the number that the
+        fraction asks for, rounded up."""
         # Rounded to 9 digits first: 0.07 / 2 * 200 is 7.000000000000001 as a float, and means 7.
         return self.slots or 2 * math.ceil(round(self.outliers / 2 * width, 9))
 

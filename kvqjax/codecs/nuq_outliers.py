@@ -28,7 +28,7 @@ def store_outliers(x: Float[Array, "u W"], channels: Int[Array, "u n"], dtype: s
     Returns:
         The words; `rows` is 2n for bfloat16, 3n for float32.
     """
-    # The mode "clip" gives an unused slot the value of the last channel, which nobody reads.
+    # The mode "clip" gives an unused slot the value of the last channel, which no reader looks at.
     values = jnp.take_along_axis(x, channels, axis=-1, mode="clip").astype(dtype)
     words = jax.lax.bitcast_convert_type(values, jnp.uint16).reshape(len(x), -1)
     return jnp.concatenate([words, channels.astype(jnp.uint16)], axis=-1).T

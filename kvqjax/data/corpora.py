@@ -47,7 +47,8 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
         raise UserError(f"{source.name}: pip install datasets to load it from the hub, or {hint}") from error
     try:
         return iter(load_dataset(**source.hub))
-    # The library raises its own, the hub client's and the system's errors; all of them mean "not to be had".
+    # The library raises its own, the hub client's and the system's errors; all of them mean that
+    # the data cannot be read.
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{source.name}: the hub did not give it ({reason}); {hint}") from error
@@ -169,8 +170,8 @@ def read(
         split: which split of a data set; None: the only one.
         folder: holds wikitext2, c4 or gsm8k; None: they come from the hub.
         model: whose chat template messages go through.
-        tokens: about how many are wanted; 0: all. Synthetic text has at least so many words. Of larger data than 64 Mi
-            characters the beginning is read unless all is wanted.
+        tokens: about how many are wanted; 0: all. Synthetic text has at least that number of words.
+            Of larger data than 64 Mi characters the beginning is read unless all is wanted.
         seed: of synthetic text.
 
     Returns:

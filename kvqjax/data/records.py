@@ -1,6 +1,6 @@
 """Records of files that others wrote: JSON, JSON lines, Parquet, CSV, and data sets that `datasets` saved or loads.
 
-A record is whatever stands for one example: mostly an object with fields, sometimes a string or a list of messages.
+A record is one example: mostly an object with fields, sometimes a string or a list of messages.
 Files are read record by record, so that a large one need not fit into memory.
 """
 
@@ -59,7 +59,7 @@ def kind_of(path: Path) -> str:
                 return "parquet"
         first = next((line for line in open_lines(path) if line.strip()), "")
     except (OSError, ValueError):  # a UserError is one
-        return kind  # whoever reads it says why it cannot be read
+        return kind  # its reader says why it cannot be read
     return "json" if first.lstrip()[:1] in ("{", "[") and _loads(first) is not None else "text"
 
 
@@ -99,8 +99,8 @@ def _inside(value: Any) -> list[Any] | None:
 
 
 def _json_records(path: Path) -> Iterator[Record]:
-    """Records of a JSON file in any form under which it is met, whatever its name: a record a line, one list of
-    records, one record over many lines, or one object around one list of records."""
+    """Read the records of a JSON file in any common form, whatever its name: a record a line, one
+    list of records, one record over many lines, or one object around one list of records."""
     lines = (line for line in open_lines(path) if line.strip())
     first, second = _loads(next(lines, "")), next(lines, None)
     if first is not None and (second is not None or _inside(first) is None):

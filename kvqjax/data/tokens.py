@@ -1,4 +1,5 @@
-"""Token ids of whatever Python callers give: a text, texts, a path, data that was read, or ids."""
+"""Turns the data that Python callers give into token ids: a text, texts, a path, data that was
+read, or ids."""
 
 import itertools
 import os
@@ -116,8 +117,8 @@ def token_ids(model: Model, source: TextLike, name: str = "texts") -> Int[np.nda
 
 
 def document_ids(model: Model, source: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
-    """At most `most` ids for calibration: each document is encoded by itself, until there are enough. Arguments and
-    errors are those of `data_or_ids`."""
+    """Give at most `most` ids for calibration: each document is encoded by itself, until there are
+    enough. Arguments and errors are those of `data_or_ids`."""
     texts = data_or_ids(model, source, name)
     if not isinstance(texts, Data):
         return texts[:most]

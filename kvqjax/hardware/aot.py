@@ -113,7 +113,7 @@ def decode_arguments(
     chip: str = "cpu",
     weights: str | None = None,
 ):
-    """What `decode_steps` takes, as shapes on the mesh of `rules`."""
+    """Describe the arguments of `decode_steps` as shapes on the mesh of `rules`."""
     model, cache = _model_and_cache(config, method, context, batch, rules, chip, weights)
 
     def inputs(cache):
@@ -124,7 +124,8 @@ def decode_arguments(
 
 
 def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str):
-    """What `prefill` and `forward` take for `new` tokens a row, as shapes on the mesh of `rules`."""
+    """Describe the arguments of `prefill` and `forward`, for `new` tokens per row, as shapes on the
+    mesh of `rules`."""
     model, cache = _model_and_cache(config, method, context, batch, rules, chip)
     tokens = jax.ShapeDtypeStruct((batch, new), jnp.int32)
     counts = jax.ShapeDtypeStruct((batch,), jnp.int32)

@@ -13,13 +13,14 @@ __all__ = ["chip_devices", "slice_of", "target_name"]
 
 
 def target_name(chip: str) -> str:
-    """What attention kernels and forms of storage call a chip of `DEVICES`; "cpu" is what runs everywhere."""
+    """Give the name by which kernels and forms of storage know a chip of `DEVICES`. "cpu" stands
+    for the forms that run everywhere."""
     return GPUS[chip].target if chip in GPUS else {"v4": "cpu"}.get(chip, chip)
 
 
 def slice_of(name: str, devices: int = 1) -> str:
-    """The TPU slice of at least four chips that has so many devices: "v5e:4x4" for 16. A v7x chip is two devices. Of
-    GPUs, as many on one host."""
+    """Name the TPU slice of at least four chips with `devices` devices: "v5e:4x4" for 16. A v7x
+    chip is two devices. GPUs are all on one host."""
     prefix, axes = DEVICES[name].torus
     if not prefix:
         return f"1x1x{devices}"

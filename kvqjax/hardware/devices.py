@@ -30,8 +30,9 @@ class Device(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What XLA asks of a GPU: compute capability, multiprocessors, float32 units and resident threads of each, bytes of
-    shared memory each has and one block may take, bytes of second-level cache, clock in GHz; and our kernels' target.
+    """Properties of a GPU that XLA asks for: compute capability, multiprocessors, float32 units and
+    resident threads of each, bytes of shared memory each has and one block may take, bytes of
+    second-level cache, clock in GHz; and our kernels' target.
     """
 
     capability: tuple[int, int]

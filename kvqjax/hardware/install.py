@@ -34,8 +34,9 @@ class Finding(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What is installed and plugged in. `packages` has versions by name, without those that are absent; `driver` is the
-    NVIDIA driver's version, "" where there is none; `holders` are the processes that hold a TPU's device files."""
+    """Describes the installation and its chips. `packages` has versions by name, without those that
+    are absent; `driver` is the NVIDIA driver's version, "" where there is none; `holders` are the
+    processes that hold a TPU's device files."""
 
     packages: dict[str, str]
     platform: str

@@ -1,4 +1,4 @@
-"""What was measured on chips and a plan's bounds cannot know (`python -m benchmarks.hardware`, docs/speed.md).
+"""Measured times that a plan's bounds cannot know (`python -m benchmarks.hardware`, docs/speed.md).
 
 `measured.json` has for a chip and a method attention's time in one layer of Llama-3.1-8B, in times of what reading
 bfloat16 keys and values takes at the chip's bandwidth: one new token in each of 8 rows of 32768, by the path that

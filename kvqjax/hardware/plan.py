@@ -21,11 +21,12 @@ from kvqjax.parallel.sharding import rules_for
 __all__ = ["plan"]
 
 COMPARED = ("exact", "kivi:bits=4", "kivi:bits=2", "kvquant:bits=3")  # where no cache is named
-CONTEXT = 131072  # tokens, where none are named and the model has as many positions
+CONTEXT = 131072  # default in tokens; a model with fewer positions gets its own number
 
 
 def _split(config: ModelConfig, methods: Sequence[Method], count: int) -> MeshSize:
-    """A mesh of `count` devices: as many as can be along `model`, the others along the sequence."""
+    """Make a mesh of `count` devices: along `model` as far as possible, the others along the
+    sequence."""
     refused: UserError | None = None
     for model in range(count, 0, -1):
         if count % model == 0:
@@ -41,7 +42,7 @@ def _split(config: ModelConfig, methods: Sequence[Method], count: int) -> MeshSi
 
 
 def _mesh(mesh: str | MeshSize, named: Named | None, config: ModelConfig, methods: Sequence[Method]) -> MeshSize:
-    """The mesh that was asked for, or one of as many devices as were named."""
+    """Give the mesh that was asked for, or one of the number of devices that the name says."""
     count = named.count if named else 1
     if not mesh:
         return _split(config, methods, count) if count > 1 else MeshSize()
@@ -52,7 +53,7 @@ def _mesh(mesh: str | MeshSize, named: Named | None, config: ModelConfig, method
 
 
 def _of_model(model: Any) -> tuple[str, ModelConfig, str | None, str | None]:
-    """Name, config, coded weights and dtype of what was given as a model."""
+    """Find name, config, coded weights and dtype of a model argument."""
     if isinstance(model, ModelConfig):
         return f"a model of {model.num_layers} layers of width {model.width}", model, None, None
     if isinstance(model, Model):

@@ -24,8 +24,8 @@ LARGER_SHARES = (0.8, 0.85, 0.9, 0.95)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is planned. `room`: bytes of one device that the program gets, None where no device is named. `memory`:
-    bytes of one device in all."""
+    """A case to plan. `room`: bytes of one device that the program gets, None if no device is
+    named. `memory`: bytes of one device in all."""
 
     name: str
     config: ModelConfig
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def form(self) -> str:
-        """How bodies are stored on the chip."""
+        """Name the form in which bodies are stored on the chip."""
         return stored_form(target_name(self.chip)) if self.chip else "planes"
 
     def planned(self, method: Method, context: int, batch: int) -> Plan:
@@ -57,7 +57,7 @@ class Case:
 
 
 def _fit(case: Case, planned: Plan, room: float | int) -> Row:
-    """Whether a plan fits into `room` bytes, and why."""
+    """Say whether a plan fits into `room` bytes, and why."""
     verdict, spare = headroom(planned.total, room), room - planned.total
     words = f"{size(planned.total)} of {size(room)}"
     if verdict != "no":
@@ -86,7 +86,8 @@ def _larger_share(case: Case, planned: Plan) -> float | None:
 
 
 def _speed(case: Case, planned: Plan, method: Method, device: Device, fits: bool) -> Row:
-    """Bounds on the speed of what fits, and up to which context it costs no time to compute keys and values anew."""
+    """Bounds on speed for a plan that fits, and the context up to which recomputing keys and values
+    costs no time."""
     reading, computing = step_bounds(planned, case.config, case.context, case.batch, device, case.mesh)
     hidden = longest_memory_bound(step_cost(method, case.config), 1e3 * device.tflops / device.bandwidth)
     return {
@@ -98,8 +99,8 @@ def _speed(case: Case, planned: Plan, method: Method, device: Device, fits: bool
 
 
 def _first_token(case: Case, chip: str, fits: bool) -> Row:
-    """What prompts of a whole context take: at least, every operation once at the peak of all devices; and on one chip
-    as compiled prompts were counted."""
+    """Give the times of prompts of a whole context: the least, with every operation once at the
+    peak of all devices, and on one chip as compiled prompts were counted."""
     peak = DEVICES[chip].tflops * 1e12 * case.mesh.devices
     least = case.batch * prompt_operations(case.config, 0, case.context) / peak
     one_device = case.mesh.devices == 1

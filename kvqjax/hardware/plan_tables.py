@@ -23,7 +23,7 @@ REFUSED = "does not fit"
 
 
 def _title(case: Case) -> str:
-    """What is planned, and for which device."""
+    """Name the plan and its device."""
     coded = f" with {case.weights} matrices" if case.weights else ""
     rows = f"{case.batch} row{'s' * (case.batch > 1)} of {case.context} tokens"
     axes = ", ".join(f"{axis}={n}" for axis, n in dataclasses.asdict(case.mesh).items() if n > 1)
@@ -33,7 +33,7 @@ def _title(case: Case) -> str:
 
 
 def _room(case: Case) -> str:
-    """What the program gets of a device's memory, and why."""
+    """Say how much of a device's memory the program gets, and why."""
     if case.room is None or case.memory is None:
         return "Name a --device, or its --memory, to see what fits and how fast it can be."
     if case.chip is None or case.memory != case.device_memory:
@@ -85,7 +85,7 @@ def _memory(case: Case, rows: list[Row], note: str) -> Section:
 
 
 def _speed(case: Case, rows: list[Row]) -> Section | None:
-    """Bounds on the speed of what fits."""
+    """Bounds on speed for plans that fit."""
     device = case.device
     if device is None or not any(row["fits"] for row in rows):
         return None
@@ -114,7 +114,7 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
         "first token follows a prompt as long as the context: at least what every operation takes at that peak."
     )
     if case.config.experts is not None:
-        note += " Of the experts, a step reads those that one token passes through; more rows read more."
+        note += " A step reads only the experts of one token; more rows read more."
     if "seconds_to_first_token_estimated" in rows[0]:
         note += " The estimate uses the shares of the peak that compiled prompts reach (docs/speed.md)."
     if measured:

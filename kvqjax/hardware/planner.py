@@ -1,4 +1,5 @@
-"""What a model and its cache take on a device, before anything is allocated: bytes, what fits, and time bounds.
+"""Plans a model and its cache on a device before anything is allocated: bytes, fit, and bounds on
+time.
 
 Everything is computed from shapes. The workspace is that of one decode step, from the sizes that XLA was seen to keep
 at a time; `kvqjax.hardware.aot` compiles the step and measures it.
@@ -72,7 +73,8 @@ def _plain_shapes(config: ModelConfig, dtype: str) -> dict:
 
 def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None) -> dict:
     """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or "int4"."""
-    params = jax.tree.map(lambda x: x, _plain_shapes(config, dtype))  # of which a caller may do as they like
+    # A fresh copy: the caller may change it.
+    params = jax.tree.map(lambda x: x, _plain_shapes(config, dtype))
     if weights is None:
         return params
     if weights not in CODED_WEIGHTS:
@@ -88,7 +90,8 @@ def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str 
 
 
 def _share(rules: Rules, params: dict) -> dict:
-    """Shapes of what one device holds of the weights. Devices that share out a group of inputs each have its scale."""
+    """Shapes of the weights that one device holds. Devices that share out a group of inputs each
+    have its scale."""
 
     def widened(spec, x):
         if not isinstance(x, CodedWeight):
@@ -186,7 +189,8 @@ def plan_memory(
 
 
 def headroom(total: int, room: float | int) -> str:
-    """Whether so many bytes fit `room` bytes: "yes", "tight" (less than TIGHT of it is left), "no"."""
+    """Say whether `total` bytes fit `room` bytes: "yes", "tight" (less than TIGHT of it is left),
+    "no"."""
     spare = room - total
     return "no" if spare < 0 else "tight" if spare < TIGHT * room else "yes"
 
@@ -206,8 +210,8 @@ def step_bounds(
 ) -> tuple[float, float]:
     """Lower bounds on one decode step at a full context: (seconds to read a device's weights, constants and cache once,
     seconds to compute its part at the dense 16-bit peak). An embedding table that is not the head is looked up, not
-    read; what devices send each other is not counted. Of experts, those count that one token passes through: rows that
-    choose others read more.
+    read; communication between devices is not counted. Only the experts of one token count: rows
+    that choose others read more.
 
     Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over what a layer sees
     of the context (of a chunk at least the token itself), and what the method spends to bring cached tokens back (arXiv

@@ -1,4 +1,4 @@
-"""How long a prompt takes on a chip: at least, by its operations, and as estimated."""
+"""Estimates how long a prompt takes on a chip, and the least time by its operations."""
 
 import math
 from typing import NamedTuple

@@ -1,1 +1,2 @@
-"""Whether a kernel may run on this very chip: bodies to try it on, the comparison, and where its verdict is kept."""
+"""Decides whether a kernel may run on this chip: bodies to try it on, the comparison, and the store
+of verdicts."""

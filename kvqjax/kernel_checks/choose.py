@@ -33,7 +33,8 @@ __all__ = ["choose", "over_devices"]
 def _usable(
     folder: Path, chip: str, candidate: Candidate | PromptKernel, target: str, stored: str, hosts: bool
 ) -> bool:
-    """Whether the kernel may run, asked once a process. On several `hosts` the verdict of process 0 counts."""
+    """Say whether the kernel may run, asked once a process. On several `hosts` the verdict of
+    process 0 counts."""
     verdict = None
     if not hosts or jax.process_index() == 0:
         verdict = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
@@ -59,12 +60,12 @@ def _chip_of(array: jax.Array) -> str:
 
 
 def _tracing() -> bool:
-    """Whether a program is being traced."""
+    """Say whether a program is being traced."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _has_verdict(folder: Path, chip: str, candidate: Candidate | PromptKernel) -> bool:
-    """Whether a verdict that lets the kernel run is kept already."""
+    """Say whether a verdict that lets the kernel run is kept already."""
     try:
         verdict = find(folder, key_of(candidate, chip))
     except UserError:

@@ -50,7 +50,7 @@ def _line(error: BaseException) -> str:
 
 
 def _equal_bits(first: Partial, second: Partial) -> bool:
-    """Whether two results are equal bit for bit."""
+    """Say whether two results are equal bit for bit."""
     return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(first, second, strict=True))
 
 

@@ -32,7 +32,8 @@ MOST_CUDNN = 128  # channels of a head that cuDNN takes on every GPU from comput
 
 
 class PromptKernel(NamedTuple):
-    """What a verdict holds for: SPLASH or CUDNN, and the heads of a layer. It stands beside `trial.Candidate`."""
+    """The subject of a verdict: SPLASH or CUDNN, and the heads of a layer. See
+    `trial.Candidate`."""
 
     form: KernelForm
     num_heads: int
@@ -46,7 +47,8 @@ class PromptKernel(NamedTuple):
 
 
 def prompt_kernel(layout: CacheLayout, shape: KVShape) -> PromptKernel | None:
-    """Return what prompts on a cache would take, of which a device holds `shape`; None where no such kernel runs."""
+    """Return the kernel that prompts on a cache would use, if one device holds `shape` of it. None
+    if no such kernel runs."""
     kind, dim = family(layout.target), shape.head_dim
     if kind == "tpu" and dim in HEAD_DIMS:
         return PromptKernel(SPLASH, shape.num_heads, shape.num_kv_heads, dim)

@@ -1,7 +1,9 @@
-"""Keep verdicts on kernels as files: one JSON file each, written whole or not at all, whoever else writes.
+"""Keep verdicts on kernels as files: one JSON file each, written whole or not at all, even if
+several processes write.
 
-A file's name is a digest of what its verdict holds for, so another chip, version or kernel form has another file. While
-a check runs, a marker lies beside it. A marker whose process is gone says that the check killed it."""
+A file's name is a digest of its verdict's key, so another chip, version or kernel form has another
+file. While a check runs, a marker lies beside it. A marker whose process is gone says that the
+check killed it."""
 
 import dataclasses
 import hashlib
@@ -20,11 +22,12 @@ __all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "find", "keep", "reset
 
 FORMAT = 1
 OUTCOMES = ("faster", "slower", "wrong", "failed", "crashed")
-LONGEST = 3600  # seconds after which a check is not under way any more, whoever has its process number now
+# Seconds after which a check is not under way any more, even if another process has its number now.
+LONGEST = 3600
 
 
 class Key(NamedTuple):
-    """What a verdict holds for: the chip's name, versions, and the printed name of a candidate."""
+    """The key of a verdict: the chip's name, versions, and the printed name of a candidate."""
 
     chip: str
     jax: str
@@ -41,9 +44,9 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a check found. `outcome` is one of OUTCOMES; `error` the worst query's relative error; `kernel_ms` and
-    `plain_ms` the milliseconds of a call; `seconds` the time the check took; `note` says more in one line. None: not
-    known."""
+    """The result of a check. `outcome` is one of OUTCOMES; `error` the worst query's relative
+    error; `kernel_ms` and `plain_ms` the milliseconds of a call; `seconds` the time the check took;
+    `note` says more in one line. None: not known."""
 
     outcome: str
     error: float | None = None
@@ -54,12 +57,12 @@ class Verdict:
 
     @property
     def usable(self) -> bool:
-        """Whether the kernel gave what the plain path gives, and sooner."""
+        """Say whether the kernel gave what the plain path gives, and sooner."""
         return self.outcome == "faster"
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong with the kernel; it may be slow."""
+        """Say whether nothing is wrong with the kernel; it may be slow."""
         return self.outcome in ("faster", "slower")
 
 
@@ -82,7 +85,7 @@ def _read(text: str, key: Key) -> Verdict | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file belongs to this user."""
+    """Say whether a file belongs to this user."""
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
 
 
@@ -101,17 +104,17 @@ def find(folder: Path, key: Key) -> Verdict | None:
 
 
 def died(folder: Path, key: Key) -> bool:
-    """Whether a check of `key` ended with its process."""
+    """Say whether a check of `key` ended with its process."""
     return any(map(_is_dead, folder.glob(f"{key.name}.begun-*")))
 
 
 def _is_dead(marker: Path) -> bool:
-    """Whether the process that left a marker is gone, as far as this host can know."""
+    """Say whether the process that left a marker is gone, as far as this host can know."""
     try:
         begun = json.loads(marker.read_text(encoding="utf-8"))
         host, process, since = begun["host"], int(begun["process"]), float(begun["time"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # taken away meanwhile, or nobody's
+        return False  # removed meanwhile, or without an owner
     if time.time() - since > LONGEST:
         return True
     if host != socket.gethostname():

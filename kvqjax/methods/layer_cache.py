@@ -1,4 +1,5 @@
-"""What one layer's cache is, as a value: storage, maps, chain, fast paths, calibration, cost (docs/design.md, idea 4).
+"""One layer's cache as a value: storage, maps, chain, fast paths, calibration, cost
+(docs/design.md, idea 4).
 
 A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of a wiring's parts are plain data
 or pure functions. Arguments of the same name mean the same in all of these functions:
@@ -62,8 +63,8 @@ class Clock(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What a layer stores of a token. Every source has a width, a codec that encodes it for the body, and a clock that
-    says when it leaves the window."""
+    """The sources that a layer stores of a token. Every source has a width, a codec that encodes it
+    for the body, and a clock that says when it leaves the window."""
 
     sources: dict[str, int]  # name -> width
     codecs: dict[str, Codec]  # name -> codec
@@ -169,7 +170,8 @@ def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
 
 
 class Chain(NamedTuple):
-    """What flows from layer to layer for the same tokens, such as AQUA-KV's reconstruction and XQuant-CL's accumulator.
+    """Vectors that flow from layer to layer for the same tokens, such as AQUA-KV's reconstruction
+    and XQuant-CL's accumulator.
 
     `carry` gives the width of each part by name. It is empty for layers that need no other layer. A reader takes the
     carry of the layer below, for all body tokens, and gives its own layer's carry. With `flows` false only encoding
@@ -242,12 +244,13 @@ class Calibration(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What reading one stored token costs a layer, beyond reading its stored bits (kvqjax.methods.roofline)."""
+    """The cost of reading one stored token in a layer, beyond its stored bits
+    (kvqjax.methods.roofline)."""
 
     # Operations that make keys and values of the stored token. A multiply-accumulate counts as two. 0 where keys and
     # values themselves are stored.
     operations: int = 0
-    bits: int = 0  # that are moved for a token in addition to its codes
+    bits: int = 0  # bits that are moved for a token in addition to its codes
     spared: int = 0  # numbers of the layer's weights that a decode step does not read, because constants replace them
 
 

@@ -43,7 +43,7 @@ GROUP = "kvqjax.methods"  # of entry points
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"  # shipped ones (docs/howto/choose.md)
 Factory = Callable[..., Method]
 Source = str | os.PathLike | Mapping[str, Any]
-MethodLike = Method | Source  # whatever `parse` takes: it stands at every door that wants a method
+MethodLike = Method | Source  # any argument of `parse`; functions that want a method take it
 
 
 # ---- Methods by name ----
@@ -222,9 +222,9 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
     Args:
         default: the method of all layers that `overrides` does not name. Sinks and `keep` are its own.
         overrides: methods by the layers that they apply to ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
-            values of layers alone, "k" and "v" those of all layers. Of two entries for a layer the later one holds. In
-            a method whose layers feed each other (aqua, xquant_cl) the layer's `admit` says how another method's layer
-            takes a place in the chain.
+            values of layers alone, "k" and "v" those of all layers. If two entries name a layer,
+            the later one holds. In a method whose layers feed each other (aqua, xquant_cl) the
+            layer's `admit` says how another method's layer takes a place in the chain.
 
     Returns:
         The method, named after `default` and all overrides.

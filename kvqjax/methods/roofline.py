@@ -1,5 +1,6 @@
-"""What a decode step costs, and where it stops hiding rematerialisation behind memory traffic (XQuant, arXiv
-2508.10395, section 3.4). A multiply-accumulate counts as two operations.
+"""Counts the cost of a decode step, and the context at which rematerialisation no longer hides
+behind memory traffic (XQuant, arXiv 2508.10395, section 3.4). A multiply-accumulate counts as two
+operations.
 
 Per layer and cached token, with KD = kv_width <= E (the papers' d/g):
 
@@ -38,7 +39,7 @@ Number = int | float
 
 
 class StepCost(NamedTuple):
-    """What a step costs."""
+    """The cost of a step."""
 
     flops: Number  # per cached token
     cache_bytes: Number  # per cached token, scales included, and XQuant-CL's accumulator as stored and loaded once

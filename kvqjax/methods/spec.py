@@ -88,7 +88,8 @@ class LayerSpec(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """How every layer caches. Methods are equal when they cache alike, whatever their names are."""
+    """A description of how every layer caches. Methods are equal when they cache alike, whatever
+    their names are."""
 
     name: str = dataclasses.field(compare=False)
     layer: LayerSpec

@@ -68,7 +68,7 @@ _FP8 = "F8_E4M3"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies.
+    """The place of one tensor.
 
     Attributes:
         file: the file.
@@ -267,7 +267,8 @@ def _read_numbers(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _stored_index(tensor: Tensor, index: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
-    """Where a slice lies in the file: of the axis that is in another order there, the places."""
+    """Find a slice in the file. If the file has an axis in another order, it gives places along
+    it."""
     if tensor.order is None:
         return index
     axis = tensor.order.axis
@@ -276,7 +277,7 @@ def _stored_index(tensor: Tensor, index: tuple[slice, ...]) -> tuple[slice | np.
 
 
 def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a matrix of blocks. Of each row the blocks around the slice are decoded."""
+    """A slice of a matrix of blocks. In each row, the blocks around the slice are decoded."""
     if len(tensor.shape) != 2:
         raise UserError(f"{tensor.file}: {tensor.name!r} of type {tensor.dtype} is no matrix")
     size, nbytes = BLOCKS[tensor.dtype]
@@ -440,7 +441,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lo
 
 
 def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
-    """Read a slice of a matrix [out, in] or of a vector. Of packed codes the words around the slice are read.
+    """Read a slice of a matrix [out, in] or of a vector. For packed codes, the words around the
+    slice are read.
 
     Args:
         weight: the weight.

@@ -95,7 +95,8 @@ class RopeConfig:
 
 
 def _reach(rope: RopeConfig, model_length: int) -> int:
-    """How far a rope was stretched, in tokens, in a model of `model_length` tokens."""
+    """Give the length in tokens to which a rope was stretched, in a model of `model_length`
+    tokens."""
     if rope.kind not in ("linear", "yarn", "dynamic"):
         return model_length
     if rope.kind == "dynamic":
@@ -151,7 +152,7 @@ class RecurrentConfig:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Channels of what goes through the convolution: queries, keys and values of all heads."""
+        """Channels that go through the convolution: queries, keys and values of all heads."""
         keys = self.key_heads * self.key_dim
         return {"q": keys, "k": keys, "v": self.value_heads * self.value_dim}
 
@@ -162,7 +163,7 @@ class RecurrentConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What a cache must know of a model. Static and hashable.
+    """Everything that a cache knows of a model. Static and hashable.
 
     Axis letters: L layers, H query heads, K KV heads, D head dim, E width. Layers are those of attention, and are
     numbered among themselves; `recurrent` describes those between them, whose state is part of the cache. `rope`,
@@ -175,8 +176,9 @@ class KVShape:
     values from it (XQuant). They are the width of that input, and what the model does between its projections and
     attention. A norm multiplies by its weight plus `norm_offset`.
 
-    With a `latent` the one KV head's key is a latent of so many channels and a part that its rope turns
-    (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent as "v", the rest as "k".
+    With a `latent` the one KV head's key is a latent with `latent` channels and a part that its
+    rope turns (kvqjax/model/latents.py). The key is the value too, and is cached once: the latent
+    as "v", the rest as "k".
     """
 
     num_layers: int
@@ -258,7 +260,7 @@ class KVShape:
 
     @property
     def pairs(self) -> str:
-        """How the ropes of all layers pair channels."""
+        """The way in which the ropes of all layers pair channels."""
         return next((rope.pairs for rope in self.ropes), "halves")
 
     @property
@@ -285,7 +287,8 @@ class KVShape:
 
     @property
     def known_key_bias(self) -> bool:
-        """Whether keys before RoPE are x W + b, so that b can be taken off them: no norm comes after it."""
+        """Say whether keys before RoPE are x W + b, so that b can be taken off them: no norm comes
+        after it."""
         return self.qkv_bias and not self.qk_norm
 
     @property
@@ -325,7 +328,7 @@ class KVShape:
 
     @property
     def common_chunked(self) -> bool:
-        """Whether the window that all layers have is a chunk."""
+        """Say whether the window that all layers have is a chunk."""
         return _common(self.chunked)
 
     @property
@@ -388,9 +391,9 @@ class ExpertConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """How a layer makes heads of latents (MLA, kvqjax/model/latents.py). Queries come of a latent of `query_rank`
-    numbers. Keys of `key_dim` channels a head and values of `value_dim` come of the latent that is cached. `norm_eps`
-    is that of the norms of both latents."""
+    """Describes how a layer makes heads of latents (MLA, kvqjax/model/latents.py). Queries come of
+    a latent of `query_rank` numbers. Keys of `key_dim` channels a head and values of `value_dim`
+    come of the latent that is cached. `norm_eps` is that of the norms of both latents."""
 
     query_rank: int
     key_dim: int

@@ -82,8 +82,9 @@ __all__ = [
 
 
 class Projected(NamedTuple):
-    """What one layer computes from its input `h` before attention. `x` is the input after the attention norm, `bare`
-    the keys before their bias. Of latents `k` and `v` are the same (kvqjax/model/latents.py)."""
+    """Results that one layer computes from its input `h` before attention. `x` is the input after
+    the attention norm, `bare` the keys before their bias. With latents `k` and `v` are the same
+    (kvqjax/model/latents.py)."""
 
     q: Float[Array, "B T H D"]  # rotated
     k: Float[Array, "B T K D"]  # before RoPE, after bias and QK-norm
@@ -374,7 +375,7 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
 
 
 class Recurred(NamedTuple):
-    """What a recurrent layer makes of some tokens.
+    """Results of a recurrent layer for some tokens.
 
     `h` is the layer's output. `state` is the one after the tokens that count. `new` are the tokens' sources
     (`kvqjax.model.recurrent.sources`). `finite` marks tokens whose sources are finite numbers. Other sources count as
@@ -394,8 +395,8 @@ def recur(
     config: ModelConfig,
     broken: Bool[Array, " B"] | None = None,
 ) -> Recurred:
-    """Run one recurrent layer over T tokens of each row, of which the first `counts[b]` count. `broken` marks rows with
-    an earlier token whose sources are not finite."""
+    """Run one recurrent layer over T tokens of each row. The first `counts[b]` of them count.
+    `broken` marks rows with an earlier token whose sources are not finite."""
     assert config.recurrent is not None
     x = _norm(h, weights["attn_norm"], config)
     new = sources(weights, x)

@@ -3,8 +3,9 @@
     s = softmax(x W_router),   y = sum over the per_token largest s_e of  s_e (silu(x G_e) * (x U_e)) D_e
                              (+ sigmoid(x w_shared) times a shared MLP)
 
-The chosen scores may be divided by their sum. Of equal scores the expert with the lower number is chosen. Router and
-experts may have biases, and experts another activation (`kvqjax.model.config.ExpertConfig`).
+The chosen scores may be divided by their sum. If scores are equal, the expert with the lower number
+is chosen. Router and experts may have biases, and experts another activation
+(`kvqjax.model.config.ExpertConfig`).
 
 The matrices of experts are a `Row` of a stack (kvqjax/model/weight_trees.py): those of an expert are cut out when it
 computes. Along a mesh's `split` a device has some of the experts, and computes only these.
@@ -146,7 +147,7 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
 
     def step(_, tile):
         number, rows, used = tile
-        if alone and size == 1:  # there are as many tiles as pairs, and all are used
+        if alone and size == 1:  # there is one tile per pair, and all are used
             return None, compute(number, rows)
 
         def zeros(number, rows):

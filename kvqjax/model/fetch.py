@@ -72,7 +72,7 @@ FETCHED = {
 
 
 def _place(name: str) -> Path:
-    """Where the file of a model is, or will be."""
+    """Give the path of a model's file, which may not exist yet."""
     return user_folder("models") / name / FETCHED[name].file
 
 
@@ -142,7 +142,7 @@ def model_at_hand(name: str = "smollm2", bundled: str = "demo", *, tell: Callabl
 
     Args:
         name: one of `FETCHED`.
-        bundled: the model that takes its place where it is not to be had.
+        bundled: the model that takes its place if it cannot be downloaded.
         tell: is called with each line about what is done, and with one that says so where the bundled model is taken.
 
     Returns:
@@ -246,7 +246,7 @@ def _sum_of(file: Path) -> str:
 
 
 def _digest(read: Callable[[int], bytes], target: io.BufferedIOBase | None = None) -> str:
-    """The SHA-256 of what `read` gives piece by piece, which is copied to `target` on the way."""
+    """Compute the SHA-256 of the pieces that `read` gives, and copy them to `target`."""
     digest = hashlib.sha256()
     while piece := read(_PIECE):
         digest.update(piece)

@@ -58,7 +58,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies.
+    """The place of one tensor.
 
     Attributes:
         kind: its type's name, such as "F16" or "Q4_K"; "type 10" for one that is not read here.
@@ -78,13 +78,13 @@ class Entry(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether the type is one that is read here."""
+        """Say whether the type is one that is read here."""
         return not self.kind.startswith("type ")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         file: the file.
@@ -199,13 +199,14 @@ def _read_once(file: Path, changed: int, size: int) -> Header:
 
 
 class _Cursor:
-    """A place in the header, which moves on by what is read. A header that ends too soon is refused."""
+    """A place in the header, which moves on with every read. A header that ends too soon is
+    refused."""
 
     def __init__(self, data: mmap.mmap, at: int, file: Path):
         self.data, self.at, self.file = data, at, file
 
     def require(self, nbytes: int) -> int:
-        """The place itself, when the file has as many bytes behind it."""
+        """Give the place itself if the file has that many bytes after it."""
         if nbytes > len(self.data) - self.at:
             raise UserError(f"{self.file}: truncated: its header goes on beyond the file's {len(self.data)} bytes")
         return self.at

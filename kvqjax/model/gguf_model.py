@@ -102,13 +102,15 @@ def _count_layers(header: Header, family: str) -> int:
 
 
 def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
-    """How scores are scaled, and how scores and logits are capped. `width` is the model's width / heads."""
+    """Read the scale of scores and the caps of scores and logits. `width` is the model's width /
+    heads."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     fields: dict[str, Any] = {
         cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
     }
     if FAMILIES[name].query_scale:
-        # The file does not say the divisor. Only the published model with so many layers has another than the rest.
+        # The file does not say the divisor. Only the published model with this number of layers has
+        # another one.
         head_dim = header.integer(f"{family}.attention.key_length", width)
         widest = _count_layers(header, family) == _DIVIDED_BY_WIDTH[family]
         fields["query_pre_attn_scalar"] = width if widest else head_dim
@@ -116,7 +118,7 @@ def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any
 
 
 def _layer_kinds(header: Header, family: str, name: str) -> dict[str, Any]:
-    """Which layers are recurrent and of which sizes, or which have a window."""
+    """Find the recurrent layers and their sizes, or the layers with a window."""
     kinds = FAMILIES[name]
     if kinds.recurrent:
         return _recurrence(header, family)
@@ -206,7 +208,7 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
 
 
 def _divisors(header: Header, head_dim: int) -> list[float] | None:
-    """What each pair's frequency is divided by; None where that is 1 for all."""
+    """Give the divisor of each pair's frequency; None if all are 1."""
     entry = header.tensors.get(_DIVISORS)
     if entry is None:
         return None

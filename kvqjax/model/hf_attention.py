@@ -127,7 +127,7 @@ _SCALE = "query_pre_attn_scalar"
 
 
 def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
-    """What scores are multiplied by; None for D^-1/2, which most families have."""
+    """Give the factor of the scores; None for D^-1/2, which most families have."""
     divisor = read_number(raw, _SCALE) if family.query_scale else head_dim
     return None if divisor == head_dim else divisor**-0.5
 

@@ -1,10 +1,12 @@
 """Hugging Face's config.json as a `ModelConfig`, and back: which model it is, and how its weights are packed.
 
-A field that changes what a model computes is either read or refused by its name and value. A field that nobody knows
-is ignored. An absent field has the default of transformers' config class (kvqjax/model/hf_families.py).
+A field that changes what a model computes is either read or refused by its name and value. An
+unknown field is ignored. An absent field has the default of transformers' config class
+(kvqjax/model/hf_families.py).
 
 The parts of a config have files of their own: heads and their rope hf_attention.py, the kinds of layers hf_layers.py,
-experts hf_experts.py, single fields hf_fields.py. What reads a part and what writes it stand side by side.
+experts hf_experts.py, single fields hf_fields.py. The code that reads a part and the code that
+writes it are side by side.
 """
 
 import dataclasses
@@ -87,7 +89,7 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
 
 
 def parse_config(raw: dict, generation: dict | None = None, rope_length: int | None = None) -> ModelConfig:
-    """Make a config of what config.json holds.
+    """Make a config from the contents of config.json.
 
     Args:
         raw: the contents of config.json.
@@ -278,7 +280,7 @@ _BITS = {"gptq": (4, 8), "awq": (4,)}  # bits of a code that are decoded
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How a checkpoint's codes are packed.
+    """The packing of a checkpoint's codes.
 
     Attributes:
         method: "fp8", "mxfp4", "gptq" or "awq".

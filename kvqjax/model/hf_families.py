@@ -15,7 +15,7 @@ SHARED_COUNT = "num_local_experts"  # transformers 5 writes the count of experts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """In which fields of config.json a family describes its experts.
+    """The fields of config.json in which a family describes its experts.
 
     Attributes:
         count: the field of the number of experts.
@@ -52,7 +52,7 @@ class ExpertFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes the checkpoints of one architecture.
+    """Describes how checkpoints of one architecture differ from Llama's.
 
     Attributes:
         model_type: the value of `model_type` that belongs to the architecture.
@@ -78,7 +78,7 @@ class Family:
             `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` give.
         packed_recurrence: how recurrent layers pack their projections (kvqjax/model/tensor_rows.py).
         mlp_width: the field of the inner width of a layer's one MLP.
-        query_scale: `query_pre_attn_scalar` says by what root scores are divided.
+        query_scale: scores are divided by the root of `query_pre_attn_scalar`.
         output_bias: the output projection of attention has a bias.
         score_sinks: every query head has a learned logit beside the scores.
         score_softcap, logit_softcap: `attn_logit_softcapping` and `final_logit_softcapping` cap scores and logits.
@@ -137,7 +137,7 @@ class PictureFamily:
         sectioned_rope: positions are triples of which every pair of channels takes one (M-RoPE, arXiv 2409.12191,
             section 2.1). Those of text are equal, so that the rope is an ordinary one.
         defaults: what the language part's config class has where config.json lacks a field.
-        fixed: what holds of the language part whatever config.json says.
+        fixed: fields that the language part has regardless of config.json.
         tied_by: where `tie_word_embeddings` counts: in the "whole", in the "text" part, or in "either".
     """
 

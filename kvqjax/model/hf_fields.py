@@ -148,7 +148,7 @@ def check_accepted(raw: dict, family: Family):
         family: the family of the model.
 
     Raises:
-        UserError: for a field that asks for what is not computed, or for code of a checkpoint.
+        UserError: for a field that needs an unsupported computation, or for code of a checkpoint.
     """
     read = {SCORE_CAP: family.score_softcap, LOGIT_CAP: family.logit_softcap}
     for field, accepted in (_ACCEPTED | dict(family.accepted)).items():

@@ -64,7 +64,7 @@ def windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int 
 
 
 def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
-    """Which layers slide where `layer_types` is absent and there is a window."""
+    """List the layers with a sliding window if `layer_types` is absent."""
     if family.slides is None:
         return [SLIDING_ATTENTION] * num_layers
     # transformers 5 writes the period of Gemma's layers with an underscore in front.

@@ -9,7 +9,7 @@ ordinary attention: all query heads share one key of C + R channels, which is th
 are read, those of r are dropped. Caches hold c and r, `KVShape.latent` is C, and `KVShape.head_dim` is C + R.
 
 The channels of a key lie as those of every key whose rope turns a part of it: the turned ones first in both halves
-(kvqjax/model/rope.py). Values go through no rope, but nobody reads their turned channels.
+(kvqjax/model/rope.py). Values go through no rope, but no function reads their turned channels.
 """
 
 import jax.numpy as jnp

@@ -62,7 +62,8 @@ _DRAWING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 
 @runtime_checkable
 class Placement(Protocol):
-    """What `load` needs of the rules of a mesh (kvqjax/parallel/sharding.py): where a parameter lies, by its name."""
+    """The part of the rules of a mesh (kvqjax/parallel/sharding.py) that `load` needs: the place of
+    a parameter, by its name."""
 
     def placement(self, name: str) -> NamedSharding: ...
 
@@ -111,7 +112,7 @@ class Model(struct.PyTreeNode):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer: `generate` on token ids goes without one."""
+        """Say whether there is a tokenizer: `generate` on token ids goes without one."""
         if self.folder and is_gguf(Path(self.folder)):
             return has_tokenizer(Path(self.folder))
         return bool(self.folder) and any((Path(self.folder) / name).exists() for name in TOKENIZER_FILES)
@@ -186,7 +187,7 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
 
     Returns:
         Options of `generate`: temperature, top_k, top_p and min_p where the file says do_sample, and repetition_penalty
-        in any case. Of a file that says do_sample alone, temperature 1. {} without the file.
+        in any case. A file with `do_sample` alone gives temperature 1. {} without the file.
 
     Raises:
         UserError: for an option that is no number.
@@ -314,7 +315,8 @@ def config_of(name: str) -> ModelConfig:
 
 
 def name_of(model: Model) -> str:
-    """What `load` takes for a model: a bundled name, its folder or its GGUF file; "" where it has none."""
+    """Give the argument by which `load` finds a model: a bundled name, its folder or its GGUF file.
+    "" if there is none."""
     folder = Path(model.folder)
     return folder.name if folder.parent == _ASSETS else model.folder
 

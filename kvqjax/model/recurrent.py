@@ -30,7 +30,9 @@ __all__ = ["CHUNK", "GIVEN", "State", "advance", "delta_rule", "empty_states", "
 
 State = dict[str, Any]  # {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
 CHUNK = 64  # tokens of a chunk (`delta_rule`), as in the training of the published models
-STEPWISE = 4  # up to so many tokens are taken one after the other: the triangular system of a chunk would cost more
+# Up to this number, tokens are taken one after the other: the triangular system of a chunk would
+# cost more.
+STEPWISE = 4
 GIVEN = ("q", "k", "v", "decay", "beta")  # the names of `sources`
 LENGTH_EPS = 1e-6  # added to the square of a query's or key's length
 

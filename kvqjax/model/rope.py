@@ -104,7 +104,8 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
 
 
 def pair_factors(config: KVShape) -> float | Float[np.ndarray, " P"]:
-    """What cos and sin of the pairs are multiplied by: the rope's factor, or 1 for those that never turn."""
+    """Give the factor of cos and sin of each pair: the rope's factor, or 1 for pairs that never
+    turn."""
     rope, dim = config.turning, config.head_dim
     if rope is None:
         return 1.0

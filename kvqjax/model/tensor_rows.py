@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint's tensor a parameter is, where one tensor holds several parameters or another order.
+"""Finds a parameter's rows in a checkpoint's tensor that holds several parameters or another order.
 
 A family whose queries are gated packs query and gate of a head into one matrix.
 
@@ -22,7 +22,7 @@ __all__ = ["Order", "TensorRows", "rows_of"]
 
 
 class Order(NamedTuple):
-    """In which order the rows of a file's tensor lie, or its columns.
+    """The order of the rows of a file's tensor, or of its columns.
 
     From the row `first` on, groups of [outer, inner, size] rows lie as [inner, outer, size]. The two halves of a head
     whose rotary pairs lie side by side are such a group (`Order(2, D // 2)`).
@@ -65,7 +65,7 @@ def _order_here(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
 
 
 def _by_head(heads: int, size: int, first: int, order: Int[np.ndarray, " n"]) -> TensorRows:
-    """In every head of `size` rows those from `first` on, in `order`."""
+    """Take from every head of `size` rows those from `first` on, in `order`."""
     return TensorRows((np.arange(heads)[:, None] * size + first + order[None]).reshape(-1), heads * size)
 
 

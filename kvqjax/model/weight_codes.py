@@ -21,9 +21,9 @@ from kvqjax._errors import UserError
 
 __all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "place_codes", "unpack_nibbles"]
 
-Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in its place
+Leaf = Any  # an array, or a value that a tree map or an abstract evaluation puts in its place
 WEIGHT_GROUP = 128  # inputs per scale at most
-LEAST_GROUP = 8  # inputs; of fewer, scales would take more than a quarter of what the codes do
+LEAST_GROUP = 8  # inputs; with fewer, scales would take more than a quarter of the codes' bytes
 WORD = 8  # 4-bit codes of a 32-bit word
 
 

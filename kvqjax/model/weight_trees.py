@@ -65,7 +65,7 @@ __all__ = [
 
 Params = dict
 Layer = dict
-Leaf = Any  # an array, a CodedWeight, or whatever a tree map puts in its place
+Leaf = Any  # an array, a CodedWeight, or a value that a tree map puts in its place
 
 BY_EXPERT = ("experts_gate", "experts_up", "experts_down")  # [X, E, F], [X, E, F], [X, F, E]
 OF_EXPERTS = (*BY_EXPERT, *(f"{name}_bias" for name in BY_EXPERT))  # biases [X, F], [X, F], [X, E]

@@ -150,7 +150,7 @@ class Parameter(NamedTuple):
 
     @property
     def by_expert(self) -> bool:
-        """Whether each expert's matrix is a tensor of its own."""
+        """Say whether each expert's matrix is a tensor of its own."""
         return self.matrix and len(self.shape) == 3
 
 
@@ -486,7 +486,8 @@ def _pieces(
         dtype: of the weights.
         place: the parameter's placement; None: the default device.
         bits: of codes; None: numbers are not coded.
-        by_layer: whether a piece is one layer; else it is as many layers as `PIECE` bytes hold.
+        by_layer: whether a piece is one layer; else it is the number of layers that `PIECE` bytes
+            hold.
         advance: advance(nbytes) is called with the bytes that were read.
 
     Yields:
@@ -541,8 +542,8 @@ def _put(stack, piece, row):
 
 
 def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Array:
-    """Make an array, of which every device gets `fill(index)` for its own slice. Devices with the same slice share one
-    call of `fill`."""
+    """Make an array. Every device gets `fill(index)` for its own slice. Devices with the same slice
+    share one call of `fill`."""
     if sharding is None:
         return jax.device_put(fill((slice(None),) * len(shape)))
 

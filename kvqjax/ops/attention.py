@@ -176,8 +176,9 @@ def blockwise_attention(
         carry: what goes from block to block; any pytree.
         width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output has this width.
         lanes: treat all KV heads as one head of K*D channels. Queries are zero outside the channels of their own head,
-            so the products take K times as many operations. In return, the channels of what is read need not be
-            separated by head. That pays with few queries, where a matrix unit is not busy.
+            so the products take K times the operations. In return, the channels of what is read
+            need not be separated by head. That pays with few queries, where a matrix unit is not
+            busy.
         mix: with `lanes`, [K, K]: the keys' heads are this matrix times the heads that `read` gives.
         softcap: caps the scores (`capped`); None: no cap.
 

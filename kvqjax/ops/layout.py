@@ -1,4 +1,4 @@
-"""What a cache body stores: fields, one for every quantity of a codec.
+"""The fields of a cache body, one for every quantity of a codec.
 
 The field of a body is stored for every layer and row. What it stores is its kind; where the numbers lie in memory is
 its packing (`kvqjax.ops.packing`). A codec declares kinds, and a cache chooses packings for its chip. Codecs see tiles
@@ -63,12 +63,12 @@ class Field:
 
     @property
     def packed(self) -> bool:
-        """Whether codes are stored, and not plain numbers."""
+        """Say whether codes are stored, and not plain numbers."""
         return self.kind == "codes"
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Where the numbers lie, and what writes and reads them."""
+        """The packing: it knows the place of the numbers, and writes and reads them."""
         return PACKINGS[self.form](
             width=self.width, bits=self.bits, group=self.group, dtype=self.dtype, heads=self.heads
         )

@@ -1,4 +1,4 @@
-"""How many devices along each direction of a mesh."""
+"""The number of devices along each direction of a mesh."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class MeshSize:
 
     @classmethod
     def parse(cls, text: str) -> "MeshSize":
-        """Read "data=2,model=4"; what is not named is 1."""
+        """Read "data=2,model=4". Directions that are not named have 1 device."""
         sizes: dict[str, int] = {}
         for item in filter(None, text.split(",")):
             name, _, count = item.partition("=")

@@ -1,4 +1,4 @@
-"""How the axes of arrays are split over the axes of a mesh: the one place that says so.
+"""The rules by which axes of arrays are split over axes of a mesh.
 
 A logical axis is the meaning of an array's axis: rows, body tokens, KV heads, query heads, vocabulary. `Rules` maps
 each logical axis to mesh axes, and gives a `PartitionSpec` for every parameter and for every array of a cache. The mesh

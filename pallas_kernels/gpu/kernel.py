@@ -52,7 +52,7 @@ class Memory(NamedTuple):
     values: gpu_values.Values
     keys_here: Any  # of a tile
     values_here: Any  # of a tile
-    shared_here: Any  # of what all tiles need
+    shared_here: Any  # shared memory that all tiles need
 
 
 def _keys(plan):
@@ -69,7 +69,7 @@ def memory(plan) -> Memory:
     Returns:
         The declarations, in the places of what the kernel gets."""
     codes = len(plan.plane_sets)
-    # A barrier lets threads through after as many arrivals as there are copies.
+    # A barrier lets threads through after one arrival per copy.
     # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima unless they hold for
     # all tokens.
     key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)

@@ -51,8 +51,8 @@ def resident(spec: PackedSpec) -> int:
         spec: The form of the body.
 
     Returns:
-        As many as its registers and shared memory allow, by what ptxas says of the compiled kernels
-        (benchmarks/records/gpu_registers.json)."""
+        The number that its registers and shared memory allow, by ptxas's report on the compiled
+        kernels (benchmarks/records/gpu_registers.json)."""
     return 3 if spec.plain and spec.key_bits != 3 else 2
 
 
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def own_scales(self) -> bool:
-        """Whether every head has value scales of its own."""
+        """Say whether every head has value scales of its own."""
         return self.spec.value_group == self.spec.head_dim
 
     def word_rows(self, tile, bits: int):

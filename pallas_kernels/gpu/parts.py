@@ -1,4 +1,5 @@
-"""What the Hopper decode-attention kernels share: layouts of registers, products, the online softmax and its end.
+"""Shared parts of the Hopper decode-attention kernels: layouts of registers, products, the online
+softmax and its end.
 
 WGMMA, the matrix instruction, has 64 rows and a multiple of 8 columns. So products run with operands swapped. The rows
 are 64 tokens (scores) or 64 channels (sums of values). The columns are the R query rows of a KV head, which are padded

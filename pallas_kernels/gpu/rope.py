@@ -66,7 +66,8 @@ def offsets(spec) -> BFloat16[Array, "256 _"]:
         spec: The form of the body.
 
     Returns:
-        64 rows of cos and 64 of sin for the first half of a group, then as many for its second half."""
+        64 rows of cos and 64 of sin for the first half of a group, then the same for its second
+        half."""
     table = _angles(jnp.arange(GROUP), spec).reshape(2, STEP, 2, -1)
     return table.transpose(0, 2, 1, 3).reshape(2 * GROUP, -1).astype(jnp.bfloat16)
 

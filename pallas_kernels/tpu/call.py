@@ -70,23 +70,24 @@ def _spec(array, lead: Callable) -> pl.BlockSpec:
 
 
 def constant(array) -> Operand:
-    """Declare an array of which every grid step sees all."""
+    """Declare an array that every grid step sees whole."""
     return Operand(array, pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim))
 
 
 def by_row(array) -> Operand:
-    """Declare an array [B, ...] of which a grid step sees its row, [1, ...]."""
+    """Declare an array [B, ...]. A grid step sees its row, [1, ...]."""
     return Operand(array, _spec(array, lambda row, *_: row))
 
 
 def of_layer(array) -> Operand:
-    """Declare an array [L, B, ...] of which a grid step sees its layer and row, [1, 1, ...]."""
+    """Declare an array [L, B, ...]. A grid step sees its layer and row, [1, 1, ...]."""
     zeros = (0,) * (array.ndim - 2)
     return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros)))
 
 
 def by_tile(array, tile: Callable = fetched) -> Operand:
-    """Declare an array [tiles, ...] of which a grid step sees the tile that is fetched, `tile(*step, ends)`."""
+    """Declare an array [tiles, ...]. A grid step sees the tile that is fetched, `tile(*step,
+    ends)`."""
     return Operand(array, _spec(array, lambda *at: tile(*at[:-2], at[-1])))
 
 
@@ -96,7 +97,7 @@ def scalars(array) -> Operand:
 
 
 def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY_TOKEN) -> Operand:
-    """Declare a body's fields [L, B, ...], of which a grid step sees its layer, row and tile, [1, 1, ...].
+    """Declare a body's fields [L, B, ...]. A grid step sees its layer, row and tile, [1, 1, ...].
 
     Args:
         body: A named tuple of fields. Constants of a layer, [1, W], are seen whole.
@@ -135,7 +136,8 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
 
 
 def _result(shape: tuple[int, ...], lead: int) -> pl.BlockSpec:
-    """Make the spec of a result of which every step of the `lead` first axes of the grid writes its own [shape]."""
+    """Make the spec of a result. Every step of the `lead` first axes of the grid writes its own
+    [shape]."""
     return pl.BlockSpec((*[1] * lead, *shape), lambda *at: (*at[:lead], *(0,) * len(shape)))
 
 

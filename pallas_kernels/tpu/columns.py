@@ -1,4 +1,5 @@
-"""What the steps of the TPU kernels have in common: slices, loops, products, and the codes of a tile in columns.
+"""Shared parts of the steps of TPU kernels: slices, loops, products, and the codes of a tile in
+columns.
 
 A tile of tokens is worked off in blocks, and a block in columns. At the first token of a block words, key groups and
 lane order all begin anew. A column is the tokens of one product.
@@ -24,7 +25,7 @@ __all__ += ["of_heads", "owners", "pick", "place_of", "quotient", "words_of", "z
 
 
 class Place(NamedTuple):
-    """Where a lane group lies in an array of all channels.
+    """The place of a lane group in an array of all channels.
 
     Attributes:
         group: Its number.

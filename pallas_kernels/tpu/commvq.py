@@ -101,7 +101,7 @@ def _operands(q, bounds, body: CommVQBody, plan: CommVQPlan) -> dict[str, Operan
 
     # In what follows b and j are the row and the tile of a grid step.
     def place(b, j, ends):
-        """Find (row of the arrays, tile) of what is fetched."""
+        """Find (row of the arrays, tile) of the tile to fetch."""
         return lies_at(b, fetched(b, j, ends), ends, stored)
 
     def columns(array):

@@ -69,7 +69,7 @@ class CommVQPlan:
 
     @property
     def summands(self) -> int:
-        """How many sums of products are kept apart until keys are rotated."""
+        """The number of sums of products that are kept apart until keys are rotated."""
         return min(2, len(self.steps))
 
     @property
@@ -83,8 +83,8 @@ class CommVQPlan:
 
     @property
     def places(self) -> np.ndarray:
-        """Where the token at every position of a tile is stored, [3, columns, 128]: which of its column's four planes,
-        the row of words, the column."""
+        """Find where the token at every position of a tile is stored, [3, columns, 128]: which of
+        its column's four planes, the row of words, the column."""
         planes, rows = self.order // PLANE, self.order % PLANE
         return np.stack([planes // len(planes), rows, planes % len(planes)])
 

@@ -73,7 +73,8 @@ class ExactPlan:
 
 
 def tile_of(spec: ExactSpec, slots: int) -> int:
-    """Choose the tokens of a tile of a body with so many slots. Raise ValueError unless UNIT divides the slots."""
+    """Choose the tokens of a tile of a body with `slots` slots. Raise ValueError unless UNIT
+    divides the slots."""
     if slots % UNIT:
         raise ValueError(f"a body of {slots} slots; want a multiple of {UNIT}")
     token_bytes = 4 * spec.width  # a key and a value in bfloat16

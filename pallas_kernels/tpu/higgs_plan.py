@@ -29,7 +29,7 @@ class HiggsPlan:
     """Static choices of one call.
 
     Wherever numbers of tokens lie on rows, a token has two rows: one for the first channels of pairs, one for the
-    second channels. Of scores it has two lanes.
+    second channels. For scores it has two lanes.
 
     Attributes:
         spec: The form of the body.
@@ -75,8 +75,9 @@ class HiggsPlan:
 
     @property
     def staged(self) -> bool:
-        """Whether transformed keys go through memory, and scores are written in a loop. This is slower, but takes fewer
-        registers. Many query rows need it, and wide codes, except in float32, where chunks are smaller."""
+        """Say whether transformed keys go through memory, and scores are written in a loop. This is
+        slower, but takes fewer registers. Many query rows need it, and wide codes, except in
+        float32, where chunks are smaller."""
         return self.rows > 32 or (self.spec.key_bits > 4 and not self.wide)
 
     @property
@@ -96,7 +97,7 @@ class HiggsPlan:
 
     @property
     def wide(self) -> bool:
-        """Whether keys are turned as float32."""
+        """Say whether keys are turned as float32."""
         return not TPUS[self.spec.target].vector_bfloat16
 
     @property
@@ -130,7 +131,10 @@ def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: i
     if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
         raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")
     if spec.width % (2 * LANES) or not 2 * 8 <= dim <= 2 * LANES or max(spec.key_bits, spec.value_bits) > 8:
-        raise ValueError(f"{spec}: want channels in {2 * LANES}s, heads of up to as many, codes of up to 8 bits")
+        raise ValueError(
+            f"{spec}: want channels in multiples of {2 * LANES}, heads of at most {2 * LANES} "
+            "channels, codes of up to 8 bits"
+        )
     tile = min(tile or TILE, slots)
     chunk = 2 * LANES
     if not TPUS[spec.target].vector_bfloat16:  # float32 wants twice the registers

@@ -23,7 +23,7 @@ class LatentPlan:
         shared: KV heads whose keys are made together, a group.
         used: Query rows of a group.
         chunk: Tokens of a product that makes keys.
-        columns: Latents, and lanes of keys, of such a product: as many as the matrix unit has.
+        columns: Latents, and lanes of keys, of such a product: the matrix unit's columns.
         slice: Tokens whose keys are rotated at a time.
         stretch: Tokens of a tile that have a first position of their own."""
 
@@ -57,8 +57,9 @@ class LatentPlan:
 
     @property
     def apart(self) -> bool:
-        """Whether the minima of values are summed in a loop of their own. This is slower, but takes fewer registers.
-        Many query rows need it, and codes of two plane sets on some chips."""
+        """Say whether the minima of values are summed in a loop of their own. This is slower, but
+        takes fewer registers. Many query rows need it, and codes of two plane sets on some
+        chips."""
         return self.parts.rows > 32 or (self.parts.chip.sums_3_bit_minima_apart and self.spec.stored.value_bits == 3)
 
     @property

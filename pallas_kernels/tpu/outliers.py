@@ -89,9 +89,9 @@ def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> N
 
     They are written as bfloat16 without loss: values have 16 bits as stored, lanes and lane groups are small
     integers."""
-    # Rows of padding would bring whatever stood in memory, NaN included, into the product.
+    # Rows of padding would bring stale memory, NaN included, into the product.
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
-    # `count` rows of values, as bits of bfloat16 numbers, then as many of channels.
+    # `count` rows of values, as bits of bfloat16 numbers, then `count` rows of channels.
     words = stored[0, 0, :, aligned(number, plan.period)].astype(jnp.int32)
     # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number.
     values = jax.lax.bitcast_convert_type(words[:count] << 16, jnp.float32)

@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def chip(self) -> Tpu:
-        """What is known of the chip."""
+        """The chip's properties."""
         return TPUS[self.spec.target]
 
     @property
     def lane_groups(self) -> int:
-        """How many groups of lanes there are."""
+        """The number of lane groups."""
         return lane_groups(self.spec)
 
     @property
@@ -110,7 +110,8 @@ class Plan:
 
     @property
     def mixed(self) -> bool:
-        """Whether the matrix unit multiplies narrow codes by bfloat16 queries as fast as bfloat16 by bfloat16."""
+        """Say whether the matrix unit multiplies narrow codes by bfloat16 queries as fast as
+        bfloat16 by bfloat16."""
         return self.chip.narrow_products and self.ways > 2
 
     @property
@@ -120,19 +121,21 @@ class Plan:
 
     @property
     def paired(self) -> bool:
-        """Whether signposts are gathered two at a time (`signposts`): where 16-bit numbers cannot be compared, or
-        comparing them spills."""
+        """Say whether signposts are gathered two at a time (`signposts`): where 16-bit numbers
+        cannot be compared, or comparing them spills."""
         scarce = self.chip.pairs_3_bits and 3 in (self.spec.key_bits, self.spec.value_bits)
         return self.spec.datatype == "nuq" and (self.wide or scarce)
 
     @property
     def wide(self) -> bool:
-        """Whether codes are multiplied by scales as float32 numbers, since the vector unit has no bfloat16."""
+        """Say whether codes are multiplied by scales as float32 numbers, since the vector unit has
+        no bfloat16."""
         return not self.chip.vector_bfloat16
 
     @property
     def multiplied(self) -> bool:
-        """Whether key scales multiply the codes. Otherwise they multiply the queries, once for every key group.
+        """Say whether key scales multiply the codes. Otherwise they multiply the queries, once for
+        every key group.
 
         To multiply queries is cheaper where a product meets few groups, because each group has its own rows in the
         product. Keys before RoPE must be decoded before they are rotated."""
@@ -141,7 +144,7 @@ class Plan:
 
     @property
     def slabs(self) -> bool:
-        """Whether scales of keys are laid out like the codes, in bfloat16 (`keys`)."""
+        """Say whether scales of keys are laid out like the codes, in bfloat16 (`keys`)."""
         return self.multiplied and not self.wide
 
     @property
@@ -190,7 +193,8 @@ class Plan:
 def lane_groups(spec: PackedSpec | ExactSpec) -> int:
     """Return how many groups of lanes are handled one after the other.
 
-    A group is as few whole heads as fill registers of 128 lanes. (A matrix unit of 256 lanes could take twice as many
-    heads, but that spills registers.) Where such groups do not divide the width, all lanes are one group."""
+    A group is the smallest number of whole heads that fills registers of 128 lanes. (A matrix unit
+    of 256 lanes could take twice as many heads, but that spills registers.) Where such groups do
+    not divide the width, all lanes are one group."""
     lanes = math.lcm(spec.head_dim, LANES)
     return spec.width // lanes if spec.width % lanes == 0 else 1

@@ -63,7 +63,8 @@ def make_plan(
         ways: Fields of a word; None: `cheapest_ways`.
         work: How a tile is worked off; None: `work_of`, with tiles halved until their words fit the memory.
         splits: Programs that share a row's tokens. There are never more than tiles.
-        slots: Of a row; None: the body's. A row of several pages has more slots than the body's rows, which are pages.
+        slots: Slots of a row; None: the body's. A row of several pages has more slots than the
+            body's rows, which are pages.
 
     Returns:
         The plan."""

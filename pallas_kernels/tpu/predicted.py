@@ -89,7 +89,7 @@ def _of_carry(array, plan: PredictedPlan) -> InPlace:
 
 
 def _table(plan: PredictedPlan) -> Float[Array, "C 256"]:
-    """Return cos | sin of every offset in a chunk, on the lanes of as many heads as fill 128."""
+    """Return cos | sin of every offset in a chunk, on the lanes of the heads that fill 128."""
     rates = np.tile(plan.frequencies, 2 * LANES // plan.spec.head_dim)
     turn = np.arange(plan.chunk)[:, None] * rates[None]
     cells = np.concatenate([np.cos(turn), np.sin(turn)], axis=1)

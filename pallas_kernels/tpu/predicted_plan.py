@@ -93,7 +93,7 @@ class PredictedPlan:
 
     @property
     def wide(self) -> bool:
-        """Whether keys are turned as float32."""
+        """Say whether keys are turned as float32."""
         return not TPUS[self.spec.target].vector_bfloat16
 
     @property

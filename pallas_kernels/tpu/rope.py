@@ -127,7 +127,7 @@ def turned(refs, plan, group, index):
     # q~ is stored beside q. Swapping halves here would move numbers between lanes.
     parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
     q, partner = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
-    # Block `index` has `columns` rows of cos (i = 0), then as many of sin (i = 1).
+    # Block `index` has `columns` rows of cos (i = 0), then the same number of sin (i = 1).
     columns = plan.lanes // LANES
     rows = ([refs.turns[0, pl.ds((2 * index + i) * columns + n, 1)] for n in range(columns)] for i in range(2))
     cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)

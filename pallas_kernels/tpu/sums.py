@@ -26,7 +26,7 @@ def no_sums(plan):
 
     Returns:
         (sums of the weights [M, 128], sums of weights times minima, [M, 128] for every value slice, sums of weighted
-        codes [slices*M, W]). Of the first two the 128 lanes are added up by `fold`."""
+        codes [slices*M, W]). `fold` adds up the 128 lanes of the first two."""
     zeros = jnp.zeros((plan.rows, LANES))
     return zeros, [zeros] * plan.value_slices, jnp.zeros((plan.value_slices * plan.rows, plan.lanes))
 

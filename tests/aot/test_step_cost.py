@@ -1,4 +1,4 @@
-"""What decode steps and prompts cost on chips that are not here: programs compiled ahead of time and counted.
+"""Costs of decode steps and prompts on absent chips: programs compiled ahead of time and counted.
 
 Eight cases stand for the forms that programs take: two of GPUs' bodies (read where they are stored, decoded first), a
 batch, layers that feed each other, three TPUs and prompts. The numbers beside a case were counted by jax 0.10.2, its

@@ -1,5 +1,5 @@
-"""What the body stores depends on the sources alone: not on chunks, neighbours, or what stood there before; and it is
-written once (DESIGN ideas 6, 8, 9)."""
+"""The stored words depend on the sources alone: not on chunks, neighbours, or what stood there
+before; and it is written once (DESIGN ideas 6, 8, 9)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""`kvqjax demo`: a real model answers where it is to be had, the bundled one continues a prompt elsewhere. Nothing is
-downloaded: a small model stands for the real one."""
+"""`kvqjax demo`: a real model answers if it can be downloaded; otherwise the bundled one continues
+a prompt. Nothing is downloaded: a small model stands for the real one."""
 
 import json
 import shutil

@@ -1,5 +1,6 @@
-"""What the GPU kernels take for granted of registers: the order of `prmt`'s operands, and every place that gives
-registers another meaning (`gpu.words`). Layouts are followed here by hand, thread by thread."""
+"""Assumptions of the GPU kernels about registers: the order of `prmt`'s operands, and every place
+that gives registers another meaning (`gpu.words`). Layouts are followed here by hand, thread by
+thread."""
 
 import itertools
 import re

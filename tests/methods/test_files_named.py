@@ -1,5 +1,5 @@
-"""What docs/howto/method.md counts: the files of the library that know a method, its kernel or a model family by name;
-and what a factory's docstring says of its bits."""
+"""Counts of docs/howto/method.md: the files of the library that know a method, its kernel or a
+model family by name. Bits that factories' docstrings state."""
 
 import ast
 import inspect

@@ -1,4 +1,5 @@
-"""What other programs leave in text: marks, line ends, packing; and what is no text, in one line."""
+"""Marks, line ends and packing that other programs leave in text are read; other files give one
+line."""
 
 import codecs
 import gzip

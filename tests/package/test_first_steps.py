@@ -1,5 +1,7 @@
-"""What a newcomer meets first: the version, dtypes by every name, a model in print, a checkpoint's own sampling."""
+"""The first things a newcomer meets: the version, dtypes by every name, a model in print, a
+checkpoint's own sampling."""
 
+import datetime
 import importlib
 import json
 import re
@@ -31,11 +33,31 @@ def test_the_version_is_printed(call):
 
 @pytest.mark.smoke
 def test_the_version_has_one_home():
-    """The package's metadata and the citation say what the code says."""
+    """The package's metadata, the citation and README's entry for a bibliography say what the code says."""
     assert metadata.version("kvqjax") == kvq.__version__
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {kvq.__version__}\n" in citation
+    assert f"version = {{{kvq.__version__}}}" in (ROOT / "README.md").read_text()
     assert kvq.__version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def test_the_changelog_ends_at_the_version():
+    """Its versions have dates and fall. A development version comes after the newest and has a section of its own."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    is_development = kvq.__version__.endswith(".dev0")
+    assert (headings[0] == "Unreleased") == is_development
+    releases = [heading.split(" - ") for heading in headings if heading != "Unreleased"]
+    dates = [datetime.date.fromisoformat(date) for _, date in releases]
+    assert dates == sorted(dates, reverse=True)
+    versions = [numbers(version) for version, _ in releases]
+    assert versions == sorted(set(versions), reverse=True)
+    version = numbers(kvq.__version__.removesuffix(".dev0"))
+    assert version > versions[0] if is_development else version == versions[0]
 
 
 @pytest.mark.parametrize("command", [(), ("generate",), ("eval", "ppl"), ("plan",)])

@@ -1,4 +1,5 @@
-"""What README and the documentation's pages say to type works as printed: examples, their outputs, commands."""
+"""Examples, their outputs and commands in README and the documentation work as printed, and the
+files and functions that they name exist."""
 
 import inspect
 import itertools
@@ -6,6 +7,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -88,6 +90,67 @@ def test_a_command_of_readme(capsys, monkeypatch, folder, command):
     assert out
     for option in ("--plot", "--out"):
         assert option not in words or (folder / words[words.index(option) + 1]).exists()
+
+
+def test_commands_of_all_pages_are_read_by_the_parser():
+    """Names such as MODEL stand for a file or a folder, which the parser does not open."""
+    refused = []
+    for page in PAGES:
+        for command in commands(page):
+            try:
+                parse(words_of(command))
+            except Exception as error:
+                refused.append((page.name, command, str(error)))
+    assert refused == []
+
+
+def test_files_that_pages_name_exist():
+    """Paths that begin with a folder of the repository."""
+    folders = "kvqjax|pallas_kernels|calibrate|eval|benchmarks|tests|examples|docs"
+    ending = "py|md|json|jsonl|csv|ipynb|svg|png"
+    named = re.compile(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w\.(?:{ending})\b")
+    mapped = re.compile("^kvqjax/(?=pallas_kernels/|calibrate/|eval/)")
+    absent = {
+        (page.name, path)
+        for page in PAGES
+        for path in named.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / mapped.sub("", path)).exists() and not (page.parent / path).exists()
+    }
+    assert absent == set()
+
+
+def test_python_names_on_pages_exist():
+    """Dotted names below kvq or kvqjax, such as `kvqjax.testing.check_rope`."""
+    dotted = re.compile(r"\b(?:kvqjax|kvq)((?:\.[A-Za-z_]\w*)+)")
+    absent = set()
+    for page in PAGES:
+        for name in dotted.findall(page.read_text(encoding="utf-8")):
+            if name.rpartition(".")[2] in ("json", "py", "md"):
+                continue
+            try:
+                pkgutil.resolve_name(f"kvqjax{name}")
+            except kvq.UserError:
+                continue  # the name is there, and needs a package that is not installed
+            except (ImportError, AttributeError) as error:
+                absent.add((page.name, name, str(error)))
+    assert absent == set()
+
+
+def test_extras_that_are_named_can_be_installed():
+    """In pages and in messages: pip only warns of an extra that a package lacks."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = set(project["optional-dependencies"])
+    folders = ("kvqjax", "pallas_kernels", "calibrate", "eval", "examples")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = re.compile(r"(?:'\.|\bkvqjax)\[([a-z0-9,]+)\]")
+    unknown = {
+        (path.name, extra)
+        for path in [*PAGES, ROOT / "CONTRIBUTING.md", *sources]
+        for extras in named.findall(path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+        if extra not in known
+    }
+    assert unknown == set()
 
 
 def test_commands_read_nothing_that_is_not_there():

@@ -1,4 +1,4 @@
-"""What a CPU computes in another way than other chips is the same thing."""
+"""CPUs compute some operations in another way than other chips, with equal results."""
 
 import jax
 import jax.numpy as jnp

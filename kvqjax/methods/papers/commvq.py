@@ -74,7 +74,7 @@ class CommVQLayer:
     """One layer, whose codecs depend on the model's head dimension."""
 
     bits: int
-    rounds: int | None = None  # None: as many as `bits` allow
+    rounds: int | None = None  # None: the number that `bits` allow
     levels: int = 64
     group: int = 0  # rotation pairs that share a code; 0: those of a head
     hidden: int = 0

@@ -1,5 +1,6 @@
 """Methods of uniform codes in a rotated frame: OScaR (here `omniscale`), KVarN and OSCAR. What they share is the
-rotation (kvqjax.methods.rotation); they differ in what is divided out, or cut off, before the codes are taken."""
+rotation (kvqjax.methods.rotation); they differ in the factors that are divided out, or the values
+that are cut off, before encoding."""
 
 from typing import Any
 

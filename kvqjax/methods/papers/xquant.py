@@ -117,7 +117,7 @@ class LayerInput:
     bits: int = 4  # of X, or with latents of keys
     value_bits: int | None = None  # of values, with latents
     outliers: int = 0  # the first channels of X U_k, which stay at 16 bits
-    group: int | None = None  # None: UNIT tokens, and as many channels as fit
+    group: int | None = None  # None: UNIT tokens, and the largest group of channels that fits
     window: int = 0
     latent: bool | None = None  # None chooses X or its latents by size (prefers_latents)
     scales: str = "bfloat16"

@@ -73,7 +73,8 @@ def xquant_cl(
     scales: str = "bfloat16",
 ) -> Method:
     """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): a layer stores by how much its input differs from the
-    sum of what the layers below have stored. Layer `base` begins the sum; layers below it are stored as in `xquant`.
+    sum of the differences that the layers below have stored. Layer `base` begins the sum; layers
+    below it are stored as in `xquant`.
 
     - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
       the third layer is the base).
@@ -161,7 +162,8 @@ class Difference(NamedTuple):
         if self.start:
             return Cost(operations=products)
         bits = {"float32": 32, "bfloat16": 16}.get(self.accumulator) or int(self.accumulator)
-        # Z U^T has as many multiply-accumulates as Xhat [W_k|W_v]. Without latents there is only a sum.
+        # Z U^T and Xhat [W_k|W_v] have the same number of multiply-accumulates. Without latents
+        # there is only a sum.
         operations = 2 * products if self.latent else products + 2 * width
         return Cost(operations=operations, bits=bits * width)
 

@@ -105,7 +105,7 @@ PIECE = 128  # tokens that `convert` moves at a time; groups have 32, 64 or 128 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing(abc.ABC):
-    """Where the numbers of one field lie.
+    """The place of the numbers of one field in memory.
 
     Attributes:
         width: channels of a token, or numbers of a token.
