@@ -4,8 +4,7 @@
 # make aot    compile memory tests and kernels ahead of time, for TPUs and, in an environment of its own, for Hopper. Needs
 #             a chip's compiler but no chip; skipped without libtpu, without the CUDA plugin or ptxas
 # make results  write the pages of figures. With BOOK=book.txt and LEARN=other.txt the missing rows of the real model are
-#             measured first (FOLDER=where WikiText-2 is, if not from the hub); with DATA=text.txt and
-#             CALIBRATION=other.txt the ablations on the bundled model
+#             measured first (FOLDER=where WikiText-2 is, if not from the hub)
 # make gate   measure the gate's recorded rows again (ROWS=6: only six of them; SKIP=40: without the first 40, which an
 #             earlier run measured) and judge its bounds
 # make nightly  run what .ci/run leaves out because it takes an hour and more
@@ -29,7 +28,6 @@ TORCH := $(TORCH)+cpu
 endif
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-DATA ?= synthetic
 ROWS ?= 0
 SKIP ?= 0
 FOLDERS := kvqjax pallas_kernels calibrate eval
@@ -75,7 +73,6 @@ BENCHMARK := PYTHONSAFEPATH=1 $(BIN)/python -c "import sys, runpy; sys.path.appe
 
 results: $(VENV)/.package $(VENV)/.with-plots
 	$(BENCHMARK) benchmarks.results $(if $(BOOK),--book '$(BOOK)' --learn '$(LEARN)',--page-only) $(if $(FOLDER),--folder '$(FOLDER)')
-	$(BENCHMARK) benchmarks.ablations $(if $(CALIBRATION),--data '$(DATA)' --calibration '$(CALIBRATION)')
 	$(BENCHMARK) benchmarks.figures
 
 gate: $(VENV)/.package

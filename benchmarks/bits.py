@@ -5,14 +5,21 @@
 Arithmetic of the ledger on abstract caches (bfloat16, one row): no weights, no device memory.
 """
 
+import dataclasses
+
 import jax
 
-from benchmarks.xquant_roofline import CONTEXT, LLAMA2_7B, LLAMA31_8B
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import parse
+from kvqjax.model.config import ModelConfig
 
+CONTEXT = 131072
+LLAMA2_7B = ModelConfig(
+    vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+)
+LLAMA31_8B = dataclasses.replace(LLAMA2_7B, mlp_width=14336, num_kv_heads=8)
 GEOMETRIES = {"Llama-3.1-8B": LLAMA31_8B, "Llama-2-7B": LLAMA2_7B}
 SPECS = (
     "exact", "uniform:bits=4", "kivi:bits=4", "kivi:bits=2", "kivi:bits=2,group=128", "kvquant:bits=3",

@@ -16,8 +16,7 @@ The second span, which a model can predict from its cache only, is scored: `rati
 exact pass on the same tokens, with the paired standard error of its logarithm over windows. No method here keeps a
 window of recent tokens, and spans are 192 tokens apart, more than any unit that waits to be encoded. The long decode
 is 2048 steps of one token, eight such problems after each other. Rows that are in the record are not run again.
-Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' over 8 (benchmarks/stress.py). Other
-tables also have a bias of length 20 on the slowest pair of all keys.
+Stress: two rotary pairs of every KV head's keys 8 times as large, the queries' over 8 (benchmarks/stress.py).
 """
 
 import argparse

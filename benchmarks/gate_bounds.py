@@ -104,13 +104,6 @@ def defaults(rows: list[dict]) -> list[Verdict]:
     return out
 
 
-def without_x(rows: list[dict]) -> list[Verdict]:
-    """The first bounds once more for methods that cache keys and values or their latents: X itself is half as large as
-    these in the small shapes, and twice as large in Llama-3.1-8B."""
-    copies = [r for r in rows if r["mode"] == "copy"]
-    return _best([r for r in copies if not r["cache"].startswith("xquant") or "latent" in r["cache"]])
-
-
 def _drift(rows: list[dict]) -> list[Verdict]:
     out, long = [], [r for r in rows if r["mode"] == "long decode"]
     for row in long:

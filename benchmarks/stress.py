@@ -2,15 +2,10 @@
 
     keys     W_k, b_k of a rotary pair times a, W_q, b_q of the same pair over a       scores are sums of products q k
              (with QK-norm: the two norm weights instead, the same pairs in every head)
-    bias     the same vector added to every key's slowest rotary pair                  softmax ignores a common shift
 
-The first is exact: both channels of a pair take one factor, so it commutes with RoPE, and powers of two change no bit
-of the logits. The second is exact for a pair that does not rotate; a pair of frequency w lets the shift differ by at
-most |q_p| |b_p| w T / sqrt(D) between keys T tokens apart, so only a slow pair of a large rotary base serves. With
-QK-norm a bias would pass through the norm, so it is refused.
+This is exact: both channels of a pair take one factor, so it commutes with RoPE, and powers of two change no bit of the
+logits.
 """
-
-import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +16,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import Params, stacked
 
-__all__ = ["add_key_bias", "outlier_factors", "scale_key_pairs", "stressed", "under"]
-
-BIAS = 20.0  # length of what every key's slowest pair gets
+__all__ = ["outlier_factors", "scale_key_pairs", "stressed", "under"]
 
 
 def scale_key_pairs(params: Params, config: ModelConfig, factor: Float[Array, "L K P"]) -> Params:
@@ -58,33 +51,6 @@ def scale_key_pairs(params: Params, config: ModelConfig, factor: Float[Array, "L
     return params | {"layers": layers | scaled}
 
 
-def add_key_bias(params: Params, config: ModelConfig, size: float, pairs: int = 1) -> Params:
-    """Give keys a bias on the slowest rotary pairs of every head, in directions drawn at random.
-
-    Args:
-        params: weights, with an axis of layers.
-        config: the model's.
-        size: length of the bias on one pair.
-        pairs: how many of a head's pairs get one, the slowest first.
-
-    Returns:
-        The weights with the bias.
-
-    Raises:
-        UserError: the model has no biases of keys (Qwen2 has), or has QK-norm."""
-    if not config.qkv_bias or config.qk_norm:
-        raise UserError(f"{config.architecture}: only a model with key biases and without QK-norm can take a key bias")
-    half, (count, _) = config.head_dim // 2, params["layers"]["k_bias"].shape
-    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, (count, config.num_kv_heads, pairs))
-    extra = np.zeros((count, config.num_kv_heads, 2, half), np.float32)
-    # The last pairs of a head turn slowest. The two channels of a pair get a vector of length `size`.
-    extra[..., 0, half - pairs :] = size * np.cos(angle)
-    extra[..., 1, half - pairs :] = size * np.sin(angle)
-    bias = params["layers"]["k_bias"]
-    bias = bias + jnp.asarray(extra.reshape(count, -1), bias.dtype)
-    return params | {"layers": params["layers"] | {"k_bias": bias}}
-
-
 def outlier_factors(config: ModelConfig, *, count: int, factor: float, shared: bool = False) -> Float[Array, "L K P"]:
     """Make the factors of `scale_key_pairs`: one for most pairs, `factor` for a few that are drawn at random.
 
@@ -113,14 +79,5 @@ def stressed(model: Model, keys: float = 8.0) -> Model:
 
 
 def under(model: Model, stress: str) -> Model:
-    """Put a model under a stress: "none", "keys x8", or "key bias", for which one without biases gets some of zero."""
-    if stress != "key bias":
-        return model if stress == "none" else stressed(model)
-    if not model.config.qkv_bias:
-        config = dataclasses.replace(model.config, qkv_bias=True)
-        sizes = {"q_bias": config.query_width, "k_bias": config.kv_width, "v_bias": config.kv_width}
-        dtype = model.params["embed"].dtype
-        zeros = {name: jnp.zeros((config.num_layers, size), dtype) for name, size in sizes.items()}
-        layers = stacked(model.params)["layers"] | zeros
-        model = model.replace(config=config, params=model.params | {"layers": layers})
-    return model.replace(params=add_key_bias(model.params, model.config, BIAS))
+    """Put a model under a stress: "none" or "keys x8"."""
+    return model if stress == "none" else stressed(model)

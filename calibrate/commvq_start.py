@@ -12,9 +12,9 @@ quantiser of 3 m + 1 equal cells: of its 3 m thresholds every m-th belongs to th
 one, to the component whose squared error falls most. One choice is always 11, for the mean. The codebook is the
 regression of the values on the bits that this encoder gives them.
 
-On layer 10 of SmolLM2-135M, at 2 bits, the relative squared error of values is then 0.098, and of attention outputs
-0.090. After 200 steps of training it is 0.097 and 0.071. The same 200 steps from random numbers reach 0.35 and 0.23
-(`python -m benchmarks.commvq_training`).
+On layer 10 of SmolLM2-135M, at 2 bits, the relative squared error of values is then 0.098, and of
+attention outputs 0.090 (measured on 2026-11-27). After 200 steps of training it is 0.097
+and 0.071. The same 200 steps from random numbers reach 0.35 and 0.23.
 """
 
 import functools

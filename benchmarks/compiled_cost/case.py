@@ -1,4 +1,4 @@
-"""One case of `benchmarks.step_cost` or `benchmarks.prefill_cost`: compiled ahead of time, counted and printed."""
+"""One case of `benchmarks.step_cost`: compiled ahead of time, counted and printed."""
 
 import dataclasses
 import functools

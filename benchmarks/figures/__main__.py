@@ -1,4 +1,4 @@
-"""Write benchmarks/kernels.md, peers.md and scale.md from the records: `python -m benchmarks.figures`.
+"""Write benchmarks/kernels.md and peers.md from the records: `python -m benchmarks.figures`.
 
 What measures or compiles anew is named above each table.
 """
@@ -6,9 +6,9 @@ What measures or compiles anew is named above each table.
 import argparse
 from pathlib import Path
 
-from benchmarks.figures import kernels, peers, scale
+from benchmarks.figures import kernels, peers
 
-PAGES = {"kernels": kernels, "peers": peers, "scale": scale}
+PAGES = {"kernels": kernels, "peers": peers}
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ HEAD = """# Kernels: what compilers say
 Written by `python -m benchmarks.figures` from `benchmarks/records`. Everything here is compiled ahead of time and
 **was not run on a chip**. `python -m kvqjax.pallas_kernels` prints which kernels are used where.
 
-A *bundle* is what a TPU issues in a cycle; a unit that makes the others wait does not show in it. *XLA* is XLA's own
-estimate, in cycles, of the plain path for the same attention. Both are estimates, of two parts of the compiler.
+A *bundle* is what a TPU issues in a cycle; a unit that makes the others wait does not show in it.
 """
 PACKED = """
 ## TPU kernels on packed keys and values (`python benchmarks/tpu_bundles.py --write`)
@@ -22,14 +21,6 @@ keys before RoPE (KIVI*), `nuq` is KVQuant, `o12` has twelve outlier slots, `omn
 rotated methods, `oscar` has keys per token. Cells are empty where no kernel is used (docs/methods/rotation.md says
 why). As many bfloat16 keys and values take a v5e 480 cycles of its memory, a v6e 280 and a v7x 156 (half for head_dim
 64): above that a kernel saves memory but no time.
-
-"""
-LATENT = """
-## TPU kernels on latents, grids, codebooks and exact bodies (`python benchmarks/latent_bundles.py --write`)
-
-For 512 tokens of all KV heads: bundles, and XLA's estimate. `8b` and `1b` are the geometries of Llama-3.1-8B and
-Llama-3.2-1B; the last number is the bits; `draft` has two new tokens, `long` 16 (8b) or 4 (1b), and `norm` QK-norm.
-`first` is AQUA-KV's first layer, of 4 bits, which has no predictors.
 
 """
 HOPPER = """
@@ -57,7 +48,7 @@ def _by_chip(records: dict, cell) -> str:
 
 def text() -> str:
     """The page."""
-    packed, latents, registers = (read(name) for name in ("tpu_bundles", "latent_bundles", "gpu_registers"))
+    packed, registers = read("tpu_bundles"), read("gpu_registers")
     names = ("registers", "spill_bytes", "shared_bytes", "wgmma")
     hopper = [[f"`{case}`", *(str(row[name]) for name in names)] for case, row in registers.items()]
     return "".join(
@@ -65,8 +56,6 @@ def text() -> str:
             HEAD,
             PACKED,
             _by_chip(packed, lambda row: f"{row['total']:.0f} ({row['marginal']:.0f} + {row['fixed']:.0f})"),
-            LATENT,
-            _by_chip(latents, lambda row: f"{row['bundles']}" + (f", XLA {row['xla']}" if "xla" in row else "")),
             HOPPER,
             table(["case", "registers", "bytes spilled", "bytes of shared memory", "matrix products"], hopper),
         ]

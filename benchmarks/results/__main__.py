@@ -15,16 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import kvqjax
 from benchmarks.results.long import CACHES as LONG
 from benchmarks.results.long import passages_of, run_long
-from benchmarks.results.page import (
-    PAGE,
-    PICTURE,
-    README,
-    STRESS_PAGE,
-    draw_picture,
-    page_text,
-    readme_text,
-    stress_text,
-)
+from benchmarks.results.page import PAGE, PICTURE, README, draw_picture, page_text, readme_text
 from benchmarks.results.papers import PAPERS
 from benchmarks.results.rows import (
     CACHES,
@@ -84,10 +75,9 @@ def main(
                 run_rows(model, texts, rows, bar)
             run_long(model, texts, passages, [text for text in LONG if not cache or text in cache], bar)
     PAGE.write_text(page_text(), encoding="utf-8")
-    STRESS_PAGE.write_text(stress_text(), encoding="utf-8")
     README.write_text(readme_text(), encoding="utf-8")
     draw_picture()
-    typer.echo(f"{PAGE} {STRESS_PAGE} {README} {PICTURE}")
+    typer.echo(f"{PAGE} {README} {PICTURE}")
 
 
 if __name__ == "__main__":

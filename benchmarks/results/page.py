@@ -1,4 +1,4 @@
-"""docs/results.md and docs/stress.md from the records alone."""
+"""docs/results.md from the records alone."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drift import RECORD as DRIFT
-from benchmarks.gate import RECORD as GATE
-from benchmarks.gate import SHAPES, plan
-from benchmarks.gate_bounds import Verdict, defaults, verdicts, without_x
-from benchmarks.rate_distortion import RECORD as DISTORTION
-from benchmarks.rate_distortion import markdown as distortion_table
 from benchmarks.results import peers
 from benchmarks.results.long_page import long_section
 from benchmarks.results.papers import PAPERS, Paper, disagreements
@@ -20,7 +14,7 @@ from benchmarks.tables import standard_error, table
 from kvqjax.eval.plots import draw, series, title_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
-STRESS_PAGE, PICTURE = PAGE.with_name("stress.md"), PAGE.with_name("compare.png")
+PICTURE = PAGE.with_name("compare.png")
 README = Path(__file__).parents[2] / "README.md"
 README_MARKS = "<!-- quality -->\n", "<!-- end of quality -->\n"  # around its table
 TEXTS = tuple(WINDOWS)
@@ -51,17 +45,6 @@ other way round on the windows of both texts by more than twice the standard err
 paired.
 """
 DIFFERS = "Pairs whose order differs from the paper's by more than two standard errors:"
-METHODS_PAGES = """
-## More
-Each method with a part left out or exchanged: [ablations](../benchmarks/ablations.md). Small trained models under
-stress, long decodes, the distance to the rate-distortion limit: [stress](stress.md).
-"""
-STRESS_HEAD = """# Small models under stress
-
-Models that were trained for these tests, with outlier key channels and key biases put in on purpose. They show what
-breaks a method; what a method costs on a real model is in the [results](results.md). Written by
-`python -m benchmarks.results` from the records under `benchmarks/records`.
-"""
 
 
 # The curves of the picture, the five papers' first of all: rows of CACHES without their bits -> name. The page has all.
@@ -175,80 +158,13 @@ def paper_section(paper: Paper) -> str:
     return "\n".join([*parts, *([f"{DIFFERS}\n", *lines, ""] if lines else [])])
 
 
-def _read(path: Path):
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _verdict_table(verdict_list: list[Verdict]) -> str:
-    said = lambda v: "held" if v.held else "**missed**" + f": {v.reason}" * bool(v.reason)  # noqa: E731
-    lines = [[v.name, f"{v.bound:g}", v.measured, said(v), v.by] for v in verdict_list]
-    return table(["bound", "value", "measured", "", "by"], lines)
-
-
-def _has(rows: list[dict], fields: dict) -> bool:
-    return any(all(row[key] == value for key, value in fields.items()) for row in rows)
-
-
-def gate_section(rows: list[dict]) -> str:
-    """Bounds written before the run, and what was measured."""
-    run = sorted({(r["shape"], r["mode"]) for r in rows})
-    missing = [row for row in plan(SHAPES) if not _has(rows, row)]
-    about = (
-        "Small trained shapes, as they are and with outlier key channels (`python -m benchmarks.gate`; `make gate`\n"
-    )
-    about += "measures the rows again). Run: "
-    about += ", ".join(f"{shape} ({mode})" for shape, mode in run) + f". {len(missing)} planned rows are not run yet.\n"
-    note = (
-        "The best method is XQuant's X itself, which in these shapes is half as large as keys and values (a quarter\n"
-        "in `mha`) and in Llama-3.1-8B twice as large. Among methods that cache keys and values or their latents:\n"
-    )
-    return "\n".join(["## The gate", about, _verdict_table(verdicts(rows)), note, _verdict_table(without_x(rows))])
-
-
-def drift_section(record: dict | None) -> str:
-    """KL divergence of a long decode beside that of noise which cannot drift."""
-    if not record:
-        return ""
-    spans = record["spans"]
-    ends = [f"to {256 * (i + 1)}" for i in range(len(next(iter(spans.values()))))]
-    rows = []
-    for name, values in spans.items():
-        half = len(values) // 2
-        growth = sum(values[half:]) / sum(values[:half])
-        rows.append([name, *(f"{x:.2g}" for x in values), f"{growth:.2f}"])
-    about = (
-        f"`{record['model']}`, one token at a time (`python -m benchmarks.drift`): mean over spans of 256 steps of\n"
-        "the exact cache's loss and of KL(exact || cache). The noise has one size wherever a token stands: its growth\n"
-        "is that of the model's sensitivity with the tokens it chooses among. Growth beyond is the cache's own.\n"
-    )
-    return "\n".join(["## Does a cache drift?", about, table(["", *ends, "last / first half"], rows)])
-
-
-def bias_section(rows: list[dict]) -> str:
-    """Qwen2 shape: every method by default, with the bias in its codes, and with a calibrated mean taken off."""
-    pick = {(r["cache"], r["stress"]): r for r in rows if r["shape"] == "qwen2" and r["mode"] == "copy"}
-    lines = []
-    for cache, stress in pick:
-        if ",centre=" not in cache:
-            variants = [pick.get((cache + centre, stress)) for centre in ("", ",centre=none", ",centre=mean")]
-            cells = [f"{r['ratio']:.4g} (KLD {r['kld']:.2g})" if r else "" for r in variants]
-            lines.append([f"`{cache}`", f"{pick[cache, stress]['bits']:.2f}", stress, *cells])
-    about = (
-        "Qwen2 shape, whose key bias is at least 25 times the keys' spread: perplexity over the exact one. HIGGS,\n"
-        "`uniform`, AQUA-KV and CommVQ keep keys without the bias by default (`centre=auto`). That needs no\n"
-        "calibration: the bias is known from the weights, and after RoPE from a token's position too.\n"
-    )
-    head = ["cache", "bits", "stress", "by default", "centre=none", "centre=mean"]
-    return "\n".join(["## Qwen2's key bias", about, table(head, lines), _verdict_table(defaults(rows))])
-
-
 def page_text() -> str:
     """The page of the real model."""
     engines = peers.section(stored(), _scores)
     papers = [paper_section(paper) for paper in PAPERS]
     head = "## The papers' tables beside ours\n"
     parts = [HEAD, rows_section(), long_section(), engines, head, COMPARED, *papers]
-    return "\n".join([*parts, METHODS_PAGES])
+    return "\n".join(parts)
 
 
 def readme_text() -> str:
@@ -256,10 +172,3 @@ def readme_text() -> str:
     before, rest = README.read_text(encoding="utf-8").split(README_MARKS[0])
     after = rest.split(README_MARKS[1])[1]
     return f"{before}{README_MARKS[0]}{peers.readme_table(stored(), _scores)}{README_MARKS[1]}{after}"
-
-
-def stress_text() -> str:
-    """The page of the small models."""
-    rows = _read(GATE) or []
-    parts = [STRESS_HEAD, gate_section(rows), drift_section(_read(DRIFT)), bias_section(rows)]
-    return "\n".join([*parts, "## Distance to the limit\n" + distortion_table(_read(DISTORTION) or [])])

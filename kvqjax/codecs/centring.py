@@ -5,9 +5,9 @@
 `BlockCentred`: m is the mean of a block of tokens, and is stored with the block. It needs no calibration. Before RoPE
 most of a key is the same in every token. In SmolLM2-135M the mean over tokens has 80 % of the keys' energy (geometric
 mean over layers), and 16 % of the values'. A codec whose error is a share of a vector's energy, such as a rotation with
-a grid, spends most of its bits on that constant. The means of blocks of 128 tokens leave 20 % of the energy (`python -m
-benchmarks.spectra`), and take 16 bits for 128 numbers. After RoPE the mean of the pairs of channels that turn is near
-zero, so that little is gained.
+a grid, spends most of its bits on that constant. The means of blocks of 128 tokens leave 20 % of
+the energy (measured on 2026-11-27), and take 16 bits for 128 numbers. After
+RoPE the mean of the pairs of channels that turn is near zero, so that little is gained.
 
 `Centred`: m is a calibrated constant of the layer, and takes no stored bit. Qwen2's key bias gives some channels
 offsets of dozens of times their spread. What a codec shares between channels (a scale per token, a rotation) is then
@@ -37,7 +37,7 @@ __all__ = ["CENTRES", "BlockCentred", "Centred", "centred"]
 
 CENTRES = ("auto", "none", "mean")  # what is subtracted from keys: the model's bias, nothing, a calibrated mean
 # Tokens that share a mean. Blocks of 32, 128 and 1020 leave 18.3, 19.6 and 20.2 % of the energy of SmolLM2's keys
-# (`python -m benchmarks.spectra`). Their means take 1/2, 1/8 and 1/64 bit per number.
+# (measured on 2026-11-27). Their means take 1/2, 1/8 and 1/64 bit per number.
 BLOCK = 128
 
 

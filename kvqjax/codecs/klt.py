@@ -47,8 +47,8 @@ FIT = Fit("kvqjax.calibrate.klt")
 ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1078, 3: 0.0295, 4: 0.0078, 6: 0.0020, 8: 0.000127}
 DIMS = {1: 1, 2: 2, 3: 2, 4: 2, 6: 1, 8: 1}  # numbers that a grid point has
 MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothing to choose
-REACH = 16  # deviations, beyond the furthest token seen on SmolLM2-135M (python -m benchmarks.spectra)
-# Slopes of the spectra of keys and of values (the same command).
+REACH = 16  # deviations, beyond the furthest token seen on SmolLM2-135M (2026-11-27)
+# Slopes of the spectra of keys and of values (SmolLM2-135M).
 KEY_SLOPE, VALUE_SLOPE = 1.0, 0.5
 BEND = 48  # where a spectrum bends, as ranks are counted from 1 to 49: fitted to SmolLM2-135M's (the same command)
 
@@ -139,7 +139,7 @@ def grid_of(bits: int) -> Float[np.ndarray, "n p"]:
         return np.array([[-half], [half]], np.float32)
     # Grids of up to 4 bits are the best ones for a normal distribution. Only the first coefficients get more bits, and
     # these have heavy tails: a few tokens far out would make most of the error of a grid that ends at 4 deviations
-    # (python -m benchmarks.spectra). So grids of more bits reach to `REACH`, with points evenly spaced in asinh x.
+    # of SmolLM2-135M. So grids of more bits reach to `REACH`, with points evenly spaced in asinh x.
     if bits > 4:
         return np.sinh(np.linspace(-np.arcsinh(REACH), np.arcsinh(REACH), 1 << bits))[:, None].astype(np.float32)
     return shipped_grid(bits, DIMS[bits])

@@ -19,8 +19,8 @@ class Shares(NamedTuple):
     attention: float
 
 
-# What a prompt of 32K tokens of Llama-3.1-8B reaches by `python -m benchmarks.prefill_cost`: the program was compiled
-# for the chip on 2026-11-26 and counted, it did not run.
+# What a prompt of 32K tokens of Llama-3.1-8B reaches by `python -m benchmarks.step_cost
+# --chunk 0`: the program was compiled for the chip on 2026-11-26 and counted, it did not run.
 REACHED = {
     "v5e": Shares(0.78, 0.63),
     "v6e": Shares(0.57, 0.25),

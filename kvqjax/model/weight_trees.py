@@ -122,9 +122,9 @@ class LayerMatrices(struct.PyTreeNode):
     every layer has a branch that multiplies by the layer's own array. Branches contain products alone, which compile
     quickly; straight code over all layers compiles everything once for each layer.
 
-    A step of SmolLM2-135M with the exact cache, one row of 512 cached tokens on two cores (`python -m
-    benchmarks.layer_forms`), takes 42.5 ms from stacks, 32.5 ms by straight code, and 32.0 ms by branches. The first
-    call takes 1.7, 12.2 and 4.4 s.
+    A step of SmolLM2-135M with the exact cache, one row of 512 cached tokens, measured
+    on two cores on 2026-11-27, takes 42.5 ms from stacks, 32.5 ms by straight code, and 32.0 ms
+    by branches. The first call takes 1.7, 12.2 and 4.4 s.
 
     Attributes:
         matrices: the arrays [in, out], or their codes.

@@ -54,7 +54,6 @@ def test_bench_and_the_check_of_memory_count_likewise(by_heads, monkeypatch):
 
 
 def test_no_other_count_of_a_caches_bytes_exists():
-    """`nbytes` of arrays is left to what a load has read."""
     pattern = re.compile(r"(leaf|x|a|array|kv)\.nbytes|\.size \* .*itemsize")
     folders = [ROOT / name for name in ("kvqjax", "eval", "calibrate", "pallas_kernels", "benchmarks")]
     found = {
@@ -63,4 +62,4 @@ def test_no_other_count_of_a_caches_bytes_exists():
         for file in folder.rglob("*.py")
         if pattern.search(file.read_text(encoding="utf-8"))
     }
-    assert found == {"benchmarks/load_peak.py"}
+    assert found == set()

@@ -1,4 +1,4 @@
-"""The results page and what it is made of: limits that are right, orders that can differ, rows that are run once."""
+"""The results page and what it is made of: orders that can differ, rows that are run once."""
 
 import importlib
 import json
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvqjax.eval.labels import new_figure
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,29 +17,6 @@ def bench(monkeypatch):
     """Import a module of benchmarks, found after everything installed."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     return lambda name: importlib.import_module(f"benchmarks.{name}")
-
-
-def test_rate_of_a_gaussian_source(bench):
-    """White: log2(s / D) / 2. Two variances: water-filling by hand; above a variance its channels need no bit."""
-    rate = bench("rate_distortion").rate
-    assert rate(np.full(8, 4.0), 0.25) == pytest.approx(2.0)
-    assert rate(np.asarray([4.0, 1.0]), 0.25) == pytest.approx((2.0 + 1.0) / 2)
-    # D = (2 + 1) / 2: the smaller channel costs its whole variance, the larger is coded down to 2.
-    assert rate(np.asarray([4.0, 1.0]), 1.5) == pytest.approx(np.log2(4 / 2) / 4)
-    assert rate(np.asarray([4.0, 1.0]), 2.5) == 0
-
-
-def test_lloyd_max_error_and_gap_on_gaussian_vectors(bench):
-    """Grids of one dimension are Lloyd and Max's quantisers: 0.1175 of the variance at 2 bits."""
-    from kvqjax.codecs.higgs import Higgs
-
-    distortion = bench("rate_distortion")
-    learn, test, _ = distortion.vectors("Gaussian", "")
-    assert learn.shape == test.shape
-    assert not np.array_equal(learn, test)
-    found = float(distortion.error(Higgs(bits=2, dim=1), {}, test))
-    # Each token's scale is the root mean square of its 128 values: the shape keeps 1 - 1/128 of a grid's gain.
-    assert found == pytest.approx(0.1175, rel=0.02)
 
 
 def test_orders_are_compared_pair_by_pair(bench):
@@ -139,15 +114,8 @@ def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
 
 
 def test_page_is_what_the_records_say(bench):
-    """The committed pages are the records', and state every missed bound."""
     page = bench("results.page")
-    parts = page.page_text()
-    assert page.PAGE.read_text(encoding="utf-8") == parts
-    parts = page.stress_text()
-    assert page.STRESS_PAGE.read_text(encoding="utf-8") == parts
-    rows, bounds = json.loads(page.GATE.read_text()), bench("gate_bounds")
-    missed = [v for v in [*bounds.verdicts(rows), *bounds.without_x(rows)] if not v.held]
-    assert parts.count("**missed**") == len(missed)
+    assert page.PAGE.read_text(encoding="utf-8") == page.page_text()
 
 
 def test_spans_repeat_themselves(bench):
@@ -170,12 +138,3 @@ def test_the_picture_of_readme_has_few_curves(bench, monkeypatch):
     assert sum(names.count(name) > 1 for name in set(names)) >= 4
     for word in ("SmolLM2", "WikiText-2", "KL divergence"):
         assert word in title
-
-
-def test_the_picture_of_the_limit_names_every_curve(bench, monkeypatch, tmp_path):
-    distortion, figures = bench("rate_distortion"), []
-    monkeypatch.setattr(distortion, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[0])
-    distortion.plot(json.loads(distortion.RECORD.read_text()), tmp_path / "limit.png")
-    assert len(figures[0].axes) == len(distortion.SOURCES)
-    for axes in figures[0].axes:
-        assert {text.get_text() for text in axes.texts} == {"limit", *distortion.CURVES.values()}

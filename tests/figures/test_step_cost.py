@@ -289,6 +289,7 @@ def test_extrapolated_layers(counter):
         (["--model", "llama-9"], "llama-9"),
         (["--layers", "2"], "two depths"),
         (["--context", "4096", "--held", "8192"], "more than the context"),
+        (["--context", "4096", "--held", "2048", "--chunk", "0"], "a prompt has no rows"),
     ],
 )
 def test_bad_options_are_named(counter, options, message):

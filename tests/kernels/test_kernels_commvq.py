@@ -4,8 +4,6 @@ exactly; and the caches that take it."""
 import dataclasses
 import functools
 import itertools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -200,14 +198,3 @@ def test_a_program_for_a_tpu_falls_back_where_there_is_none():
     want = oracle(PADDED)[0]
     got = dispatch.packed_attention(q, body, 1, start, stop, spec, lambda: want)
     np.testing.assert_array_equal(got.out, want.out)
-
-
-def test_the_table_follows_from_the_record():
-    """A form is in the table where its kernel has no spills, and fewer bundles than XLA's estimate for the path it
-    takes the place of."""
-    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "latent_bundles.json").read_text())
-    for bits, dim, target in itertools.product((1, 2), (128, 64), ("v5e", "v5p", "v6e", "v7x")):
-        found = record[target].get(f"commvq-{'8b' if dim == 128 else '1b'}-{bits}")
-        good = found is not None and found["spills"] == 0 and found["bundles"] < found["xla"]
-        known = support.lookup(KernelForm("commvq", bits, bits, dim), target)
-        assert good == (known is not None and known.level == "simulated"), (bits, dim, target)

@@ -3,8 +3,6 @@ and the caches that take it."""
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -30,7 +28,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.decoder import heads, norm
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import blockwise_attention
-from kvqjax.pallas_kernels import dispatch, support
+from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.tpu import latents as tpu_latents
 from kvqjax.pallas_kernels.tpu.call import BY_TOKEN
 
@@ -178,18 +176,3 @@ def test_a_program_for_a_tpu_falls_back_where_there_is_none():
     want = oracle(TWO_SETS)[0]
     got = dispatch.packed_attention(q, body, 1, start, stop, spec, lambda: want)
     np.testing.assert_array_equal(got.out, want.out)
-
-
-def test_the_table_follows_from_the_record():
-    """A form is in the table where its kernel has no spills, not with the most query rows either, and fewer bundles
-    than XLA's estimate for what it takes the place of."""
-    record = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "latent_bundles.json").read_text())
-    forms = [form for form in support.TABLE if form.method == "xquant"]
-    assert len(forms) == 5
-    for form in forms:
-        case = "1b" if form.head_dim == 64 else "8b-norm" if form.qk_norm else "8b"
-        for target in ("v5e", "v5p", "v6e", "v7x"):
-            found, most = (record[target][f"{case}{rows}-{form.key_bits}"] for rows in ("", "-draft"))
-            good = found["spills"] == most["spills"] == 0 and found["bundles"] < found["xla"]
-            known = support.lookup(form, target)
-            assert good == (known is not None and known.level == "simulated"), (form, target)

@@ -1,1 +1,0 @@
-"""Ablations of single methods, from one table of cases."""
