@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from benchmarks.compiled_cost import tpu
 from benchmarks.compiled_cost.case import CHIPS, Case, measure
+from benchmarks.hf_folders import config_to_hf
 from kvqjax.model import experts
-from kvqjax.model.hf_config import config_to_hf
 from kvqjax.model.loading import config_of
 
 MODEL, LAYERS, CONTEXT = "qwen3-30b-a3b", 4, 4096

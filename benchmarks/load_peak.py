@@ -19,10 +19,10 @@ import numpy as np
 import typer
 from safetensors.numpy import save_file
 
+from benchmarks.hf_folders import config_to_hf
 from kvqjax.cache.accounting import array_bytes
 from kvqjax.model import checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
-from kvqjax.model.hf_config import config_to_hf
 from kvqjax.model.loading import load
 from kvqjax.model.weights import parameters
 

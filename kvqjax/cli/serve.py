@@ -44,7 +44,8 @@ API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in t
 GRACE = 10  # seconds that answers under way get at a shutdown
 CUT = 30  # seconds after that until connections are cut
 ENDING = (
-    f"ending: answers get {GRACE} seconds, and a program that is being compiled is waited for; Ctrl-C (again) ends at once"
+    f"ending: answers get {GRACE} seconds, and a program that is being compiled is waited for; "
+    "Ctrl-C (again) ends at once"
 )
 
 
@@ -173,8 +174,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _server(uvicorn: Any, app: Any, engine: Engine) -> Any:
     """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get GRACE seconds. Then
-    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each. A second
-    Ctrl-C ends the process at once."""
+    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each.
+    A second Ctrl-C ends the process at once."""
 
     async def end_answers() -> None:
         await asyncio.sleep(GRACE)

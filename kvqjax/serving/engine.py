@@ -52,6 +52,7 @@ CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core o
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 MOST_STRIDE = 1024  # tokens; a longer piece costs memory in every row, and no time is gained by it
 MOST_BYTES = 2**50  # of the cache
+WAITING = "an open kvqjax.Engine ends; it waits for the compiler or the device"
 PATIENCE = 1.0  # seconds that the end of a program waits for an open engine before it says so
 QUEUE = 1024  # requests that wait
 # Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill idle rows first: 24
@@ -115,15 +116,15 @@ _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of this process
 # for have had their answers. Those that JAX registered run later, because it was imported before.
 @atexit.register
 def _close_engines() -> None:
-    """End the engines that a program leaves open. A thread that is inside XLA while Python ends would abort the process,
-    and its exit code would be lost. Ctrl-C ends it at once."""
+    """End the engines that a program leaves open. A thread that is inside XLA while Python ends
+    aborts the process, and its exit code is lost. Ctrl-C ends it at once."""
     try:
         for engine in list(_engines):
             engine._refuse(finish=False)
         for engine in list(_engines):
             engine._thread.join(PATIENCE)
             if engine._thread.is_alive():
-                print("an open kvqjax.Engine ends; it waits for the compiler or the device", file=sys.stderr, flush=True)
+                print(WAITING, file=sys.stderr, flush=True)
             engine._thread.join()
     except KeyboardInterrupt:
         sys.stdout.flush()
