@@ -214,6 +214,7 @@ def _ropes(config: ModelConfig, family: Family) -> dict[str, Any]:
     raw = _rope(next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig()))
     if family.query_growth:
         raw["llama_4_scaling_beta"] = config.query_growth
+        raw["original_max_position_embeddings"] = max(rope.original_max_position for rope in config.ropes)
     if family.recurrent:
         raw["partial_rotary_factor"] = next((rope.fraction for rope in config.ropes), 1.0)
     return raw | (_latent_scale(config, raw["factor"]) if family.latent and "factor" in raw else {})

@@ -69,8 +69,11 @@ class PagePool:
     """
 
     def __init__(self, pages: int):
-        self._users = [0] * check_integer("pages", pages)
-        self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
+        try:
+            self._users = [0] * check_integer("pages", pages)
+            self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
+        except MemoryError:
+            raise UserError(f"not enough memory for the table of a pool of {pages} pages") from None
 
     def __len__(self) -> int:
         return len(self._users)

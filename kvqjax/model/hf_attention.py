@@ -172,18 +172,24 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     if family.latent and kind != "yarn":
         refuse(f"{prefix}rope_type", kind, "wanted yarn")
     theta = read_number(rope, "rope_theta", read_number(raw, "rope_theta", 10000.0), prefix)
+    # Queries grow from this length on, which other kinds than these have for themselves.
+    is_asked = family.query_growth and kind in ("default", "linear", "dynamic")
+    growth_length = read_integer(rope, _LENGTH, prefix) if is_asked else 0
     if kind == "default":
-        return RopeConfig(theta=theta, fraction=share)
+        return RopeConfig(theta=theta, fraction=share, original_max_position=growth_length)
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
         # The length that Gemma 3 states is the one after scaling, other families' the one before it.
-        original_length = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        scaled_length = read_integer(raw, "max_position_embeddings") if family.rope_by_type else 0
+        original_length = growth_length or int(scaled_length / factor)
         return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original_length, fraction=share)
     if kind not in KNOWN_KINDS:
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(KNOWN_KINDS)}")
 
     full_length = read_integer(raw, "max_position_embeddings")
     original_length = full_length if kind == "dynamic" else _original_length(raw, rope, prefix)
+    if growth_length not in (0, original_length):
+        refuse(f"{prefix}{_LENGTH}", growth_length, f"wanted {original_length}, as for the rope")
     if kind == "llama3":
         fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
