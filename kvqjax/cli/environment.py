@@ -140,7 +140,7 @@ def _clear_remains(folder: Path) -> None:
     file JAX keeps no further programs, and a file that is cut stays for ever."""
     if not folder.is_dir():
         return
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     try:
         with FileLock(folder / ".lockfile", timeout=LOCKED_SECONDS):  # JAX's: another run may write just now
@@ -151,7 +151,7 @@ def _clear_remains(folder: Path) -> None:
                 if len(paths) < 2 or not all(path.stat().st_size for path in paths):
                     for path in paths:
                         path.unlink()
-    except (OSError, Timeout) as error:
+    except OSError as error:  # Timeout is one too
         _say_trouble(folder, f"{type(error).__name__}: {error}")
 
 

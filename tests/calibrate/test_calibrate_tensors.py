@@ -191,7 +191,9 @@ def test_a_killed_calibration_goes_on(captured, tmp_path, spec):
     stopped, total = steps[-1]
     seen = []
     again = fit(**captured[0], state=tmp_path / "s.npz", advance=lambda done, _: seen.append(done))
-    assert seen == list(range(stopped + 1, total + 1))
+    # CommVQ tells the steps within a layer too, and keeps its state after every layer.
+    assert seen == list(range(seen[0], total + 1))
+    assert 1 < seen[0] <= stopped + 1
     wanted = fit(**captured[0])
     pairs = zip(jax.tree.leaves(again.constants), jax.tree.leaves(wanted.constants), strict=True)
     assert all(np.asarray(got).tobytes() == np.asarray(whole).tobytes() for got, whole in pairs)
