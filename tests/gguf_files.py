@@ -97,8 +97,10 @@ def stored(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def rope_of(config: dict) -> dict:
-    """The rope of the layers that see all tokens, or of all layers."""
-    ropes = config["rope_parameters"]
+    """The rope of the layers that see all tokens, or of all layers. The bundled models have the older spelling."""
+    ropes = config.get("rope_parameters")
+    if ropes is None:
+        return {"rope_type": "default", "rope_theta": config["rope_theta"]} | (config["rope_scaling"] or {})
     return ropes.get("full_attention") or ropes.get("sliding_attention") or ropes
 
 
