@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
+from kvqjax._errors import UserError
 from kvqjax._files import made_folder, path_of
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
@@ -50,11 +53,18 @@ def kept_path(store: Path, model: Model, method: Method, text: str, sequences: i
 def _calibrate_once(
     path: Path, model: Model, method: Method, texts: TextLike, sequences: int | None, update: Callable[[float], None]
 ) -> None:
-    """Write the artifact `path` unless it is there. A run that was killed continues where it was."""
+    """Write the artifact `path` unless it is there. A run that was killed continues where it was. An artifact that
+    cannot be read is written anew: the folder of these is the library's own."""
     from kvqjax.calibrate import run
 
     if path_of(path).exists():
-        return
+        try:
+            load_artifact(path)
+        except UserError as error:
+            warnings.warn(f"calibrated anew: {error}", stacklevel=2)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            return
     made_folder(path.parent)
     state = path.with_name(path.name + ".state.npz")
     advance = lambda steps, total: update(steps / total)  # noqa: E731

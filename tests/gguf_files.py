@@ -96,6 +96,14 @@ def stored(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     return config, tensors
 
 
+def rope_of(config: dict) -> dict:
+    """The rope of the layers that see all tokens, or of all layers. The bundled models have the older spelling."""
+    ropes = config.get("rope_parameters")
+    if ropes is None:
+        return {"rope_type": "default", "rope_theta": config["rope_theta"]} | (config["rope_scaling"] or {})
+    return ropes.get("full_attention") or ropes.get("sliding_attention") or ropes
+
+
 def write_values(writer: gguf.GGUFWriter, config: dict) -> None:
     """What llama.cpp's converters write of a config."""
     writer.add_context_length(config["max_position_embeddings"])
@@ -106,9 +114,10 @@ def write_values(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    rope = rope_of(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
     if config["model_type"] not in ("gemma2", "gemma3_text", "gpt_oss"):
-        writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
@@ -141,11 +150,11 @@ def write_layer_kinds(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    rope = config.get("rope_scaling") or {}
-    if rope.get("rope_type") in ("linear", "yarn"):
+    rope = rope_of(config)
+    if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope.get("rope_type") == "yarn":
+    if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kvqjax
+from benchmarks.hf_folders import save_params
 from benchmarks.results.peers import FOLDER, PEERS, exact_of, path_of
 from benchmarks.results.rows import CHUNK, CONTEXT, LENGTH, MODEL, WINDOWS, kept, sha256_of, window_means, windows_of
 from kvqjax.data.corpora import read
 from kvqjax.eval.scores import replay
 from kvqjax.eval.stamp import stamp
 from kvqjax.model.loading import Model
-from kvqjax.model.weights import save_params
 
 app = typer.Typer(add_completion=False)
 CONSOLE = Console(stderr=True)

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.hf_folders import save_params
 from benchmarks.train.recipes import Recipe
-from kvqjax.model.weights import save_params
 
 __all__ = ["export"]
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,14 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) -> None:
     """Read what an earlier run of `owner` measured, or begin a file. A last line that was cut off is dropped."""
-    if not path.exists():
-        _append(path, {"owner": owner})
-        return
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        head, *rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        content = path.read_bytes() if path.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if not complete:
+            path.unlink(missing_ok=True)  # a run that was killed as it began it
+            _append(path, {"owner": owner})
+            return
+        head, *rows = [json.loads(line) for line in complete.decode().splitlines()]
         if head["owner"] != owner:
             raise UserError(f"{path} has measurements of another model, text or settings; choose another folder")
         for row in rows:
@@ -139,4 +142,5 @@ def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) ->
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: cannot be read; delete it to start anew ({error})") from error
-    path.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+    if complete != content:
+        os.truncate(path, len(complete))  # not written anew: a kill in between would lose what was measured

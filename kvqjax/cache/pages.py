@@ -50,6 +50,8 @@ __all__ = [
     "write_page",
 ]
 
+MOST_PAGES = 2**24  # of a pool; its table takes 16 bytes a page on the host
+
 
 class PoolExhausted(UserError):
     """More pages are wanted than are free. Nobody lost one."""
@@ -62,11 +64,11 @@ class PagePool:
         pages: in the pool.
 
     Raises:
-        UserError: no whole number of at least 1.
+        UserError: no whole number from 1 to 2**24.
     """
 
     def __init__(self, pages: int):
-        self._users = [0] * check_integer("pages", pages)
+        self._users = [0] * check_integer("pages", pages, 1, MOST_PAGES)
         self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
 
     def __len__(self) -> int:

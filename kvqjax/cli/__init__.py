@@ -7,12 +7,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-import typer
-
-from kvqjax.cli.environment import end_stopped, ending_at_once, look_for_present_devices
-from kvqjax.cli.habits import usage_line
+from kvqjax.cli.stopping import end_stopped, stopping_by_ctrl_c
 
 __all__ = ["main"]
 
@@ -29,6 +26,8 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     # What no other place expects: a full disk behind standard output, a folder that was removed.
     if isinstance(error, OSError) and error.strerror is not None:
         return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", 2
+    from kvqjax.cli.habits import usage_line
+
     usage = usage_line(error)
     return None if usage is None else (f"error: {usage}", 2)
 
@@ -45,11 +44,13 @@ def _interrupt_again(unraisable: Any) -> None:
 
 def _warn_once() -> Callable[..., None]:
     """A `warnings.showwarning` that prints one line for each text: a run may come by a place several times."""
+    from kvqjax.cli.environment import trouble_with_programs
+
     messages = set()
 
     def show(message, *_, **__) -> None:
         text = " ".join(str(message).split())
-        if text not in messages:
+        if text not in messages and not trouble_with_programs(text):
             messages.add(text)
             print(f"warning: {text}", file=sys.stderr)
 
@@ -58,6 +59,19 @@ def _warn_once() -> Callable[..., None]:
 
 def main() -> None:
     """Entry point of `kvqjax` and `python -m kvqjax`."""
+    try:
+        with stopping_by_ctrl_c():
+            _run()
+    except KeyboardInterrupt:
+        end_stopped()
+
+
+def _run() -> NoReturn:
+    # Imported here, where Ctrl-C is heeded.
+    import typer
+
+    from kvqjax.cli.environment import look_for_present_devices
+
     # Where transformers is needed for a tokenizer, it reports on stderr that it found no PyTorch.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     look_for_present_devices()
@@ -68,8 +82,8 @@ def main() -> None:
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:
-        with ending_at_once():
-            from kvqjax.cli.app import app
+        from kvqjax.cli.app import app
+
         code = app(standalone_mode=False) or 0
         if code == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvqjax._version import __version__
-from kvqjax.cli.environment import ending_at_once, keep_programs, keep_programs_by_default
+from kvqjax.cli.environment import keep_programs, keep_programs_by_default
 
 __all__ = ["COMMANDS", "Command", "app", "command_of"]
 
@@ -45,8 +45,7 @@ COMMANDS = {
 def command_of(name: str) -> Any:
     """The function or the typer group behind a command."""
     place = COMMANDS[name]
-    with ending_at_once():
-        return getattr(importlib.import_module(f"kvqjax.cli.{place.module}"), place.name)
+    return getattr(importlib.import_module(f"kvqjax.cli.{place.module}"), place.name)
 
 
 def _paragraphs(text: str) -> str:

@@ -1,19 +1,15 @@
-"""What the command line sets for JAX: before it is imported, which kinds of devices it shall look for; where compiled
-programs are kept from one run to the next; how Ctrl-C ends a process with JAX's threads in it."""
+"""What the command line sets for JAX: before it is imported, which kinds of devices it looks for, and where
+compiled programs are kept from one run to the next."""
 
 import hashlib
 import os
 import platform
-import signal
 import sys
-import threading
-import warnings
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
@@ -21,17 +17,19 @@ from kvqjax._folders import user_folder
 __all__ = [
     "MOST_BYTES",
     "compiling_seconds",
-    "end_stopped",
-    "ending_at_once",
     "keep_programs",
     "keep_programs_by_default",
     "look_for_present_devices",
     "program_folder",
+    "trouble_with_programs",
 ]
 
 GOOGLE = "0x1ae0"  # the PCI vendor of TPUs
 GPUS = ("dev/nvidiactl", "dev/nvmap", "dev/dxg", "dev/kfd")  # NVIDIA's, a Jetson's, Windows' through WSL, AMD's
 GPU_PLUGINS = ("xla_cuda", "xla_rocm")  # how their names begin; others are for devices that are not looked for here
+_bounded: set[Path] = set()  # folders of programs that are ours
+_troubles: set[Path] = set()  # folders of which a line was said
+LOCKED_SECONDS = 5  # that another run may take to write a program
 MOST_BYTES = 2 * 2**30  # a run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more
 
 
@@ -112,16 +110,19 @@ def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
     if folder is not None and not _writable(folder.absolute()):
         print(f"warning: {folder} cannot be written; compiled programs are not kept", file=sys.stderr)
         folder = None
+    if folder is None:
+        most_bytes = -1
+    elif most_bytes >= 0:
+        _bounded.add(folder)
+        _clear_remains(folder)
     _set("JAX_COMPILATION_CACHE_DIR", None if folder is None else str(folder))
     _set("JAX_COMPILATION_CACHE_MAX_SIZE", most_bytes)
     _set("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)  # many small programs take a second together
-    # A full disk, or another run that holds the folder, costs programs and no results.
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
 
 
 def keep_programs_by_default() -> None:
     """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that was set for JAX
-    stays as it is, and nothing is said where the user's cannot be written."""
+    stays as it is."""
     jax = sys.modules.get("jax")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (jax and jax.config.jax_compilation_cache_dir is not None):
         return
@@ -129,8 +130,73 @@ def keep_programs_by_default() -> None:
         folder = program_folder()
     except UserError:
         return
-    if _writable(folder):
-        keep_programs(folder, MOST_BYTES)
+    keep_programs(folder, MOST_BYTES)
+
+
+def _clear_remains(folder: Path) -> None:
+    """Delete what a run that was killed left in a folder of bounded size.
+
+    JAX writes a program as KEY-cache, then KEY-atime, and none of them at once. With a program that lacks its second
+    file JAX keeps no further programs, and a file that is cut stays for ever."""
+    if not folder.is_dir():
+        return
+    from filelock import FileLock
+
+    try:
+        with FileLock(folder / ".lockfile", timeout=LOCKED_SECONDS):  # JAX's: another run may write just now
+            programs = {path.name.removesuffix("-cache"): path for path in folder.glob("*-cache")}
+            times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
+            for key in programs.keys() | times.keys():
+                paths = [place[key] for place in (programs, times) if key in place]
+                if len(paths) < 2 or not all(path.stat().st_size for path in paths):
+                    for path in paths:
+                        path.unlink()
+    except OSError as error:  # Timeout is one too
+        _say_trouble(folder, f"{type(error).__name__}: {error}")
+
+
+def trouble_with_programs(text: str) -> bool:
+    """Deal with a warning of JAX's about the programs that are kept.
+
+    A program that cannot be read is deleted, so that it is kept anew. Of anything else one line is said: a full disk,
+    or another run that holds the folder, costs time and no results.
+
+    Args:
+        text: of the warning.
+
+    Returns:
+        Whether the warning is about these.
+    """
+    beginning, _, rest = text.partition(" persistent compilation cache entry for ")
+    if beginning not in ("Error reading", "Error writing"):
+        return False
+    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", ""))
+    reason = rest.partition(": ")[2]
+    is_damaged = beginning == "Error reading" and not reason.startswith("Timeout")
+    if not (is_damaged and folder in _bounded and _dropped_last_read(folder)):
+        _say_trouble(folder, reason)
+    return True
+
+
+def _dropped_last_read(folder: Path) -> bool:
+    """Delete the program of a bounded folder that was read last, by its KEY-atime. False where there is none."""
+    try:
+        times = sorted(folder.glob("*-atime"), key=lambda path: path.stat().st_mtime_ns)
+        if not times:
+            return False
+        program = times[-1].with_name(times[-1].name.removesuffix("-atime") + "-cache")
+        program.unlink(missing_ok=True)
+        times[-1].unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _say_trouble(folder: Path, reason: str) -> None:
+    if folder not in _troubles:
+        _troubles.add(folder)
+        why = " ".join(reason.split())
+        print(f"warning: {folder}: programs are compiled anew, as they cannot be kept: {why}", file=sys.stderr)
 
 
 @contextmanager
@@ -149,30 +215,3 @@ def compiling_seconds() -> Iterator[list[float]]:
         yield seconds
     finally:
         monitoring.unregister_event_duration_listener(listen)
-
-
-# --- Ctrl-C
-
-
-def end_stopped() -> NoReturn:
-    """Say "stopped" and end the process with exit code 130, at once: threads of JAX that still compute crash where
-    Python takes its own end."""
-    with suppress(OSError):  # a pipe that nobody reads any more
-        sys.stdout.flush()
-    print("stopped", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-@contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process while modules are imported. Nothing is lost then, and libraries that are interrupted
-    in their import make other errors of it."""
-    handler, in_main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
-    if handler is not signal.default_int_handler or not in_main:  # ignored, another program's, or not ours to set
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: end_stopped())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)

@@ -4,8 +4,10 @@ import asyncio
 import functools
 import json
 import os
+import signal
 import socket
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -28,20 +30,23 @@ from kvqjax.cli.common import (
     methods_of,
     number,
     open_model,
-    require_room,
     token_number,
 )
 from kvqjax.cli.output import announce
-from kvqjax.serving.engine import CHUNK, PREFIXES, QUEUE, ROWS, STRIDE, Engine
+from kvqjax.cli.stopping import end_stopped, say_at_once
+from kvqjax.serving.engine import CHUNK, MOST_BYTES, MOST_STRIDE, PREFIXES, QUEUE, STRIDE, Engine
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
 from kvqjax.serving.protocol import check_api_key
 
 __all__ = ["serve"]
 
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
-MOST_BYTES = 2**50  # of the cache
 GRACE = 10  # seconds that answers under way get at a shutdown
 CUT = 30  # seconds after that until connections are cut
+ENDING = (
+    f"ending: answers get {GRACE} seconds, and a program that is being compiled is waited for; "
+    "Ctrl-C (again) ends at once"
+)
 
 
 def _pool(text: str | int) -> int:
@@ -76,7 +81,7 @@ def serve(
         ),
     ] = None,
     chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
-    stride: Annotated[int, number("--stride", most=1024, help="tokens of a piece of a stream")] = STRIDE,
+    stride: Annotated[int, number("--stride", most=MOST_STRIDE, help="tokens of a piece of a stream")] = STRIDE,
     queue: Annotated[int, number("--queue", help="requests that may wait; a further one is refused")] = QUEUE,
     prefixes: Annotated[
         int,
@@ -111,8 +116,6 @@ def serve(
         0
     ]
     options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "prefixes": prefixes}
-    if pool is None and capacity is not None:
-        require_room(loaded, method, (rows or ROWS) + 1 + prefixes, capacity)
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
@@ -171,13 +174,21 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _server(uvicorn: Any, app: Any, engine: Engine) -> Any:
     """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get GRACE seconds. Then
-    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each."""
+    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each.
+    A second Ctrl-C ends the process at once."""
 
     async def end_answers() -> None:
         await asyncio.sleep(GRACE)
         await asyncio.to_thread(engine.close)
 
     class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit and sig == signal.SIGINT:
+                end_stopped()
+            if not self.should_exit:
+                say_at_once(ENDING)
+            super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             ending = asyncio.create_task(end_answers())
             await super().shutdown(sockets)

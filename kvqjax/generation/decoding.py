@@ -189,6 +189,7 @@ def stream(
     strings = stop_strings(stop)
     if strings and not model.has_tokenizer:
         raise UserError("stop strings need a tokenizer, and this model has none")
+    stride = min(stride, max_new_tokens)  # a row's new tokens have room for one stride
     settings = Settings(max_new_tokens, sampling, end, strings, seed, stride, chunk, progress)
     if cache is None:
         method, capacity = "exact" if method is None else method, capacity_for(model, ids, max_new_tokens, capacity)

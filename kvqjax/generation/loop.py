@@ -231,6 +231,7 @@ def start(
         if not isinstance(chunk, int):  # "auto"
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
             chunk = chunk if held is None else min(chunk, tokens.shape[1])
+        chunk = min(chunk, cache.layout.capacity)  # no prompt is longer; a chunk is computed at its full length
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress, held)
     _require_finite(logits, shared(model, counts))
     seen = None

@@ -131,6 +131,7 @@ class Session:
             "stop": strings, "eos_ids": None if eos_ids is None else ends.tolist(), "seed": seed, "stride": stride,
             "beyond_trained": beyond_trained,
         } | sampling  # fmt: skip
+        stride = min(stride, max_new_tokens)  # a row's new tokens have room for one stride
         self._settings = Settings(max_new_tokens, make_sampling(**sampling), ends, strings, seed, stride, chunk)
         self.last: Turn | None = None
         self._history: list[Message] = []

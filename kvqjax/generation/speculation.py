@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
-from kvqjax._arguments import check_counts
+from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
@@ -37,6 +37,8 @@ from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prompt import prefill
 
 __all__ = ["Speculated", "lookup", "speculate"]
+
+MOST_NGRAM = 64  # tokens that are looked up; every number adds to the program
 
 
 class Speculated(NamedTuple):
@@ -186,7 +188,9 @@ def speculate(
     bucket. `beyond_trained` as in `generate`, of the model alone: a drafter beyond what it was trained for is refused
     nothing, since it changes no token. Raises UserError for prompts that are empty or too long, or a drafter of another
     vocabulary."""
-    check_counts(draft=draft, ngram=ngram, max_new_tokens=max_new_tokens)
+    check_counts(draft=draft, max_new_tokens=max_new_tokens)
+    check_integer("ngram", ngram, 1, MOST_NGRAM)
+    draft = min(draft, max_new_tokens)  # a longer one would be drafted for nothing
     ids = encode_prompts(model, prompts)
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))

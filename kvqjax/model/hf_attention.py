@@ -1,23 +1,19 @@
-"""Attention in config.json, read and written: its heads, or the latents in their place, its scores, its rope."""
+"""Attention in config.json: its heads, or the latents in their place, its scores, its rope."""
 
 import functools
 import math
 from typing import Any
 
-from kvqjax.model.config import LatentHeads, ModelConfig, RopeConfig
+from kvqjax.model.config import KINDS, LatentHeads, RopeConfig
 from kvqjax.model.hf_families import Family
-from kvqjax.model.hf_fields import ACTIVATIONS, LOGIT_CAP, SCORE_CAP, read_integer, read_number, refuse
+from kvqjax.model.hf_fields import read_integer, read_number, refuse
 from kvqjax.model.hf_layers import FULL_ATTENTION, SLIDING_ATTENTION
 
 __all__ = [
     "growth_from_hf",
     "heads_from_hf",
-    "heads_to_hf",
     "latents_from_hf",
-    "latents_to_hf",
     "ropes_from_hf",
-    "ropes_to_hf",
-    "scores_to_hf",
 ]
 
 # --- Heads, and latents in their place ---
@@ -51,18 +47,6 @@ def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str
     grouped = raw.get("num_key_value_heads") is not None
     kv_heads = read_integer(raw, "num_key_value_heads") if grouped else heads
     return {"num_kv_heads": kv_heads, "head_dim": head_dim, "scale": _scale_from_hf(raw, family, head_dim)}
-
-
-def heads_to_hf(config: ModelConfig) -> dict:
-    """Write the KV heads and the width of a head.
-
-    Args:
-        config: the config of the model.
-
-    Returns:
-        The fields that `heads_from_hf` reads, but for the scale (`scores_to_hf`).
-    """
-    return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
 
 
 def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
@@ -103,25 +87,7 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
     }
 
 
-def latents_to_hf(config: ModelConfig) -> dict:
-    """Write the latents of a family that has them.
-
-    Args:
-        config: the config of the model.
-
-    Returns:
-        The fields that `latents_from_hf` reads, but for the scale (`ropes_to_hf`).
-    """
-    sizes, latent = config.latent_heads, config.latent
-    assert sizes is not None
-    assert latent is not None
-    turned = config.head_dim - latent
-    raw = {field: getattr(sizes, name) for name, field in _LATENT_FIELDS.items()}
-    raw |= {"num_key_value_heads": config.num_heads, "head_dim": sizes.key_dim + turned}
-    return raw | {_LATENT: latent, _TURNED: turned}
-
-
-# --- Scores and logits ---
+# --- Scores ---
 
 _SCALE = "query_pre_attn_scalar"
 
@@ -130,36 +96,6 @@ def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
     """Give the factor of the scores; None for D^-1/2, which most families have."""
     divisor = read_number(raw, _SCALE) if family.query_scale else head_dim
     return None if divisor == head_dim else divisor**-0.5
-
-
-def scores_to_hf(config: ModelConfig, family: Family) -> dict:
-    """Write how scores are scaled, how scores and logits are capped, and the fields that a family has beside these.
-
-    Args:
-        config: the config of the model.
-        family: the family of the model.
-
-    Returns:
-        The fields that the family has.
-    """
-    raw: dict[str, Any] = {}
-    if family.activation != "silu":
-        raw["hidden_activation"] = ACTIVATIONS[config.activation]
-    if family.query_scale:
-        scale = config.common_scale
-        raw[_SCALE] = config.head_dim if scale is None else _plain_number(scale**-2)
-    if family.score_softcap:
-        raw[SCORE_CAP] = config.softcap
-    if family.logit_softcap:
-        raw[LOGIT_CAP] = config.logit_softcap
-    if family.output_bias:
-        raw["attention_bias"] = True
-    return raw
-
-
-def _plain_number(value: float) -> int | float:
-    """Take the rounding of a root off a whole number, which config classes want as an integer."""
-    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 # --- Rotary embedding ---
@@ -175,17 +111,8 @@ _ROPE_FIELDS = {
     *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     *("short_factor", "long_factor"),
 }
+KNOWN_KINDS = tuple(kind for kind in KINDS if kind != "none")
 _GROWTH_FIELDS = {_GROWTH, "max_position_embeddings"}  # a rope whose queries grow has these too
-
-# The fields of `RopeConfig` that are written for each kind. Kinds that stand here are known.
-_WRITTEN = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-    "dynamic": ("factor",),
-    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
-}
 
 
 def ropes_from_hf(
@@ -237,43 +164,6 @@ def _by_type(raw: dict) -> dict[str, dict]:
     }
 
 
-def ropes_to_hf(config: ModelConfig, family: Family) -> dict:
-    """Write the ropes, and how queries grow.
-
-    Args:
-        config: the config of the model.
-        family: the family of the model.
-
-    Returns:
-        The fields that `ropes_from_hf` and `growth_from_hf` read, in transformers 4's spelling where it has one.
-    """
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-    if not family.rope_by_type:
-        rope = next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
-        raw = _rope_to_hf(rope, 0.0 if family.chunked else config.query_growth)
-        return _latent_rope_to_hf(config, raw) if family.latent else raw
-    of_type = {window is None: rope or RopeConfig() for window, rope in zip(config.windows, ropes, strict=True)}
-    # Nothing is written for a type that no layer has: it is read as its default.
-    raw = _rope_to_hf(of_type[True], 0.0) if True in of_type else {}
-    return raw | ({"rope_local_base_freq": of_type[False].theta} if False in of_type else {})
-
-
-def _latent_rope_to_hf(config: ModelConfig, rope: dict) -> dict:
-    """The fields of a rope, with the scale of latents' scores. They are read in version 5's spelling alone."""
-    scaling = dict(rope["rope_scaling"])
-    sizes, latent, scale = config.latent_heads, config.latent, config.common_scale
-    assert sizes is not None
-    assert latent is not None
-    assert scale is not None
-    dim = sizes.key_dim + config.head_dim - latent
-    factor = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
-    excess = (scale * dim**0.5) ** 0.5 - 1  # beyond 1 of yarn's factor of all channels
-    if factor and not math.isclose(excess, 0.0, abs_tol=1e-12):
-        scaling[_MSCALE] = float(f"{excess / (0.1 * factor):.12g}")  # as it was read, without the rounding of a root
-    scaling |= {"partial_rotary_factor": (config.head_dim - latent) / dim, "rope_theta": rope["rope_theta"]}
-    return {"rope_parameters": scaling}
-
-
 def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
     """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
@@ -282,18 +172,24 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     if family.latent and kind != "yarn":
         refuse(f"{prefix}rope_type", kind, "wanted yarn")
     theta = read_number(rope, "rope_theta", read_number(raw, "rope_theta", 10000.0), prefix)
+    # Queries grow from this length on, which other kinds than these have for themselves.
+    is_asked = family.query_growth and kind in ("default", "linear", "dynamic")
+    growth_length = read_integer(rope, _LENGTH, prefix) if is_asked else 0
     if kind == "default":
-        return RopeConfig(theta=theta, fraction=share)
+        return RopeConfig(theta=theta, fraction=share, original_max_position=growth_length)
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
         # The length that Gemma 3 states is the one after scaling, other families' the one before it.
-        original_length = int(read_integer(raw, "max_position_embeddings") / factor) if family.rope_by_type else 0
+        scaled_length = read_integer(raw, "max_position_embeddings") if family.rope_by_type else 0
+        original_length = growth_length or int(scaled_length / factor)
         return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original_length, fraction=share)
-    if kind not in list(_WRITTEN):  # it may be a list, which a dictionary cannot look up
-        refuse(f"{prefix}rope_type", kind, f"known: {', '.join(_WRITTEN)}")
+    if kind not in KNOWN_KINDS:
+        refuse(f"{prefix}rope_type", kind, f"known: {', '.join(KNOWN_KINDS)}")
 
     full_length = read_integer(raw, "max_position_embeddings")
     original_length = full_length if kind == "dynamic" else _original_length(raw, rope, prefix)
+    if growth_length not in (0, original_length):
+        refuse(f"{prefix}{_LENGTH}", growth_length, f"wanted {original_length}, as for the rope")
     if kind == "llama3":
         fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
@@ -306,18 +202,6 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         fields = _dynamic(rope, int(head_dim * share), prefix)
     config = RopeConfig(theta=theta, kind=kind, original_max_position=original_length, fraction=share, **fields)
     return config if length is None else config.for_length(length)
-
-
-def _rope_to_hf(rope: RopeConfig, growth: float) -> dict:
-    """The fields of a rope in transformers 4's spelling, which version 5 reads too."""
-    scaling: dict[str, Any] = {"rope_type": rope.kind}
-    scaling |= {name: getattr(rope, name) for name in _WRITTEN[rope.kind]}
-    # The length before scaling of the kinds linear and dynamic follows from max_position_embeddings.
-    if rope.original_max_position and rope.kind not in ("linear", "dynamic"):
-        scaling[_LENGTH] = rope.original_max_position
-    if growth:
-        scaling[_GROWTH] = growth
-    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
 
 
 def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: str) -> float:
@@ -444,7 +328,7 @@ def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) 
     factors = {}
     for name in ("short_factor", "long_factor"):
         values = rope.get(name)
-        if not isinstance(values, list) or len(values) != pairs:
+        if not isinstance(values, list | tuple) or len(values) != pairs:
             reason = f"wanted a list of {pairs} positive numbers, one for each pair of channels"
             refuse(prefix + name, values, reason)
         factors[name] = tuple(read_number({name: value}, name, prefix=prefix) for value in values)

@@ -1,12 +1,11 @@
-"""Hugging Face's config.json as a `ModelConfig`, and back: which model it is, and how its weights are packed.
+"""Hugging Face's config.json as a `ModelConfig`: which model it is, and how its weights are packed.
 
 A field that changes what a model computes is either read or refused by its name and value. An
 unknown field is ignored. An absent field has the default of transformers' config class
 (kvqjax/model/hf_families.py).
 
 The parts of a config have files of their own: heads and their rope hf_attention.py, the kinds of layers hf_layers.py,
-experts hf_experts.py, single fields hf_fields.py. The code that reads a part and the code that
-writes it are side by side.
+experts hf_experts.py, single fields hf_fields.py.
 """
 
 import dataclasses
@@ -21,17 +20,12 @@ from kvqjax.model.gguf_model import read_fields
 from kvqjax.model.hf_attention import (
     growth_from_hf,
     heads_from_hf,
-    heads_to_hf,
     latents_from_hf,
-    latents_to_hf,
     ropes_from_hf,
-    ropes_to_hf,
-    scores_to_hf,
 )
-from kvqjax.model.hf_experts import experts_from_hf, experts_to_hf
+from kvqjax.model.hf_experts import experts_from_hf
 from kvqjax.model.hf_families import FAMILIES, PICTURE_FAMILIES, PictureFamily, architectures_of
 from kvqjax.model.hf_fields import (
-    ACTIVATIONS,
     LOGIT_CAP,
     SCORE_CAP,
     check_accepted,
@@ -43,15 +37,12 @@ from kvqjax.model.hf_fields import (
     refuse,
 )
 from kvqjax.model.hf_layers import (
-    chunks_to_hf,
     layers_with_rope,
     recurrent_from_hf,
-    recurrent_to_hf,
     windows_from_hf,
-    windows_to_hf,
 )
 
-__all__ = ["Scheme", "config_to_hf", "parse_config", "read_config", "read_scheme"]
+__all__ = ["Scheme", "parse_config", "read_config", "read_scheme"]
 
 MOST_LAYERS = 10_000  # layers; a tuple of this length is made before anything else is checked
 
@@ -157,46 +148,6 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         return ModelConfig(**fields)
     except ValueError as error:
         raise UserError(f"config.json: {error}") from error
-
-
-def config_to_hf(config: ModelConfig) -> dict:
-    """Make the contents of config.json that `parse_config` reads back as the same config.
-
-    Args:
-        config: the config.
-
-    Returns:
-        The fields, of JSON's types alone.
-
-    Raises:
-        UserError: for an unknown architecture, or one that has no such experts.
-    """
-    if config.architecture not in FAMILIES:
-        families = ", ".join(FAMILIES)
-        raise UserError(f"architecture {config.architecture!r} is unknown; known: {families}")
-    family = FAMILIES[config.architecture]
-    raw = {
-        "architectures": [config.architecture],
-        "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        family.mlp_width: config.mlp_width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        **(latents_to_hf(config) if family.latent else heads_to_hf(config)),
-        "hidden_act": ACTIVATIONS[config.activation],
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_position,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": list(config.eos_ids) or None,
-    }
-    raw |= windows_to_hf(config, family)
-    raw |= experts_to_hf(config, family.experts)
-    raw |= scores_to_hf(config, family)
-    raw |= chunks_to_hf(config) if family.chunked else {}
-    raw |= recurrent_to_hf(config) if family.recurrent else {}
-    return raw | ropes_to_hf(config, family)
 
 
 # --- Architecture ---

@@ -1,13 +1,12 @@
-"""The experts of config.json, read and written: their number and widths, and which layers have them."""
+"""The experts of config.json: their number and widths, and which layers have them."""
 
 from typing import Any
 
-from kvqjax._errors import UserError
-from kvqjax.model.config import ExpertConfig, ModelConfig
+from kvqjax.model.config import ExpertConfig
 from kvqjax.model.hf_families import SHARED_COUNT, ExpertFields
 from kvqjax.model.hf_fields import is_integer, read_integer, read_number, refuse
 
-__all__ = ["experts_from_hf", "experts_to_hf"]
+__all__ = ["experts_from_hf"]
 
 
 def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> ExpertConfig | None:
@@ -87,67 +86,3 @@ def _dense_by_step(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int
     if not isinstance(sparse, list) or not all(is_integer(index) for index in sparse):
         refuse("moe_layers", sparse, "wanted a list of layer numbers")
     return tuple(index for index in range(num_layers) if index not in sparse)
-
-
-def experts_to_hf(config: ModelConfig, names: ExpertFields | None) -> dict:
-    """Write the experts of a model.
-
-    Args:
-        config: the config of the model.
-        names: the family's fields; None for a family without experts.
-
-    Returns:
-        The fields that `experts_from_hf` reads.
-
-    Raises:
-        UserError: for experts that the family's fields cannot describe.
-    """
-    experts = config.experts
-    if experts is None and names is not None and names.sigmoid:
-        return {"moe_layers": [], names.width: config.mlp_width}
-    if experts is None and names is not None and names.dense_first is not None:
-        return {names.dense_first: config.depth}
-    if experts is None:
-        return {} if names is None else {names.count: 0}
-    if names is None or not _fits(experts, names, config.mlp_width):
-        raise UserError(f"{config.architecture} has no experts like {experts}")
-    raw: dict[str, Any] = {names.count: experts.count, "num_experts_per_tok": experts.per_token}
-    if names.limited:
-        raw |= {"swiglu_limit": experts.swiglu_limit, "swiglu_alpha": experts.swiglu_alpha}
-    if names.shared_width is not None and not names.sigmoid:
-        raw[names.shared_width] = experts.shared_width
-    if names.in_every_layer:
-        return raw
-    if names.sigmoid:
-        return raw | {names.width: experts.width, "moe_layers": list(config.sparse_layers)}
-    if names.dense_first is not None and names.shared_count is not None:
-        raw |= {names.dense_first: len(experts.dense_layers), names.width: experts.width}
-        shared = experts.shared_width // experts.width
-        return raw | {names.shared_count: shared, "norm_topk_prob": experts.normalised}
-    raw |= {
-        names.width: experts.width,
-        "norm_topk_prob": experts.normalised,
-        "mlp_only_layers": list(experts.dense_layers),
-        "decoder_sparse_step": 1,
-    }
-    return raw
-
-
-def _fits(experts: ExpertConfig, names: ExpertFields, mlp_width: int) -> bool:
-    """Say whether the fields of a family can describe these experts."""
-    shares = names.shared_width is not None or names.shared_count is not None
-    if (experts.shared_width > 0) != shares or (shares and experts.shared_gate != names.shared_gate):
-        return False
-    if names.dense_first is not None and experts.dense_layers != tuple(range(len(experts.dense_layers))):
-        return False
-    if names.shared_count is not None and experts.shared_width % experts.width:
-        return False
-    if (
-        experts.sigmoid != names.sigmoid
-        or experts.biases != names.biases
-        or (experts.swiglu_limit is not None) != names.limited
-    ):
-        return False
-    if not names.in_every_layer:
-        return True
-    return experts.normalised and not experts.dense_layers and mlp_width == experts.width

@@ -11,7 +11,6 @@ from kvqjax._errors import UserError
 from kvqjax.model.hf_families import Family
 
 __all__ = [
-    "ACTIVATIONS",
     "LOGIT_CAP",
     "SCORE_CAP",
     "check_accepted",
@@ -25,7 +24,6 @@ __all__ = [
 ]
 
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # Hugging Face's names
 
 # Fields that change what a model computes, with the values that leave it as the decoder has it. Null is always fine.
 _ACCEPTED: dict[str, tuple] = {

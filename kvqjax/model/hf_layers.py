@@ -1,20 +1,15 @@
-"""The kinds of layers in config.json, read and written: which see a window or a chunk, and which are recurrent."""
+"""The kinds of layers in config.json: which see a window or a chunk, and which are recurrent."""
 
-from typing import Any
-
-from kvqjax.model.config import ModelConfig, RecurrentConfig
+from kvqjax.model.config import RecurrentConfig
 from kvqjax.model.hf_families import FAMILIES, Family
 from kvqjax.model.hf_fields import is_integer, read_integer, refuse
 
 __all__ = [
     "FULL_ATTENTION",
     "SLIDING_ATTENTION",
-    "chunks_to_hf",
     "layers_with_rope",
     "recurrent_from_hf",
-    "recurrent_to_hf",
     "windows_from_hf",
-    "windows_to_hf",
 ]
 
 # What `layer_types` calls the kinds of layers.
@@ -74,27 +69,6 @@ def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
     return [SLIDING_ATTENTION if family.slides(index, edge) else FULL_ATTENTION for index in range(num_layers)]
 
 
-def windows_to_hf(config: ModelConfig, family: Family) -> dict:
-    """Write the sliding windows.
-
-    Args:
-        config: the config of the model.
-        family: the family of the model.
-
-    Returns:
-        The fields that `windows_from_hf` reads; none for a family with chunks (`chunks_to_hf`).
-    """
-    window = next((window for window in config.windows if window is not None), None)
-    if family.chunked:
-        return {}
-    raw: dict[str, Any] = {"sliding_window": window}
-    if family.window_switch:
-        raw["use_sliding_window"] = window is not None
-    if family.mixed_windows:
-        raw["layer_types"] = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in config.windows]
-    return raw
-
-
 # --- Chunks, and layers without a rope ---
 
 
@@ -142,28 +116,6 @@ def _chunks_from_hf(raw: dict, family: Family, num_layers: int) -> tuple[int | N
     return tuple(chunk if name == _CHUNKED_ATTENTION else None for name in types)
 
 
-def chunks_to_hf(config: ModelConfig) -> dict:
-    """Write the chunks of a family that has them.
-
-    Args:
-        config: the config of the model.
-
-    Returns:
-        The fields of the chunks, of the layers without a rope, of QK-norm, and of how queries grow.
-    """
-    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-    chunk = next((window for window in config.windows if window is not None), None)
-    normed = config.qk_norm if isinstance(config.qk_norm, tuple) else (config.qk_norm,)
-    return {
-        "attention_chunk_size": chunk,
-        "layer_types": [FULL_ATTENTION if window is None else _CHUNKED_ATTENTION for window in config.windows],
-        "no_rope_layers": [int(rope is not None and rope.kind != "none") for rope in ropes],
-        "use_qk_norm": any(normed),
-        "attn_temperature_tuning": config.query_growth > 0,
-        **({"attn_scale": config.query_growth, "floor_scale": config.growth_length} if config.query_growth else {}),
-    }
-
-
 # --- Recurrent layers among those of attention ---
 
 _DELTA_FIELDS = {
@@ -206,23 +158,3 @@ def recurrent_from_hf(raw: dict, num_layers: int) -> RecurrentConfig | None:
         field = _DELTA_FIELDS["value_heads"]
         refuse(field, sizes["value_heads"], f"wanted a multiple of linear_num_key_heads = {sizes['key_heads']}")
     return RecurrentConfig(layers=layers, **sizes) if layers else None
-
-
-def recurrent_to_hf(config: ModelConfig) -> dict:
-    """Write the recurrent layers of a family that has them.
-
-    Args:
-        config: the config of the model.
-
-    Returns:
-        The fields that `recurrent_from_hf` reads, and the share of channels that attention's rope turns.
-    """
-    shape, ropes = config.recurrent, config.rope if isinstance(config.rope, tuple) else (config.rope,)
-    recurrent_layers = () if shape is None else shape.layers
-    raw: dict[str, Any] = {
-        "layer_types": [
-            _LINEAR_ATTENTION if index in recurrent_layers else FULL_ATTENTION for index in range(config.depth)
-        ],
-        "partial_rotary_factor": 1.0 if ropes[0] is None else ropes[0].fraction,
-    }
-    return raw if shape is None else raw | {field: getattr(shape, name) for name, field in _DELTA_FIELDS.items()}

@@ -1,4 +1,4 @@
-"""safetensors <-> the pytree of weights (kvqjax/model/weight_trees.py), without torch.
+"""safetensors as the pytree of weights (kvqjax/model/weight_trees.py), without torch.
 
 Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers.
 
@@ -12,7 +12,6 @@ This file is in the order of a load: names, parameters and their tensors, the ch
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import re
 import time
@@ -24,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import save_file
 
 from kvqjax._errors import UserError
 from kvqjax._files import path_of, read_object
@@ -39,7 +37,7 @@ from kvqjax.model.checkpoint import (
     sample,
 )
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.hf_config import Scheme, config_to_hf, read_scheme
+from kvqjax.model.hf_config import Scheme, read_scheme
 from kvqjax.model.hf_families import FAMILIES
 from kvqjax.model.tensor_rows import Order, TensorRows, rows_of
 from kvqjax.model.weight_codes import code_weight, place_codes
@@ -52,11 +50,10 @@ from kvqjax.model.weight_trees import (
     as_multiplied,
     init_params,
     is_coded,
-    stacked,
     tiles_of,
 )
 
-__all__ = ["Parameter", "ShardingRule", "load_params", "parameters", "save_params"]
+__all__ = ["Parameter", "ShardingRule", "load_params", "parameters"]
 
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
@@ -647,80 +644,3 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         # Stopping a bar that never showed would print an empty line.
         if bar.live.is_started:
             bar.stop()
-
-
-# --- Saving ---
-
-
-def save_params(folder: str | Path, params: Params, config: ModelConfig):
-    """Write config.json and model.safetensors in the Hugging Face layout.
-
-    Args:
-        folder: the folder, which is made where it does not exist.
-        params: the weights in any form; they are written in their dtype.
-        config: the config of their model.
-
-    Raises:
-        UserError: for a config that Hugging Face's fields cannot describe (`config_to_hf`).
-    """
-    folder = path_of(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    params = stacked(params)
-    family = FAMILIES.get(config.architecture)
-    tensors = {}
-    for parameter in parameters(config):
-        layered = parameter.layers is not None
-        name = parameter.name.removeprefix("layers/")
-        value = params["layers"][name] if layered else params[name]
-        value = np.asarray(value.stack if isinstance(value, Rows) else value)
-        for names, layer in zip(parameter.tensors, value if layered else [value], strict=True):
-            for name, array in zip(names, layer if parameter.by_expert else [layer], strict=True):
-                array = np.ascontiguousarray(array.T if parameter.matrix else array)
-                if parameter.picked is not None:
-                    # Several parameters are rows of one tensor, into which each is written.
-                    rows, total = parameter.picked
-                    if name not in tensors:
-                        tensors[name] = np.empty((total, *array.shape[1:]), array.dtype)
-                    tensors[name][rows] = array
-                    continue
-                tensors[name] = array
-                if family is not None and family.paired_rope and name.endswith(_TURNED):
-                    # Undo the order of rows in which these tensors are read (`_named_alike`).
-                    tensors[name] = np.empty_like(array)
-                    tensors[name][_pairs(config).places(np.arange(len(array)))] = array
-    tensors = {name: x[:, None] if name.endswith(_CONVOLUTION) else x for name, x in tensors.items()}
-    fields = None if family is None or config.experts is None else family.experts
-    if fields is not None and fields.together:
-        tensors = _experts_together(tensors, config)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(config_to_hf(config), indent=1) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def _experts_together(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """Fuse the matrices of experts to one tensor a layer, [experts, inputs, matrices * outputs] or [experts, matrices *
-    outputs, inputs], for a family that saves them so. It undoes `_experts_apart`."""
-    fields, experts = FAMILIES[config.architecture].experts, config.experts
-    assert fields is not None
-    assert experts is not None
-
-    def joined(parts: list[np.ndarray]) -> np.ndarray:
-        if fields.interleaved:
-            columns = np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
-        else:
-            columns = np.concatenate(parts, -1)
-        if columns.ndim == 3 and not fields.inward:
-            columns = columns.swapaxes(1, 2)
-        return np.ascontiguousarray(columns)  # safetensors writes an array's memory, whatever the order of its axes
-
-    for index in config.sparse_layers:
-        layer = f"model.layers.{index}."
-        for fused, names in _FUSED.items():
-            single = [layer + _hf_name(config, f"layers/{name}") for name in names]
-            stacks = [np.stack([tensors.pop(name.format(e)).T for e in range(experts.count)]) for name in single]
-            together = f"{layer}{_hf_name(config, 'layers/experts_gate').partition('.experts')[0]}.experts.{fused}"
-            tensors[together] = joined(stacks)
-            if fields.biases:
-                biases = [tensors.pop(layer + _hf_name(config, f"layers/{name}_bias")) for name in names]
-                tensors[f"{together}_bias"] = joined(biases)
-    return tensors

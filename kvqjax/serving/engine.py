@@ -9,11 +9,14 @@ run out, kept prefixes of earlier prompts go first. Then the request that came l
 memory, and goes on from there once there are pages again.
 """
 
+import atexit
 import heapq
 import itertools
 import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,6 +50,10 @@ Result = TypeVar("Result")
 CAPACITY = 4096  # tokens of a row where nobody says; less where the model was trained for less
 CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
+MOST_STRIDE = 1024  # tokens; a longer piece costs memory in every row, and no time is gained by it
+MOST_BYTES = 2**50  # of the cache
+WAITING = "an open kvqjax.Engine ends; it waits for the compiler or the device"
+PATIENCE = 1.0  # seconds that the end of a program waits for an open engine before it says so
 QUEUE = 1024  # requests that wait
 # Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill idle rows first: 24
 # requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran (SmolLM2-135M, 2 cores).
@@ -102,6 +109,28 @@ class _Feeding:
         self.begun = False
 
 
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of this process
+
+
+# Not `threading._register_atexit`: by the time that functions of `atexit` run, threads of the user's that are waited
+# for have had their answers. Those that JAX registered run later, because it was imported before.
+@atexit.register
+def _close_engines() -> None:
+    """End the engines that a program leaves open. A thread that is inside XLA while Python ends
+    aborts the process, and its exit code is lost. Ctrl-C ends it at once."""
+    try:
+        for engine in list(_engines):
+            engine._refuse(finish=False)
+        for engine in list(_engines):
+            engine._thread.join(PATIENCE)
+            if engine._thread.is_alive():
+                print(WAITING, file=sys.stderr, flush=True)
+            engine._thread.join()
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(130)
+
+
 class Engine:
     """Serve requests through one running batch whose rows share the pages of one compressed cache.
 
@@ -121,14 +150,15 @@ class Engine:
         capacity: tokens of a row, prompt and answer together; default 4096, or what the model was trained for.
         pool_bytes: memory for the cache in bytes; default: what `rows` full rows, the prompt and `prefixes` take.
         chunk: tokens of a prompt that are fed between two strides.
-        stride: tokens of a row between two looks at the text.
+        stride: tokens of a row between two looks at the text, at most 1024.
         queue: requests that may wait; a further one is refused.
         prefixes: memory for what prompts begin with, in full rows: chunks that are then not read again; 0: nothing is
             kept.
         kernels: as in `kvqjax.init_cache`.
 
     Raises:
-        UserError: a method, a capacity or a mesh that cannot be; memory for less than two rows.
+        UserError: a method, a capacity or a mesh that cannot be; memory for less than two rows, or more memory than
+            there is.
     """
 
     @named_options
@@ -147,11 +177,15 @@ class Engine:
         kernels: str = "auto",
     ):
         check_integer("prefixes", prefixes, 0)
-        check_counts(rows=rows, pool_bytes=pool_bytes, chunk=chunk, stride=stride, queue=queue)
+        check_integer("stride", stride, 1, MOST_STRIDE)
+        check_counts(rows=rows, chunk=chunk, queue=queue)
+        if pool_bytes is not None:
+            check_integer("pool_bytes", pool_bytes, 1, MOST_BYTES)
         if capacity is not None:
             check_integer("capacity", capacity, 2)  # a token of a prompt, and one of its answer
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
+        chunk = min(chunk, self.capacity)  # no prompt is longer
         self.queue = queue
         memory = memory_for(model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels)
         options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
@@ -176,6 +210,7 @@ class Engine:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._thread = threading.Thread(target=self._run, name="kvqjax-engine", daemon=True)
         self._thread.start()
+        _engines.add(self)
 
     # --- For clients, from any thread ---
 
@@ -347,14 +382,18 @@ class Engine:
         Args:
             finish: first answer the requests that run or wait. Otherwise they end as aborted, with the tokens so far.
         """
+        self._refuse(finish)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _refuse(self, finish: bool) -> None:
+        """Take no further requests, and let the thread end once those that it has are answered or given up."""
         with self._changed:
             self._closing = True
             if not finish:
                 for handle in self._handles():
                     handle.abort()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def __enter__(self) -> "Engine":
         return self

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 
 from kvqjax._errors import UserError
+from kvqjax._tables import size
+from kvqjax._timing import memory
 from kvqjax.cache.accounting import array_bytes, ledger
 from kvqjax.cache.pages import without_bodies
 from kvqjax.methods import MethodLike
@@ -87,7 +89,8 @@ def memory_for(
         The plan.
 
     Raises:
-        UserError: the memory does not hold one full row beside the prompt's and the kept ones.
+        UserError: the memory does not hold one full row beside the prompt's and the kept ones, or the devices do not
+            hold it.
     """
     sizes, extra_rows = _sizes(model, method, capacity, kernels), 1 + prefixes
     if pool_bytes is None:
@@ -95,6 +98,7 @@ def memory_for(
         pool_bytes = (rows + extra_rows) * sizes.row
     elif rows is None:
         rows = pool_bytes // sizes.row - extra_rows
+    _require_room(model, pool_bytes, f"rows={rows} of capacity={capacity} with prefixes={prefixes}")
     # There may be more rows than fit when all are full, because they share pages. Private bytes are needed for each.
     least_bytes = (rows + extra_rows) * sizes.private + sizes.row_pages * sizes.page
     if rows < 1 or pool_bytes < least_bytes:
@@ -116,3 +120,10 @@ def memory_for(
     pages = (pool_bytes - (rows + 1 + snapshots) * sizes.private) // sizes.page
     used = (rows + 1 + snapshots) * sizes.private + pages * sizes.page
     return Memory(rows, pages, snapshots, sizes.row_pages, used, sizes.bits)
+
+
+def _require_room(model: Model, pool_bytes: int, asked: str) -> None:
+    """Raise UserError for a cache that the devices cannot hold: a CPU's system would kill the process instead."""
+    devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
+    if limit is not None and pool_bytes > limit * devices:
+        raise UserError(f"{asked}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}")

@@ -130,9 +130,16 @@ def planned_layout(
 
 
 def empty_cache(model: Model | KVShape, layout: CacheLayout, batch: int) -> Cache:
-    """Allocate an empty cache of this layout on the model's devices."""
+    """Allocate an empty cache of this layout on the model's devices. Raises UserError where memory lacks."""
     rules = layout.rules if isinstance(model, KVShape) else model.rules
-    return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
+    try:
+        return allocate_cache(layout, batch) if rules is None else _allocator(layout, batch, rules)()
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        rows = f"{batch} row{'s' * (batch > 1)} of {layout.capacity} tokens"
+        raise UserError(f"{layout.method}: not enough memory for a cache of {rows} ({reason})") from error
 
 
 def _plain_layout(

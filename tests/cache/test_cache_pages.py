@@ -216,3 +216,8 @@ def test_the_ledger_counts_what_pages_have_room_for():
     assert paged.bits_stored == pytest.approx(rows.bits_stored, rel=0.02)
     assert "2172 in all" in str(paged)
     assert paged.bytes == array_bytes(cache)  # the rows' table of pages too
+
+
+def test_a_pool_that_no_memory_holds_is_one_line():
+    with pytest.raises(kvq.UserError, match="pages=2147483647; it must be a whole number from 1 to 16777216"):
+        kvq.PagePool(2**31 - 1)

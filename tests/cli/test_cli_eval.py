@@ -286,6 +286,18 @@ def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_pa
         kvq.compare(model, "exact", tokns=96)
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:40])])
+def test_a_kept_calibration_that_is_damaged_is_made_anew(tmp_path, damage):
+    model, caches = kvq.load("recall"), ["kivi:bits=2,window=0,centre=mean"]
+    options = {"window": 96, "tokens": 96, "sequences": 1, "context": 4096, "store": tmp_path}
+    rows = list(kvq.compare(model, caches, **options))
+    (folder,) = tmp_path.iterdir()
+    damage(folder / "description.json")
+    with pytest.warns(UserWarning, match=f"calibrated anew: {folder}"):
+        assert list(kvq.compare(model, caches, **options)) == rows
+    assert list(kvq.compare(model, caches, **options)) == rows
+
+
 def test_a_calibration_is_kept_for_its_own_model_and_text(tmp_path):
     model, method = kvq.load("recall"), kvq.parse("kvquant:bits=3")
     paths = {

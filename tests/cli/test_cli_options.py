@@ -221,64 +221,6 @@ def test_memory_that_xla_cannot_have_is_one_line(call, monkeypatch):
     assert "not enough memory" in err
 
 
-def test_ctrl_c_prints_one_word():
-    """A signal to the process as a terminal would send it, while a calibration of many sequences runs."""
-    script = """
-import os, signal, sys, threading
-from kvqjax.cli import main
-from kvqjax.cli import calibrate as command
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
-def run(*_, **__):
-    os.kill(os.getpid(), signal.SIGINT)
-    threading.Event().wait(60)
-import kvqjax.calibrate
-kvqjax.calibrate.run = run
-sys.argv = "kvqjax calibrate -m recall -c kvquant:bits=3 --out never-made".split()
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 130
-    assert done.stderr.splitlines()[-1] == "stopped"
-    assert "Traceback" not in done.stderr
-
-
-SWALLOWED = {  # where Ctrl-C may meet the code of others, and what becomes of it there
-    "a callback that may raise nothing": """
-class Deaf:
-    def __del__(self):
-        raise KeyboardInterrupt
-def command(**_):
-    Deaf()
-    threading.Event().wait(60)
-""",
-    "an import": """
-def module(*_):
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        raise ImportError("Encountered an error while initializing the extension.") from None
-kvqjax.cli.app.importlib = types.SimpleNamespace(import_module=module)
-command = kvqjax.cli.app.app
-""",
-}
-
-
-@pytest.mark.parametrize("place", SWALLOWED)
-def test_ctrl_c_stops_where_a_library_swallows_it(place):
-    script = f"""
-import signal, sys, threading, types
-import kvqjax.cli.app
-from kvqjax.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
-{SWALLOWED[place]}
-kvqjax.cli.app.app = command
-sys.argv = ["kvqjax", "methods"]
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stderr) == (130, "stopped\n")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -154,6 +154,79 @@ def test_programs_are_kept_below_the_user_s_cache_folder(tmp_path):
     assert json.loads(fresh(script, XDG_CACHE_HOME=str(tmp_path / "file"))[-1]) == [None, -1]
 
 
+def written(folder: Path, key: str, program: bytes | None, time: bytes | None) -> list[Path]:
+    """The two files of a program that JAX keeps; None: a file that is not there."""
+    paths = [folder / f"{key}-cache", folder / f"{key}-atime"]
+    for path, content in zip(paths, (program, time), strict=True):
+        if content is not None:
+            path.write_bytes(content)
+    return [path for path in paths if path.exists()]
+
+
+TIME = (1).to_bytes(8, "little")
+KEEPS = """if True:
+    import warnings
+    from kvqjax.cli import environment, main
+    import sys
+    sys.argv = "kvqjax methods".split()
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+    import jax
+    jax.jit(lambda x: x * 3)(1.5)
+    print(environment.program_folder())
+"""
+
+
+def test_what_a_killed_run_left_does_not_keep_programs_out(tmp_path):
+    """A program without the time of its last use, as JAX's cache of bounded size has it, lets no further one in."""
+    folder = Path(fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))[-1])
+    kept = set(folder.iterdir())
+    assert [path for path in kept if path.name.endswith("-cache")]
+    sound = {path for path in kept if path.name != ".lockfile"}
+    for path in sound:
+        path.unlink()
+    remains = [
+        *written(folder, "cut", b"half", None),
+        *written(folder, "alone", None, TIME),
+        *written(folder, "empty", b"", TIME),
+        *written(folder, "timeless", b"all", b""),
+    ]
+    whole = written(folder, "whole", b"all", TIME)
+    fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))
+    assert [path for path in remains if path.exists()] == []
+    assert [path for path in (*whole, *sound) if not path.exists()] == []
+
+
+def test_a_program_that_cannot_be_read_is_kept_anew(tmp_path):
+    folder = Path(fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))[-1])
+    programs = {path: path.read_bytes() for path in folder.glob("*-cache")}
+    for path, program in programs.items():
+        path.write_bytes(program[: len(program) // 2])
+    for _ in range(2):
+        fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))
+    assert set(folder.glob("*-cache")) == programs.keys()
+    # Not the very bytes: a program's compile time is among them.
+    assert all(len(path.read_bytes()) > len(program) // 2 for path, program in programs.items())
+
+
+def test_a_folder_to_which_nothing_can_be_written_is_one_line(tmp_path):
+    folder = Path(fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))[-1])
+    (folder / ".lockfile").unlink(missing_ok=True)
+    (folder / ".lockfile").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        | {"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"warning: {folder}: programs are compiled anew, as they cannot be kept: ")
+
+
 @pytest.mark.parametrize(
     ("system", "variables", "wanted"),
     [

@@ -152,6 +152,9 @@ def test_a_stopped_run_measures_nothing_twice(model, windows, searched, tmp_path
     lines = [path.read_text().splitlines() for folder in (whole, stopped) for path in sorted(folder.glob("*.jsonl"))]
     assert lines[:2] == lines[2:]
     assert len(made) == 1 + sum(len(part) - 1 for part in lines[:2])
+    held_out = stopped / "held-out.jsonl"
+    held_out.write_text(held_out.read_text()[:9])  # killed as it began the file
+    assert tuned(model, windows, stopped) == first
     with pytest.raises(kvq.UserError, match="measurements of another model, text or settings"):
         tuned(model, windows, stopped, context=2048)
 

@@ -113,3 +113,18 @@ def test_repetition_penalty_lowers_seen_tokens_only():
     seen = jnp.asarray([[True, False, False, False, False]])
     assert int(sample(jax.random.key(0), LOGITS, seen, sampling)[0]) == 1
     assert int(sample(jax.random.key(0), LOGITS, ~seen, sampling)[0]) == 0
+
+
+def test_a_chunk_or_a_stride_beyond_any_text_is_as_long_as_the_text():
+    """At their full length XLA ends the process."""
+    plain = kvq.generate(tiny(), PROMPTS, max_new_tokens=4).tokens
+    assert kvq.generate(tiny(), PROMPTS, max_new_tokens=4, chunk=10**9).tokens == plain
+    assert kvq.generate(tiny(), PROMPTS, max_new_tokens=4, stride=2**31 - 1).tokens == plain
+
+
+def test_a_cache_that_no_memory_holds_is_one_line():
+    with pytest.raises(
+        kvq.UserError, match="exact: not enough memory for a cache of 2 rows of 2147483647 tokens"
+    ) as caught:
+        kvq.generate(tiny(), PROMPTS, max_new_tokens=4, capacity=2**31 - 1)
+    assert "\n" not in str(caught.value)

@@ -77,3 +77,12 @@ def test_bad_input():
         kvq.speculate(model, PROMPTS, method, drafter=tiny(vocab_size=40))
     with pytest.raises(kvq.UserError, match="draft=0"):
         kvq.speculate(model, PROMPTS, method, draft=0)
+
+
+def test_a_draft_longer_than_the_answer_is_as_long_as_it():
+    """At its full length XLA ends the process."""
+    model, method = model_and_method("kivi2")
+    out = kvq.speculate(model, PROMPTS, method, max_new_tokens=5, draft=10**9)
+    assert out.tokens == plain(model, method, 5)
+    with pytest.raises(kvq.UserError, match="ngram=1000000000; it must be a whole number from 1 to 64"):
+        kvq.speculate(model, PROMPTS, method, ngram=10**9)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_same, random_params
 from commands import run
+from hf_folders import save_params
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf, of the extra of the same name")
 
@@ -28,7 +29,7 @@ from kvqjax.model.gguf_file import BLOCKS, read_header  # noqa: E402
 from kvqjax.model.gguf_model import find_tensors  # noqa: E402
 from kvqjax.model.hf_config import read_config  # noqa: E402
 from kvqjax.model.rope import inverse_frequencies  # noqa: E402
-from kvqjax.model.weights import load_params, save_params  # noqa: E402
+from kvqjax.model.weights import load_params  # noqa: E402
 
 BASE = ModelConfig(
     vocab_size=64,

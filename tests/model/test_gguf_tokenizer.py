@@ -6,6 +6,7 @@ import json
 
 import pytest
 from checkpoints import random_params
+from hf_folders import save_params
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf, of the extra of the same name")
@@ -16,7 +17,6 @@ import kvqjax as kvq  # noqa: E402
 from kvqjax.model.config import ModelConfig  # noqa: E402
 from kvqjax.model.gguf_tokenizer import LLAMA3_PATTERN, O200K_PATTERN, QWEN35_PATTERN, QWEN_PATTERN, TEKKEN_PATTERN  # noqa: E402
 from kvqjax.model.tokenizer import open_tokenizer  # noqa: E402
-from kvqjax.model.weights import save_params  # noqa: E402
 
 CONTROL, USER, BYTE = 3, 4, 6
 SENTENCE = "the old man and the sea were old and the man's house is at the sea 1234 don't won't Zürich 北京 🙂 naïve"

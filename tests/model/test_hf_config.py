@@ -5,10 +5,11 @@ import json
 import math
 
 import pytest
+from hf_folders import config_to_hf
 
 from kvqjax._errors import UserError
 from kvqjax.model.config import LatentHeads, ModelConfig, RecurrentConfig, RopeConfig
-from kvqjax.model.hf_config import config_to_hf, parse_config, read_config
+from kvqjax.model.hf_config import parse_config, read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

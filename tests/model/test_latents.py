@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import save_params
 from recurrent import drawn
 from tiny import tiny, tokens
 
@@ -24,7 +25,6 @@ from kvqjax.model.config import KVShape, LatentHeads, RopeConfig
 from kvqjax.model.loading import load
 from kvqjax.model.rope import inverse_frequencies
 from kvqjax.model.weight_trees import FORMS
-from kvqjax.model.weights import save_params
 from kvqjax.parallel.sharding import shard
 
 HEADS, LATENT, TURNED, KEY, VALUE = 4, 32, 8, 10, 12

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import with_nightly
 from checkpoints import edit
+from hf_folders import save_params
 
 torch = pytest.importorskip("torch", reason="parity needs torch (pip install torch), the reference implementation")
 
@@ -25,7 +26,6 @@ from kvqjax.model.config import RopeConfig  # noqa: E402
 from kvqjax.model.decoder import logits  # noqa: E402
 from kvqjax.model.hf_config import Scheme  # noqa: E402
 from kvqjax.model.loading import load  # noqa: E402
-from kvqjax.model.weights import save_params  # noqa: E402
 
 # The language models that AutoModelForCausalLM of transformers 5.24 does not list, by their model type.
 UNLISTED = {"mistral4": transformers.Mistral4ForCausalLM}

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import CONFIG, assert_same, edit, random_params
+from hf_folders import save_params
 from safetensors.numpy import load_file
 
 from kvqjax._errors import UserError
-from kvqjax.model import weights
 from kvqjax.model.checkpoint import decode_slice, find_weight, open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.hf_config import read_config, read_scheme
@@ -82,8 +82,8 @@ def quantise(folder, kind: str, spoil=lambda tensors: None):
     """Put codes in the place of the layers' matrices; plain folder beside it holds what they mean."""
     about, make = KINDS[kind]
     plain, random = folder.with_name(f"{folder.name}-plain"), np.random.default_rng(0)
-    weights.save_params(folder, random_params(), CONFIG)
-    weights.save_params(plain, random_params(), CONFIG)
+    save_params(folder, random_params(), CONFIG)
+    save_params(plain, random_params(), CONFIG)
     meant = {}
 
     def change(tensors):
@@ -128,7 +128,7 @@ def test_slices_are_decoded_alone(kind, tmp_path):
 
 
 def config_with(folder, about):
-    weights.save_params(folder, random_params(), CONFIG)
+    save_params(folder, random_params(), CONFIG)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}))
     return folder
@@ -229,7 +229,7 @@ def test_fused_experts_of_fp8(tmp_path):
             tensors |= {matrix: parts["weight"], f"{matrix}_scale_inv": parts["weight_scale_inv"]}
 
     def write(kind: str, *changes):
-        weights.save_params(tmp_path / kind, random_params(EXPERTS), EXPERTS)
+        save_params(tmp_path / kind, random_params(EXPERTS), EXPERTS)
         file = tmp_path / kind / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8}))
         edit(tmp_path / kind, lambda tensors: [change(tensors) for change in changes])

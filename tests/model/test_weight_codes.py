@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import CASES, model_and_method, thinned
 from families import FAMILIES
+from hf_folders import save_params
 from jax.sharding import NamedSharding, PartitionSpec
 from recurrent import PARTS, drawn, recurrent
 from tiny import tiny, tokens
@@ -20,7 +21,7 @@ from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
 from kvqjax.model.config import ExpertConfig, LatentHeads, RopeConfig
 from kvqjax.model.weight_codes import CodedWeight, code_weight, pack_nibbles, place_codes, unpack_nibbles
-from kvqjax.model.weights import load_params, save_params
+from kvqjax.model.weights import load_params
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import CONFIG, assert_same, random_params
+from hf_folders import save_params
 from jax.experimental.layout import Format, Layout
 
 import kvqjax as kvq
@@ -26,7 +27,7 @@ def tiles_on_a_cpu():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    weights.save_params(tmp_path, random_params(), CONFIG)
+    save_params(tmp_path, random_params(), CONFIG)
     monkeypatch.setattr(weight_trees, "CHIP", jax.devices()[0].device_kind)
     return tmp_path
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import CONFIG, Q_PROJ, assert_same, edit, random_params, split
+from hf_folders import save_params
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
@@ -20,7 +21,7 @@ from kvqjax.model.loading import Model, load
 
 @pytest.fixture
 def folder(tmp_path):
-    weights.save_params(tmp_path, random_params(), CONFIG)
+    save_params(tmp_path, random_params(), CONFIG)
     return tmp_path
 
 
@@ -33,7 +34,7 @@ def test_linear_layers_are_stored_out_in(folder):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_round_trip_in_each_dtype(dtype, tmp_path):
     params = random_params(dtype=dtype)
-    weights.save_params(tmp_path, params, CONFIG)
+    save_params(tmp_path, params, CONFIG)
     assert_same(weights.load_params(tmp_path, CONFIG, dtype), params)
     wide = weights.load_params(tmp_path, CONFIG, jnp.float32)
     assert_same(wide, jax.tree.map(lambda a: a.astype(jnp.float32), params))
@@ -91,7 +92,7 @@ def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_pa
         architecture="Qwen3MoeForCausalLM",
         experts=ExpertConfig(count=4, per_token=2, width=64, dense_layers=(3,)),
     )
-    weights.save_params(tmp_path, random_params(config), config)
+    save_params(tmp_path, random_params(config), config)
     split(tmp_path)
     read, held, genuine = {}, [], checkpoint.read_slice
 
@@ -203,7 +204,7 @@ def test_bundled_model_that_is_absent(monkeypatch, tmp_path):
     monkeypatch.setattr(model_module, "_ASSETS", tmp_path)
     with pytest.raises(UserError, match="'demo' is not in this installation; it has: none"):
         load("demo")
-    weights.save_params(tmp_path / "recall", random_params(), CONFIG)
+    save_params(tmp_path / "recall", random_params(), CONFIG)
     assert load("recall").config == CONFIG
 
 

@@ -6,15 +6,15 @@ import struct
 import numpy as np
 import pytest
 from checkpoints import CONFIG, Q_PROJ, assert_same, edit, random_params, split
+from hf_folders import save_params
 
 from kvqjax._errors import UserError
-from kvqjax.model import weights
 from kvqjax.model.loading import load
 
 
 @pytest.fixture
 def folder(tmp_path):
-    weights.save_params(tmp_path, random_params(), CONFIG)
+    save_params(tmp_path, random_params(), CONFIG)
     return tmp_path
 
 

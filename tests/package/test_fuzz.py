@@ -5,6 +5,7 @@ import struct
 
 import jax
 import pytest
+from hf_folders import config_to_hf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from kvqjax.cache.state import allocate_cache
 from kvqjax.methods import METHODS
 from kvqjax.model.checkpoint import header_digest, open_checkpoint, sample_digest
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.hf_config import config_to_hf, parse_config
+from kvqjax.model.hf_config import parse_config
 
 CONFIG = ModelConfig(vocab_size=64, width=64, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 FIELDS = [*config_to_hf(CONFIG), "architectures", "auto_map", "layer_types", "attention_bias", "rope_parameters"]

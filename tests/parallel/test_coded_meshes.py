@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import save_params
 from tiny import in_form, tiny, tokens
 
 import kvqjax as kvq
@@ -13,7 +14,6 @@ from kvqjax.calibrate.xquant import prepared
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.weight_codes import CodedWeight, code_weight
 from kvqjax.model.weight_trees import BY_EXPERT, Rows, is_unrolled
-from kvqjax.model.weights import save_params
 from kvqjax.parallel.sharding import MeshSize, rules_for
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *BY_EXPERT, *(f"shared_{n}" for n in ("gate", "up", "down")))

@@ -240,8 +240,23 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
     with pytest.raises(kvq.UserError, match="wanted 4 at least"):
         kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
-    with pytest.raises(kvq.UserError, match="capacity=1; it must be a whole number of at least 2"):
-        kvq.Engine(model, "exact", capacity=1)
+    for options, message in (
+        ({"capacity": 1}, "capacity=1; it must be a whole number of at least 2"),
+        ({"stride": 10**9}, "stride=1000000000; it must be a whole number from 1 to 1024"),
+        ({"pool_bytes": 2**51}, "pool_bytes=.* from 1 to 1125899906842624"),
+        ({"pool_bytes": 2**50}, "a cache takes 1024.00 TiB; there are"),
+        ({"rows": 10**9}, "rows=1000000000 of capacity=192 with prefixes=2: a cache takes"),
+        ({"prefixes": 10**9}, "with prefixes=1000000000: a cache takes"),
+        ({"rows": 2, "capacity": 2**31 - 1}, "rows=2 of capacity=2147483647 .*: a cache takes"),
+    ):
+        with pytest.raises(kvq.UserError, match=message):
+            kvq.Engine(model, "exact", **({"capacity": CAPACITY} | options))
+
+
+def test_a_chunk_longer_than_any_prompt_is_one_of_a_row_s_length(model):
+    with kvq.Engine(model, "exact", rows=2, capacity=64, chunk=10**9) as engine:
+        made = engine.submit(PROMPTS[1], max_new_tokens=4, eos_ids=()).result().tokens
+    assert made == kvq.generate(model, [PROMPTS[1]], "exact", capacity=64, max_new_tokens=4, eos_ids=()).tokens[0]
 
 
 def test_the_smallest_row_is_warmed_and_gives_a_token(model):

@@ -322,6 +322,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         assert (about["address"], about["capacity"]) == (f"http://127.0.0.1:{port}/v1", 128)
         status, made = answer(port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0})
         process.terminate()
+        assert process.stderr.readline().startswith("ending: answers get 10 seconds")
         assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
     assert (status, made["choices"][0]["text"]) == (200, "34")
     assert (tmp_path / "prefixes" / "prefixes-1" / "description.json").exists()
@@ -329,6 +330,24 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     wrong = subprocess.run(small, capture_output=True, text=True, check=False, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "wanted 4 at least" in wrong.stderr
+
+
+def test_a_second_ctrl_c_ends_the_command_at_once():
+    """Also while its programs are compiled."""
+    words = [sys.executable, "-P", "-m", "kvqjax", "serve", "-m", "recall", "--port", "0", "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes) as process:
+        address = json.loads(process.stdout.readline())["address"]
+        said = [process.stderr.readline() for _ in range(2)]
+        with urllib.request.urlopen(address.removesuffix("v1") + "health", timeout=120) as health:
+            assert health.status == 200
+        process.send_signal(signal.SIGINT)
+        said.append(process.stderr.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        said.append(process.stderr.read())
+    assert said[2].startswith("ending: ")
+    assert said[3] == "stopped\n"
 
 
 def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
