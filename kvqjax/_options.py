@@ -1,11 +1,13 @@
 """Options by name: a misspelt one is answered with the nearest, one of another library with what to write here.
 And numbers of tokens and bytes as people write them."""
 
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
@@ -14,7 +16,6 @@ __all__ = ["BYTES", "HABITS", "byte_count", "check_names", "named_options", "tok
 P = ParamSpec("P")
 R = TypeVar("R")
 
-GREEDY = "this function is greedy; generate and stream can sample"
 BEAMS = "write beam_search(model, prompts, beams=N)"
 
 # What users of other libraries write -> what to write here. Looked up only where a function has no option of the name.
@@ -47,30 +48,63 @@ HABITS = {
     "trust_remote_code": "code from a checkpoint is never run",
     "load_in_4bit": "write weights='int4'",
     "load_in_8bit": "write weights='int8'",
-    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"), GREEDY),
 }
 
 
-def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UserError for the first given option that `function` has not."""
+def check_names(
+    function: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise UserError for the first given option that `function` has not. `elsewhere` says who has options that it
+    lacks."""
     for name in given:
         if name not in known:
-            if name in HABITS:
-                raise UserError(f"{function} has no option {name!r}: {HABITS[name]}")
+            if hint := elsewhere.get(name) or HABITS.get(name):
+                raise UserError(f"{function} has no option {name!r}: {hint}")
             raise UserError(f"unknown option of {function} {name!r}{suggest(name, known)}")
 
 
-def named_options(function: Callable[P, R]) -> Callable[P, R]:
+def named_options(function: Callable[P, R], *, elsewhere: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """`function` with a UserError for options it has not. Signature and help stay its own."""
     known = tuple(inspect.signature(function).parameters)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]  # that of the class, of its __init__
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        check_names(name, options, known)
+        check_names(name, options, known, elsewhere)
         return function(*arguments, **options)
 
     return call
+
+
+def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they are. Its signature and
+    help name them all."""
+
+    def widened(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        parameters = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
+        for field in dataclasses.fields(options):
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+                )
+            )
+        function.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore
+        return function
+
+    return widened
+
+
+def same_parameters(source: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function, which hands on what it is given, the parameters of another one."""
+
+    def renamed(function: Callable[..., R]) -> Callable[P, R]:
+        returned = inspect.signature(function).return_annotation
+        signature = inspect.signature(source).replace(return_annotation=returned)
+        function.__signature__ = signature  # pyrefly: ignore
+        return function
+
+    return renamed
 
 
 def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:
