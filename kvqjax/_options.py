@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
@@ -93,18 +93,6 @@ def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return function
 
     return widened
-
-
-def same_parameters(source: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function, which hands on what it is given, the parameters of another one."""
-
-    def renamed(function: Callable[..., R]) -> Callable[P, R]:
-        returned = inspect.signature(function).return_annotation
-        signature = inspect.signature(source).replace(return_annotation=returned)
-        function.__signature__ = signature  # pyrefly: ignore
-        return function
-
-    return renamed
 
 
 def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:

@@ -119,14 +119,17 @@ def read_generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _biases(texts: Sequence[str]) -> dict[int, float]:
-    biases = {}
+def _biases(texts: Sequence[str]) -> dict[int | str, int | float]:
+    """Read tokens with numbers."""
+    biases: dict[int | str, int | float] = {}
     for text in texts:
         token, _, value = text.partition("=")
+        token_id = whole_number(token)
         try:
-            biases[whole_number(token)] = float(value)
+            bias = float(value)
         except ValueError:
-            raise UserError(f"--logit-bias {text!r}; wanted ID=NUMBER, such as 50=-100") from None
-    if None in biases:
-        raise UserError("--logit-bias takes the id of a token, such as 50=-100")
+            bias = None
+        if token_id is None or bias is None:
+            raise UserError(f"--logit-bias {text!r}; wanted ID=NUMBER, such as 50=-100")
+        biases[token_id] = bias
     return biases

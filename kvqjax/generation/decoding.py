@@ -3,13 +3,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
-from kvqjax._options import named_options, same_parameters, with_fields
+from kvqjax._options import named_options, with_fields
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.surgery import fork
@@ -180,8 +180,23 @@ def stream(
 
 
 @named_options
-@same_parameters(stream)
-def generate(model: Model, prompts: Prompts, method: MethodLike | None = None, **options: Any) -> Generated:
+@with_fields(GenerateOptions)
+def generate(
+    model: Model,
+    prompts: Prompts,
+    method: MethodLike | None = None,
+    *,
+    cache: Cache | None = None,
+    max_new_tokens: int = 64,
+    capacity: int | None = None,
+    chunk: int | str | None = None,
+    kernels: str = "auto",
+    chat: bool = False,
+    add_special_tokens: bool | None = None,
+    stride: int = STRIDE,
+    progress: Progress | None = None,
+    **options: Unpack[GenerateFields],
+) -> Generated:
     """Continue each prompt through a cache of `method`: a method, or a policy such as "kivi:bits=2" (None: exact).
 
     A token is chosen in this order: `logit_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`. Each applies to
@@ -225,7 +240,10 @@ def generate(model: Model, prompts: Prompts, method: MethodLike | None = None, *
 
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""
-    pieces = stream(model, prompts, method, **options)
+    pieces = stream(
+        model, prompts, method, cache=cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk,
+        kernels=kernels, chat=chat, add_special_tokens=add_special_tokens, stride=stride, progress=progress, **options,
+    )  # fmt: skip
     for _ in pieces:
         pass
     return pieces.result

@@ -128,7 +128,7 @@ MISTAKES = {
     "load_cache('a' * 300, model)": "File name too long",
     "save_cache('a' * 300, cache, model)": "File name too long",
     "generate(model, [[1]], stop=None)": "stop=None; wanted a string, or a list of strings",
-    "generate(model, [[1]], seed=2**32)": "seed=4294967296; it must be a whole number from 0 to 4294967295",
+    "generate(model, [[1]], seed=2**32)": "seed=4294967296; it must be a whole number from -1 to 4294967295",
     "Session(kvq.load('recall'), seed=-2)": "seed=-2; it must be a whole number",
     "Session(kvq.load('recall'), eos_ids=5)": "eos_ids=5; wanted a list of token ids",
     "speculate(model, [[1]], drafter='gpt2')": "drafter is 'gpt2'; wanted a Model",

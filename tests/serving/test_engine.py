@@ -237,7 +237,7 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             ({"scores": 21}, "at most 20"),
             ({"scores": 1.5}, "scores=1.5; it must be a whole number"),
             ({"priority": "high"}, "priority='high'; it must be a whole number"),
-            ({"seed": 2**32}, "from 0 to 4294967295"),
+            ({"seed": 2**32}, "from -1 to 4294967295"),
             ({"eos_ids": range(9)}, "9 end tokens"),
             ({"temperature": -1.0}, "temperature"),
             ({"do_sample": True}, "temperature is above 0"),

@@ -86,24 +86,22 @@ def test_chat(client, engine):
 def test_every_option_of_the_engine_comes_through(client, engine):
     """The answer is that of the engine, and another one than without the option."""
     ids = engine.model.encode(TEXT)
-    plain = engine.submit(ids, max_new_tokens=16, seed=5, temperature=1.0).result().tokens
+    plain = engine.submit(ids, max_new_tokens=16).result().tokens
     served = {
         "presence_penalty": 1.5,
         "frequency_penalty": 1.9,
         "repetition_penalty": 1.8,
         "logit_bias": {str(plain[2]): -100},
         "stop_token_ids": [plain[3]],
-        "top_k": 1,
     }
     for name, value in served.items():
-        made = client.completions.create(
-            model=NAME, prompt=ids, max_tokens=16, seed=5, logprobs=0, extra_body={name: value}
-        ).choices[0]
-        wanted = engine.submit(ids, max_new_tokens=16, seed=5, temperature=1.0, **{name: value}).result()
+        option = {name: value}
+        made = client.completions.create(prompt=ids, max_tokens=16, extra_body=option, **GREEDY).choices[0]
+        wanted = engine.submit(ids, max_new_tokens=16, **option).result()
         assert (made.text, made.finish_reason) == (wanted.text, "stop" if name == "stop_token_ids" else "length")
         assert wanted.tokens != plain
     ended = {"stop_token_ids": [plain[3]], "min_tokens": 6}
-    longer = client.completions.create(model=NAME, prompt=ids, max_tokens=16, seed=5, extra_body=ended)
+    longer = client.completions.create(prompt=ids, max_tokens=16, extra_body=ended, **GREEDY)
     assert longer.usage.completion_tokens >= 6
     drawn = [client.completions.create(model=NAME, prompt=ids, max_tokens=16, seed=-1) for _ in range(2)]
     assert drawn[0].choices[0].text != drawn[1].choices[0].text
