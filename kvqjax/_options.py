@@ -16,38 +16,20 @@ __all__ = ["BYTES", "HABITS", "byte_count", "check_names", "named_options", "tok
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BEAMS = "write beam_search(model, prompts, beams=N)"
-
 # What users of other libraries write -> what to write here. Looked up only where a function has no option of the name.
 HABITS = {
     "do_sample": "sampling is on where temperature is above 0",
-    "generation_config": "write **model.sampling_defaults() for the checkpoint's own sampling",
-    "max_length": "max_new_tokens counts the new tokens of a row, capacity all of them",
-    "max_cache_len": "write capacity=N",
-    "min_length": "there is no least length; eos_ids=() never ends a row early",
-    "min_new_tokens": "there is no least length; eos_ids=() never ends a row early",
-    "num_return_sequences": "give the prompt N times: every row draws for itself",
-    "num_beams": BEAMS,
-    "early_stopping": BEAMS,
-    "length_penalty": BEAMS,
-    "eos": "write eos_ids=[...]",
     "eos_token_id": "write eos_ids=[...]",
-    "pad_token_id": "leave it out: rows may differ in length, nothing is padded",
-    "attention_mask": "leave it out: rows may differ in length, nothing is padded",
-    "input_ids": "pass lists of token ids as prompts",
-    "stop_strings": "write stop=[...]",
-    "stopping_criteria": "write stop=[...], or leave the loop over stream",
-    "streamer": "loop over stream(model, prompts)",
-    "cache_implementation": "write method='kivi:bits=2' or another policy",
-    "past_key_values": "write generate(model, more, cache=out.cache), or forward with a cache of init_cache",
-    "use_cache": "leave it out: there is always a cache; method names it",
-    "assistant_model": "write speculate(model, prompts, drafter=...)",
-    "prompt_lookup_num_tokens": "write speculate(model, prompts, draft=N)",
-    "torch_dtype": "write dtype=...",
-    "device_map": "write sharding=..., or shard(model, method, data=..., seq=..., model=...)",
-    "trust_remote_code": "code from a checkpoint is never run",
+    "generation_config": "write **model.sampling_defaults() for the checkpoint's own sampling",
     "load_in_4bit": "write weights='int4'",
-    "load_in_8bit": "write weights='int8'",
+    "max_cache_len": "write capacity=N",
+    "max_length": "max_new_tokens counts the new tokens of a row, capacity all of them",
+    "min_new_tokens": "write min_tokens=N",
+    "num_beams": "write beam_search(model, prompts, beams=N)",
+    "num_return_sequences": "give the prompt N times: every row draws for itself",
+    "pad_token_id": "leave it out: rows may differ in length, nothing is padded",
+    "past_key_values": "write generate(model, more, cache=out.cache), or forward with a cache of init_cache",
+    "torch_dtype": "write dtype=...",
 }
 
 

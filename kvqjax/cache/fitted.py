@@ -12,11 +12,15 @@ steps, in this order:
 A packed form (`Fast.packed`) is a body that something reads as it is stored: a Pallas kernel or, for uniform codes, the
 plain sums. A direct form (`Fast.direct`) is one that XLA reads at once, stored head by head."""
 
+import contextlib
 import dataclasses
 import functools
 
 from kvqjax._errors import UserError
 from kvqjax.cache.cache_layout import CacheLayout
+from kvqjax.codecs.uniform import GroupError
+from kvqjax.methods import parse
+from kvqjax.methods.grammar import read_text
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
@@ -58,9 +62,21 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
         if family(layout.target) == "cpu" and wiring.fast.before_rope:
             wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
     except ValueError as error:
-        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
+        hint = _fitting_group(error, layout, first, shape) if isinstance(error, GroupError) else ""
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}{hint}") from error
     _check_clocks(wiring, str(layout.method))
     return _by_groups(wiring, layout.method)
+
+
+def _fitting_group(error: GroupError, layout: CacheLayout, first: int, shape: KVShape) -> str:
+    """Name an option of the method with which the layer can be built; "" where none is known."""
+    for size in error.fitting:
+        for option in ("group", "value_group"):
+            with contextlib.suppress(ValueError):
+                method = parse(read_text(str(layout.method)) | {option: size})
+                _resolved(method.layers(layout.shape)[first].build(shape), layout.dtype)
+                return f"; {option}={size} does"
+    return ""
 
 
 def _resolved(wiring: Wiring, dtype: str) -> Wiring:

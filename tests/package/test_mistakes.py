@@ -1,8 +1,6 @@
 """Wrong calls of public functions: each gives one line that names the mistake, and what to write instead."""
 
-import inspect
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +10,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax._options import HABITS, byte_count
-
-LOOPS = (kvq.generate, kvq.stream, kvq.speculate, kvq.beam_search)
+from kvqjax._options import byte_count
 
 # A call, and what its line says.
 MISTAKES = {
@@ -200,12 +196,3 @@ def test_a_right_call_passes():
     cache = kvq.init_cache(tiny(), "exact", 2, 64)
     logits, cache = kvq.forward(tiny(), tokens(2, 3), jnp.asarray([3, 0]), cache)
     assert (logits.shape, cache.lengths.tolist()) == ((2, 3, 50), [3, 0])
-
-
-def test_habits_offer_what_exists():
-    """What is offered instead is an option of one of the functions, and nothing is refused that every loop has."""
-    others = kvq.load, kvq.init_cache, kvq.shard, kvq.kivi
-    parameters = {f: set(inspect.signature(f).parameters) for f in (*LOOPS, *others)}
-    offered = {name for text in HABITS.values() for name in re.findall(r"\b(\w+)=", text)}
-    assert offered <= set().union(*parameters.values())
-    assert not set(HABITS) & set.intersection(*(parameters[f] for f in LOOPS))
