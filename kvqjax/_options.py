@@ -11,7 +11,16 @@ from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = ["BYTES", "HABITS", "byte_count", "check_names", "named_options", "token_count"]
+__all__ = [
+    "BYTES",
+    "HABITS",
+    "byte_count",
+    "check_names",
+    "named_options",
+    "token_count",
+    "with_fields",
+    "with_parameters",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,23 +67,27 @@ def named_options(function: Callable[P, R], *, elsewhere: Mapping[str, str] = Ma
     return call
 
 
-def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they are. Its signature and
-    help name them all."""
+def with_parameters(added: Iterable[inspect.Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name keyword arguments, which are a function's `**options`, in its signature and help."""
 
     def widened(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        parameters = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
-        for field in dataclasses.fields(options):
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-                )
-            )
-        function.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore
+        own = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *added])  # pyrefly: ignore
         return function
 
     return widened
+
+
+def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they are."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return with_parameters(
+        [
+            inspect.Parameter(field.name, kind, default=field.default, annotation=field.type)
+            for field in dataclasses.fields(options)
+        ]
+    )
 
 
 def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:

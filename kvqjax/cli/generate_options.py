@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from kvqjax._arguments import MOST, MOST_SEED, whole_number
 from kvqjax._errors import UserError
+from kvqjax._options import with_parameters
 from kvqjax.cli.common import number
 from kvqjax.generation.options import MOST_PENALTY, NO_LIMIT, RANDOM, GenerateOptions
 
@@ -92,18 +93,18 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerateOp
 REPEATED = ("stop", "stop_token_ids", "logit_bias")
 
 
-def with_generate_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command these options, which are its `**options`."""
-    signature = inspect.signature(command)
-    parameters = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
-    for name, annotation in OPTIONS.items():
-        default = [] if name in REPEATED else DEFAULTS[name]
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+# Gives a command these options, which are its `**options`.
+with_generate_options = with_parameters(
+    [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=[] if name in REPEATED else DEFAULTS[name],
+            annotation=annotation,
         )
-    command.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore
-    command.__annotations__ = {part.name: part.annotation for part in parameters} | {"return": None}
-    return command
+        for name, annotation in OPTIONS.items()
+    ]
+)
 
 
 def read_generate_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -357,7 +357,8 @@ def test_requests_make_way_when_pages_run_out(model):
     cache = jax.eval_shape(lambda: kvq.init_cache(model, method, rows, 1024, pages=2))
     room = kvq.ledger(cache).bytes + 4 * kvq.ledger(kvq.init_cache(model, method, 1, 64)).bytes
     prompts = [[number] * (200 + 50 * number) for number in range(1, 6)]
-    draws = [SAMPLED | {"seed": number} if number % 2 else {} for number in range(len(prompts))]
+    penalties = {"frequency_penalty": 0.3, "logit_bias": {3: 1.0}}
+    draws = [SAMPLED | {"seed": number} if number % 2 else penalties for number in range(len(prompts))]
     with kvq.Engine(model, method, rows=rows, pool_bytes=room, prefixes=1, **LONG) as engine:
         assert 4 <= engine.stats().pages <= 7
         handles = [
