@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from kvqjax._arguments import MOST, MOST_SEED, check_integer, named, typed, whole_number
 from kvqjax._errors import UserError
-from kvqjax.generation.prompt_ids import end_ids
+from kvqjax.generation.prompt_ids import end_ids, token_ids
 from kvqjax.generation.text import stop_strings
 from kvqjax.model.loading import Model
 
@@ -84,6 +84,9 @@ class GenerateOptions:
         for name, (fits, wanted) in limits.items():
             if not fits:
                 raise UserError(f"{name}={getattr(self, name)}; it must be {wanted}")
+        for name in ("eos_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            self._set(name, None if ids is None else token_ids(name, ids))
         if self.ignore_eos and self.eos_ids:
             raise UserError("ignore_eos and eos_ids exclude each other; stop_token_ids end a row in any case")
         self._set("stop", stop_strings(self.stop))

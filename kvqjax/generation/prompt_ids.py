@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvqjax._arguments import check_integer, named
+from kvqjax._arguments import MOST, check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
@@ -25,6 +25,7 @@ __all__ = [
     "padded",
     "padded_rows",
     "require_trained",
+    "token_ids",
     "with_text",
 ]
 
@@ -71,14 +72,20 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
     return out
 
 
+def token_ids(option: str, ids: Any) -> tuple[int, ...]:
+    """Read the token ids of an option. Raises UserError for what is no list of whole numbers."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise UserError(f"{option}={named(ids)}; wanted a list of token ids, such as [2]")
+    return tuple(check_integer(option, token, -MOST) for token in ids)
+
+
 def end_ids(model: Model, ids: Any, option: str = "eos_ids") -> Int[np.ndarray, " N"]:
     """Choose the tokens that end a row: `ids`, by default the model's. Raises UserError for what is no id of the model:
     no row would ever end by it."""
     if ids is None:
         return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise UserError(f"{option}={named(ids)}; wanted a list of token ids, such as [2]")
-    return np.asarray([check_integer(option, x, 0, model.config.vocab_size - 1) for x in ids], np.int32)
+    last = model.config.vocab_size - 1
+    return np.asarray([check_integer(option, token, 0, last) for token in token_ids(option, ids)], np.int32)
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
