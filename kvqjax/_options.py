@@ -1,76 +1,93 @@
 """Options by name: a misspelt one is answered with the nearest, one of another library with what to write here.
 And numbers of tokens and bytes as people write them."""
 
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = ["BYTES", "HABITS", "byte_count", "check_names", "named_options", "token_count"]
+__all__ = [
+    "BYTES",
+    "HABITS",
+    "byte_count",
+    "check_names",
+    "named_options",
+    "token_count",
+    "with_fields",
+    "with_parameters",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-GREEDY = "this function is greedy; generate and stream can sample"
-BEAMS = "write beam_search(model, prompts, beams=N)"
-
 # What users of other libraries write -> what to write here. Looked up only where a function has no option of the name.
 HABITS = {
     "do_sample": "sampling is on where temperature is above 0",
-    "generation_config": "write **model.sampling_defaults() for the checkpoint's own sampling",
-    "max_length": "max_new_tokens counts the new tokens of a row, capacity all of them",
-    "max_cache_len": "write capacity=N",
-    "min_length": "there is no least length; eos_ids=() never ends a row early",
-    "min_new_tokens": "there is no least length; eos_ids=() never ends a row early",
-    "num_return_sequences": "give the prompt N times: every row draws for itself",
-    "num_beams": BEAMS,
-    "early_stopping": BEAMS,
-    "length_penalty": BEAMS,
-    "eos": "write eos_ids=[...]",
     "eos_token_id": "write eos_ids=[...]",
-    "pad_token_id": "leave it out: rows may differ in length, nothing is padded",
-    "attention_mask": "leave it out: rows may differ in length, nothing is padded",
-    "input_ids": "pass lists of token ids as prompts",
-    "stop_strings": "write stop=[...]",
-    "stopping_criteria": "write stop=[...], or leave the loop over stream",
-    "streamer": "loop over stream(model, prompts)",
-    "cache_implementation": "write method='kivi:bits=2' or another policy",
-    "past_key_values": "write generate(model, more, cache=out.cache), or forward with a cache of init_cache",
-    "use_cache": "leave it out: there is always a cache; method names it",
-    "assistant_model": "write speculate(model, prompts, drafter=...)",
-    "prompt_lookup_num_tokens": "write speculate(model, prompts, draft=N)",
-    "torch_dtype": "write dtype=...",
-    "device_map": "write sharding=..., or shard(model, method, data=..., seq=..., model=...)",
-    "trust_remote_code": "code from a checkpoint is never run",
+    "generation_config": "write **model.sampling_defaults() for the checkpoint's own sampling",
     "load_in_4bit": "write weights='int4'",
-    "load_in_8bit": "write weights='int8'",
-    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"), GREEDY),
+    "max_cache_len": "write capacity=N",
+    "max_length": "max_new_tokens counts the new tokens of a row, capacity all of them",
+    "min_new_tokens": "write min_tokens=N",
+    "num_beams": "write beam_search(model, prompts, beams=N)",
+    "num_return_sequences": "give the prompt N times: every row draws for itself",
+    "pad_token_id": "leave it out: rows may differ in length, nothing is padded",
+    "past_key_values": "write generate(model, more, cache=out.cache), or forward with a cache of init_cache",
+    "torch_dtype": "write dtype=...",
 }
 
 
-def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UserError for the first given option that `function` has not."""
+def check_names(
+    function: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise UserError for the first given option that `function` has not. `elsewhere` says who has options that it
+    lacks."""
     for name in given:
         if name not in known:
-            if name in HABITS:
-                raise UserError(f"{function} has no option {name!r}: {HABITS[name]}")
+            if hint := elsewhere.get(name) or HABITS.get(name):
+                raise UserError(f"{function} has no option {name!r}: {hint}")
             raise UserError(f"unknown option of {function} {name!r}{suggest(name, known)}")
 
 
-def named_options(function: Callable[P, R]) -> Callable[P, R]:
+def named_options(function: Callable[P, R], *, elsewhere: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """`function` with a UserError for options it has not. Signature and help stay its own."""
     known = tuple(inspect.signature(function).parameters)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]  # that of the class, of its __init__
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        check_names(name, options, known)
+        check_names(name, options, known, elsewhere)
         return function(*arguments, **options)
 
     return call
+
+
+def with_parameters(added: Iterable[inspect.Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Name keyword arguments, which are a function's `**options`, in its signature and help."""
+
+    def widened(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *added])  # pyrefly: ignore
+        return function
+
+    return widened
+
+
+def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they are."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return with_parameters(
+        [
+            inspect.Parameter(field.name, kind, default=field.default, annotation=field.type)
+            for field in dataclasses.fields(options)
+        ]
+    )
 
 
 def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:

@@ -35,6 +35,7 @@ step would cost what the capacity costs. Between strides of steps, the host ther
 Only encoded tokens lie in pages. The newest tokens lie in the window: a clock encodes a unit once a row holds
 `window + unit` tokens that it has not encoded."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -44,6 +45,9 @@ from collections.abc import Sequence
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache.layout import MANY_QUERIES, Ask, CacheLayout, Deal, LengthBound, RunLayout, reader_of
+from kvqjax.codecs.uniform import GroupError
+from kvqjax.methods import parse
+from kvqjax.methods.grammar import read_text
 from kvqjax.methods.layer_cache import Clock, Wiring
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
@@ -85,9 +89,21 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
         if family(layout.target) == "cpu" and wiring.fast.before_rope:
             wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
     except ValueError as error:
-        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}") from error
+        hint = _fitting_group(error, layout, first, shape) if isinstance(error, GroupError) else ""
+        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}{hint}") from error
     _check_clocks(wiring, str(layout.method))
     return _by_groups(wiring, layout.method)
+
+
+def _fitting_group(error: GroupError, layout: CacheLayout, first: int, shape: KVShape) -> str:
+    """Name an option of the method with which the layer can be built; "" where none is known."""
+    for size in error.fitting:
+        for option in ("group", "value_group"):
+            with contextlib.suppress(ValueError):
+                method = parse(read_text(str(layout.method)) | {option: size})
+                _resolved(method.layers(layout.shape)[first].build(shape), layout.dtype)
+                return f"; {option}={size} does"
+    return ""
 
 
 def _resolved(wiring: Wiring, dtype: str) -> Wiring:

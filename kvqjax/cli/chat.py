@@ -15,29 +15,21 @@ from kvqjax._folders import user_folder
 from kvqjax._tables import size
 from kvqjax.cli.common import (
     Artifacts,
-    BeyondTrained,
     Dtype,
     Kernels,
-    MinP,
     ModelName,
     OneCache,
     PromptChunk,
-    RepetitionPenalty,
     RopeLength,
-    Seed,
-    Stop,
-    Temperature,
     TextOnly,
-    TopK,
-    TopP,
     Weights,
     calibrated,
-    checked_draw,
     methods_of,
     number,
     open_model,
     token_number,
 )
+from kvqjax.cli.generate_options import read_generate_options, with_generate_options
 from kvqjax.cli.output import announce
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
@@ -232,6 +224,7 @@ def _guarded(talk: _Chat, lines: Iterator[str]) -> None:
             announce("[stopped]")
 
 
+@with_generate_options
 def chat(
     model: ModelName = "demo",
     cache: OneCache = "exact",
@@ -243,14 +236,6 @@ def chat(
         int | None, token_number(help="most tokens of the conversation, also as 32k; default: grows as needed")
     ] = None,
     chunk: PromptChunk = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
-    stop: Stop = [],  # noqa: B006
-    beyond_trained: BeyondTrained = False,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
@@ -259,18 +244,16 @@ def chat(
     as_json: Annotated[
         bool, typer.Option("--json", help="print every answer as a line of JSON, with its figures")
     ] = False,
+    **options: Any,
 ) -> None:
     """Talk with a model; its compressed cache stays from turn to turn.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a line."""
-    draw = checked_draw(temperature, top_k, top_p, min_p, repetition_penalty)
+    asked = read_generate_options(options)
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
-    options = draw | {
-        "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels, "stop": stop,
-        "seed": seed, "beyond_trained": beyond_trained,
-    }  # fmt: skip
-    talk = _Chat(loaded, lambda text: Session(loaded, method, system=text, **options), system, as_json)
+    asked |= {"capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels}
+    talk = _Chat(loaded, lambda text: Session(loaded, method, system=text, **asked), system, as_json)
     if load is not None:
         talk.turn(f"/load {load}")
     with Lines(sys.stdin) as lines:

@@ -13,7 +13,6 @@ from kvqjax._options import token_count
 from kvqjax._tables import size
 from kvqjax._timing import memory
 from kvqjax.cache.accounting import array_bytes
-from kvqjax.generation.sampling import make_sampling
 from kvqjax.methods import Method, parse
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, load, locate
@@ -26,7 +25,6 @@ __all__ = [
     "MOST_ROWS",
     "Artifacts",
     "Batch",
-    "BeyondTrained",
     "Caches",
     "DataName",
     "Dtype",
@@ -35,22 +33,15 @@ __all__ = [
     "Json",
     "Kernels",
     "Mesh",
-    "MinP",
     "ModelName",
     "OneCache",
     "PromptChunk",
-    "RepetitionPenalty",
     "RopeLength",
     "Seed",
     "Split",
-    "Stop",
-    "Temperature",
     "TextOnly",
-    "TopK",
-    "TopP",
     "Weights",
     "calibrated",
-    "checked_draw",
     "methods_of",
     "number",
     "open_model",
@@ -124,42 +115,6 @@ OneCache = Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kiv
 PromptChunk = Annotated[
     int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
 ]
-Temperature = Annotated[float, number("--temperature", least=0, most=10_000, help="0: always the likeliest token")]
-TopK = Annotated[int, number("--top-k", least=0, help="draw from the K likeliest; 0: from all")]
-TopP = Annotated[
-    float,
-    number("--top-p", least=0, most=1, help="draw from the likeliest tokens that together have this probability"),
-]
-MinP = Annotated[
-    float, number("--min-p", least=0, most=1, help="leave out tokens less likely than this share of the likeliest")
-]
-RepetitionPenalty = Annotated[
-    float,
-    number(
-        "--repetition-penalty",
-        least=0,
-        most=10_000,
-        help="above 1: tokens that occurred already become less likely",
-    ),
-]
-Stop = Annotated[list[str], typer.Option("--stop", help="end at this text; repeatable")]
-BeyondTrained = Annotated[
-    bool, typer.Option("--beyond-trained", help="let texts become longer than the model was trained for")
-]
-
-
-def checked_draw(
-    temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
-) -> dict[str, Any]:
-    """The options by which tokens are drawn, as `generate` and `Session` take them.
-
-    Raises:
-        UserError: one that cannot be, before any work begins.
-    """
-    draw: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    draw["repetition_penalty"] = repetition_penalty
-    make_sampling(**draw)
-    return draw
 
 
 def methods_of(texts: Iterable[str]) -> list[Method]:

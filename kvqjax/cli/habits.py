@@ -9,59 +9,20 @@ from kvqjax._errors import suggest
 
 __all__ = ["command_hint", "option_hint", "usage_line"]
 
-SAMPLING = "--temperature above 0 draws tokens, and 0 takes the likeliest"
-CACHE = "--cache names the cache: --cache kivi:bits=4; its keys and values apart: --cache 'k=kivi:bits=4;v=exact'"
-FILES = "-f FILE takes a file as one prompt, --prompts FILE a prompt a line"
-LENGTH = "--max-new-tokens counts the new tokens, --capacity all that a row may hold"
-DEVICES = "JAX_PLATFORMS=cpu (or cuda, tpu) before the command chooses the device, --mesh several of them"
-WEIGHTS = "--weights int8 or int4 quantises the weights, --cache the cache"
-CHAT = "kvqjax chat is a conversation; generate --chat puts one prompt through the chat template"
-
-# Option of llama.cpp, ollama, vLLM, SGLang or transformers -> what to write. Looked up only where a command lacks it.
+# Option of llama.cpp, vLLM or transformers -> an example of what to write. Looked up only where a command lacks it.
 OPTIONS = {
-    **dict.fromkeys(("--temp", "--do-sample", "--greedy"), SAMPLING),
-    **dict.fromkeys(
-        ("--n-predict", "--predict", "--max-tokens", "--n-tokens", "--num-predict"), "write --max-new-tokens"
-    ),
-    **dict.fromkeys(("--max-length", "--max-model-len", "--ctx-size", "--n-ctx", "--context-length"), LENGTH),
-    **dict.fromkeys(("--cache-type-k", "--cache-type-v", "--kv-cache-dtype", "--cache-implementation"), CACHE),
-    **dict.fromkeys(("--method", "--kv-bits", "--bits", "--policy", "--kv-cache"), CACHE),
-    **dict.fromkeys(("--repeat-penalty", "--frequency-penalty", "--presence-penalty"), "write --repetition-penalty"),
-    **dict.fromkeys(("--load-in-4bit", "--load-in-8bit", "--quantization", "--quantize"), WEIGHTS),
-    **dict.fromkeys(("--torch-dtype", "--precision"), "write --dtype"),
-    **dict.fromkeys(("--model-id", "--model-name", "--model-path", "--checkpoint"), "write --model"),
-    **dict.fromkeys(("--device", "--device-map", "--gpu", "--cpu", "--n-gpu-layers", "--gpu-layers"), DEVICES),
-    **dict.fromkeys(("--tensor-parallel-size", "--tp", "--tp-size"), "write --mesh model=N"),
-    **dict.fromkeys(("--interactive", "--conversation", "--interactive-first", "--system-prompt"), CHAT),
-    **dict.fromkeys(("--reverse-prompt", "--stop-strings", "--stop-sequence"), "write --stop"),
-    **dict.fromkeys(("--text", "--input"), "write --prompt"),
-    **dict.fromkeys(("--input-file", "--in-file", "--binary-file"), FILES),
-    **dict.fromkeys(
-        ("--num-beams", "--beams"), "beam search is in Python: kvqjax.beam_search(model, prompts, beams=N)"
-    ),
-    **dict.fromkeys(("--draft-max", "--model-draft"), "speculation is in Python: kvqjax.speculate(model, prompts)"),
-    **dict.fromkeys(("--num-return-sequences",), "repeat --prompt: every row draws for itself"),
-    **dict.fromkeys(("--trust-remote-code",), "leave it out: code from a checkpoint is never run"),
-    **dict.fromkeys(("--verbose", "--debug"), "leave it out; --json prints all figures"),
-    **dict.fromkeys(("--output", "--output-dir"), "write --out, or send standard output into a file"),
-    **dict.fromkeys(("--num-samples", "--n-samples"), "eval harness has --limit, calibrate --sequences"),
+    "--cache-type-k": "--cache kivi:bits=4",
+    "--ctx-size": "--capacity 4096",
+    "--kv-cache-dtype": "--cache kivi:bits=4",
+    "--load-in-4bit": "--weights int4",
+    "--max-tokens": "--max-new-tokens 64",
+    "--model-path": "--model demo",
+    "--n-predict": "--max-new-tokens 64",
+    "--repeat-penalty": "--repetition-penalty 1.1",
+    "--temp": "--temperature 0.8",
+    "--torch-dtype": "--dtype bfloat16",
 }
-
-COMMANDS = {
-    **dict.fromkeys(("run", "complete", "completion", "infer", "inference", "prompt"), "kvqjax generate"),
-    **dict.fromkeys(("perplexity", "ppl"), "kvqjax eval ppl"),
-    **dict.fromkeys(("retrieval", "drift", "harness", "compare"), "kvqjax eval {}"),
-    **dict.fromkeys(("evaluate", "lm-eval", "lm_eval"), "kvqjax eval"),
-    **dict.fromkeys(("fit", "quantize", "convert"), "kvqjax calibrate"),
-    **dict.fromkeys(("benchmark", "speed"), "kvqjax bench"),
-    **dict.fromkeys(("list", "ls", "caches"), "kvqjax methods"),
-    **dict.fromkeys(("show", "info"), "kvqjax inspect FOLDER"),
-    **dict.fromkeys(("memory", "estimate"), "kvqjax plan"),
-    **dict.fromkeys(("check", "env", "selftest"), "kvqjax doctor"),
-    **dict.fromkeys(("talk", "conversation"), "kvqjax chat"),
-    "version": "kvqjax --version",
-    "help": "kvqjax --help",
-}
+COMMANDS = {"run": "generate", "ppl": "eval ppl", "perplexity": "eval ppl", "harness": "eval harness"}
 
 
 def option_hint(name: str, options: Collection[str]) -> str | None:
@@ -69,7 +30,8 @@ def option_hint(name: str, options: Collection[str]) -> str | None:
     written = "--" + name.lstrip("-").replace("_", "-").lower()
     if written in options:
         return f"write {written}"
-    return OPTIONS.get(written)
+    example = OPTIONS.get(written, "")
+    return f"write {example}" if example.split(" ")[0] in options else None
 
 
 def command_hint(name: str, commands: Collection[str]) -> str:
@@ -78,7 +40,7 @@ def command_hint(name: str, commands: Collection[str]) -> str:
     if lower in commands:
         return f"; write kvqjax {lower}"
     if lower in COMMANDS:
-        return f"; write {COMMANDS[lower].format(lower)}"
+        return f"; write kvqjax {COMMANDS[lower]}"
     if len(name.split()) > 1:
         return f"; for text to be continued write kvqjax generate {name[:40]!r}"
     return suggest(name, commands)

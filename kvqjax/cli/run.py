@@ -14,26 +14,17 @@ from kvqjax._tables import size
 from kvqjax.cli.common import (
     MOST_HOSTS,
     Artifacts,
-    BeyondTrained,
     Dtype,
     Json,
     Kernels,
     Mesh,
-    MinP,
     ModelName,
     OneCache,
     PromptChunk,
-    RepetitionPenalty,
     RopeLength,
-    Seed,
-    Stop,
-    Temperature,
     TextOnly,
-    TopK,
-    TopP,
     Weights,
     calibrated,
-    checked_draw,
     methods_of,
     number,
     open_model,
@@ -41,6 +32,7 @@ from kvqjax.cli.common import (
     token_number,
 )
 from kvqjax.cli.environment import compiling_seconds
+from kvqjax.cli.generate_options import read_generate_options, with_generate_options
 from kvqjax.cli.output import announce, at_least, reporter
 from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
@@ -135,6 +127,7 @@ def _keep_stdout_ours() -> None:
     sys.stdout = os.fdopen(stdout, "w")
 
 
+@with_generate_options
 def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]", help="text to continue")] = None,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="the same as an option; repeatable")] = [],  # noqa: B006
@@ -157,17 +150,9 @@ def generate(
     in_chunks: Annotated[
         bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")
     ] = False,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
-    stop: Stop = [],  # noqa: B006
     end: Annotated[
         list[str], typer.Option(help="end at this token, an id or its text, not at the model's own; repeatable")
     ] = [],  # noqa: B006
-    beyond_trained: BeyondTrained = False,
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     kernels: Kernels = "auto",
@@ -180,6 +165,7 @@ def generate(
     processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
     process: Annotated[int, number(least=0, most=MOST_HOSTS, help="which of them this is; 0 prints")] = 0,
     as_json: Json = False,
+    **options: Any,
 ) -> None:
     """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
     method = methods_of([cache])[0]
@@ -187,8 +173,7 @@ def generate(
         announce("warning: --prompt-file is now --prompts (a prompt a line); -f reads a file as one prompt")
         prompts_file = prompts_file or prompt_file
     prompts, chat = read_prompts(words or [], prompt, file, prompts_file, chat)
-    if "" in stop:
-        raise UserError("--stop '' would end every text before its first token")
+    asked = read_generate_options(options)
     if in_chunks and chunk is not None:
         raise UserError("--in-chunks and --chunk exclude each other")
     if show_stream and as_json:
@@ -200,20 +185,19 @@ def generate(
     if coordinator:
         _keep_stdout_ours()
         join_hosts(coordinator, processes, process)
-    draw = checked_draw(temperature, top_k, top_p, min_p, repetition_penalty)
     plain = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
     loaded = calibrated(plain, [method], artifact)[0][0]
-    options: dict[str, Any] = draw | {
-        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk, "seed": seed,
-        "stop": tuple(stop), "eos_ids": _end_ids(loaded, end), "beyond_trained": beyond_trained, "chat": chat,
-        "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
+    asked |= {
+        "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk,
+        "eos_ids": _end_ids(loaded, end), "chat": chat, "kernels": kernels,
+        "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
-    _announce_long(loaded, prompts, chat, max_new_tokens, beyond_trained)
+    _announce_long(loaded, prompts, chat, max_new_tokens, asked["beyond_trained"])
     if show_stream:
-        _print_stream(loaded, prompts, method, options)
+        _print_stream(loaded, prompts, method, asked)
         return
     with compiling_seconds() as compiling:
-        result = generate_text(loaded, prompts, method, **options)
+        result = generate_text(loaded, prompts, method, **asked)
     if speaks():
         _print_result(prompts, result, method, as_json, chat, sum(compiling, 0.0))

@@ -10,6 +10,7 @@ no bias. `round` rounds halves to even.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -145,14 +146,22 @@ def fitting_group(width: int, most: int = GROUPS[0]) -> int:
     return next((group for group in GROUPS if group <= most and width % min(group, width) == 0), most)
 
 
+class GroupError(UserError):
+    """A group does not divide a width. `fitting` are smaller groups that do, the largest first."""
+
+    def __init__(self, message: str, fitting: Sequence[int]):
+        super().__init__(message)
+        self.fitting = fitting
+
+
 def check_group(group: int, width: int, least: int = 1) -> None:
-    """Raise UserError unless `group` channels divide `width` or exceed it. The message names a smaller group that does:
-    a power of two, at least `least`."""
+    """Raise GroupError unless `group` channels divide `width` or exceed it. What fits is a power of two, at least
+    `least`."""
     if width % min(at_least_one(group), width) == 0:
         return
     fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
-    hint = f"group={fitting[-1]} does" if fitting else f"nor does any power of two from {least} on"
-    raise UserError(f"group={group} does not divide the width {width}; {hint}")
+    rest = "" if fitting else f"; nor does any power of two from {least} on"
+    raise GroupError(f"group={group} does not divide the width {width}{rest}", fitting[::-1])
 
 
 def _per_token(spec: Uniform, width: int) -> Codec:

@@ -16,6 +16,7 @@ from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.surgery import gather
 from kvqjax.generation.loop import require_finite
+from kvqjax.generation.options import GENERATE
 from kvqjax.generation.prompt_ids import (
     Prompts,
     bucket,
@@ -134,7 +135,7 @@ def _begin(cache: Cache, logits, eos, penalty, *, beams: int, new: int) -> _Stat
 _prefill = jax.jit(prefill, donate_argnames="cache")
 
 
-@named_options
+@functools.partial(named_options, elsewhere=GENERATE)
 def beam_search(
     model: Model,
     prompts: Prompts,

@@ -3,28 +3,21 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import numpy as np
 
-from kvqjax._arguments import MOST_SEED, check_counts, check_integer
+from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
-from kvqjax._options import named_options
+from kvqjax._options import named_options, with_fields
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.surgery import fork
 from kvqjax.generation.driver import Generation, Piece, Settings
 from kvqjax.generation.loop import STRIDE, Progress, fetched, require_finite
+from kvqjax.generation.options import GenerateFields, GenerateOptions
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import (
-    Prompts,
-    capacity_for,
-    encode_prompts,
-    end_ids,
-    padded_rows,
-    require_trained,
-)
-from kvqjax.generation.sampling import make_sampling
-from kvqjax.generation.text import stop_strings
+from kvqjax.generation.prompt_ids import Prompts, capacity_for, encode_prompts, padded_rows, require_trained
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_new_tokens
@@ -39,8 +32,8 @@ class Generated:
 
     - `text[b]` and `tokens[b]` of every prompt: new text, and its token ids without the end token. Text is empty where
       the model has no tokenizer. A stop string is not in the text; its tokens are in `tokens`.
-    - `finish_reasons[b]`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`), or "closed" (the
-      stream was closed before).
+    - `finish_reasons[b]`: "eos" (an end token, or one of `stop_token_ids`), "stop" (a stop string), "length"
+      (`max_new_tokens`), or "closed" (the stream was closed before).
     - `cache` holds every prompt and all of `tokens`: `generate(model, more, cache=out.cache)` goes on from there.
     - `prompt_tokens[b]` counts the tokens of every prompt. `seconds_to_first_token` includes the prompts and whatever
       was compiled. `tokens_per_second` counts the tokens of all rows after their first ones; 0 where there are none.
@@ -134,6 +127,7 @@ def _check_room(cache: Cache, before: Sequence[int], prompts: Sequence[Sequence[
 
 
 @named_options
+@with_fields(GenerateOptions)
 def stream(
     model: Model,
     prompts: Prompts,
@@ -146,17 +140,9 @@ def stream(
     kernels: str = "auto",
     chat: bool = False,
     add_special_tokens: bool | None = None,
-    stop: str | Sequence[str] = (),
-    eos_ids: Sequence[int] | None = None,
-    seed: int = 0,
     stride: int = STRIDE,
-    beyond_trained: bool = False,
     progress: Progress | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    **options: Unpack[GenerateFields],
 ) -> Stream:
     """Generate piece by piece: an iterator over what is new after every `stride` tokens, whose `result` is what
     `generate` returns. Arguments are those of `generate`.
@@ -171,7 +157,7 @@ def stream(
     check_counts(max_new_tokens=max_new_tokens, capacity=capacity, stride=stride)
     if chunk != AUTO:
         check_counts(chunk=chunk)
-    check_integer("seed", seed, 0, MOST_SEED)
+    checked = GenerateOptions(**options)
     lengths = None  # of the rows of a cache that is continued
     if cache is not None:
         _check_continues(model, cache, method, capacity, kernels, chat)
@@ -181,16 +167,9 @@ def stream(
     )
     before = [0] * len(ids) if lengths is None else lengths.tolist()
     with_prompts = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
-    require_trained(model, with_prompts, max_new_tokens, beyond_trained)
-    end = end_ids(model, eos_ids)
-    sampling = make_sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
-    strings = stop_strings(stop)
-    if strings and not model.has_tokenizer:
-        raise UserError("stop strings need a tokenizer, and this model has none")
     stride = min(stride, max_new_tokens)  # a row's new tokens have room for one stride
-    settings = Settings(max_new_tokens, sampling, end, strings, seed, stride, chunk, progress)
+    require_trained(model, with_prompts, max_new_tokens, checked.beyond_trained)
+    settings = Settings.of(model, max_new_tokens, checked, stride, chunk, progress)
     if cache is None:
         method, capacity = "exact" if method is None else method, capacity_for(model, ids, max_new_tokens, capacity)
         cache = init_cache(model, method, padded_rows(model, ids, capacity), capacity, kernels=kernels)
@@ -202,6 +181,7 @@ def stream(
 
 
 @named_options
+@with_fields(GenerateOptions)
 def generate(
     model: Model,
     prompts: Prompts,
@@ -214,19 +194,15 @@ def generate(
     kernels: str = "auto",
     chat: bool = False,
     add_special_tokens: bool | None = None,
-    stop: str | Sequence[str] = (),
-    eos_ids: Sequence[int] | None = None,
-    seed: int = 0,
     stride: int = STRIDE,
-    beyond_trained: bool = False,
     progress: Progress | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    **options: Unpack[GenerateFields],
 ) -> Generated:
     """Continue each prompt through a cache of `method`: a method, or a policy such as "kivi:bits=2" (None: exact).
+
+    A token is chosen in this order: `logit_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`. Each applies to
+    what the ones before it left, as in transformers and vLLM. A checkpoint's own sampling is used on request only:
+    `generate(model, prompts, **model.sampling_defaults())`.
 
     Args:
         prompts: A string, or a list of strings, token id lists or (chat=True) message lists; rows may differ in length.
@@ -242,25 +218,32 @@ def generate(
         chat: Put the prompts through the tokenizer's chat template.
         add_special_tokens: Whether strings get the tokens with which the tokenizer begins a text; None: those do that
             begin one, and not those that go on from a row of `cache`.
-        stop: Strings that end a row and are kept out of its text; the text of a special token may be one. The text is
-            what prompt and answer say together, without the prompt's part (kvqjax/generation/text.py).
-        eos_ids: Tokens that end a row; default: the model's.
-        seed: Of the draws.
         stride: Tokens between looks at the text.
         progress: Told after each chunk which part of the prompt is done.
+        stop: Strings that end a row and are kept out of its text; the text of a special token may be one. The text is
+            what prompt and answer say together, without the prompt's part (kvqjax/generation/text.py).
+        eos_ids: Tokens that end a row and do not belong to it; default: the model's.
+        stop_token_ids: Further tokens that end a row.
+        ignore_eos: Go on after the model's end tokens, which then belong to the row. `stop_token_ids` end it all the
+            same.
+        min_tokens: Tokens that a row has at least. Before them no end token is drawn and no stop string counts.
         beyond_trained: Let prompt and new tokens be more than the model was trained for, which is refused otherwise. A
             greater capacity alone is not.
-        temperature: 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch each off; each applies to
-            what the ones before it left, as in transformers. A checkpoint's own sampling is used on
-            request only: `generate(model, prompts, **model.sampling_defaults())`.
+        seed: Of the draws; -1 chooses one at random.
+        temperature: 0 is greedy.
+        top_k: Draw from the `top_k` likeliest tokens; 0 or -1: from all.
+        top_p: Draw from the likeliest tokens that together have this probability.
+        min_p: Leave out tokens less likely than this share of the likeliest.
+        repetition_penalty: Above 1, tokens of prompt and answer become less likely; 1 switches it off.
+        presence_penalty: Subtracted from the logits of the tokens that the answer has; from -2 to 2.
+        frequency_penalty: Subtracted from a token's logit once for each time that the answer has it; from -2 to 2.
+        logit_bias: Numbers from -100 to 100 by token id, which are added to the logits.
 
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or exclude each other."""
     pieces = stream(
         model, prompts, method, cache=cache, max_new_tokens=max_new_tokens, capacity=capacity, chunk=chunk,
-        kernels=kernels, chat=chat, add_special_tokens=add_special_tokens, stop=stop, eos_ids=eos_ids, seed=seed,
-        stride=stride, beyond_trained=beyond_trained, progress=progress, temperature=temperature, top_k=top_k,
-        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        kernels=kernels, chat=chat, add_special_tokens=add_special_tokens, stride=stride, progress=progress, **options,
     )  # fmt: skip
     for _ in pieces:
         pass

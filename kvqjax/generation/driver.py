@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from kvqjax.cache import Cache, CacheLayout, runs_of
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
 from kvqjax.cache.surgery import crop, gather
 from kvqjax.generation.loop import STRIDE, LoopState, Progress, decode_steps, fetched, require_finite, shared, start
-from kvqjax.generation.sampling import Sampling
+from kvqjax.generation.options import GenerateOptions
+from kvqjax.generation.sampling import Sampling, make_sampling
 from kvqjax.generation.text import Detokenizer
 from kvqjax.model.loading import Model
 
@@ -33,17 +35,23 @@ class Piece(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is asked of a generation, checked: `eos` are the tokens that end a row, `stride` the most tokens between two
-    looks at the text, `chunk` how prompts enter the cache (None: by an exact prefill where the cache is empty)."""
+    """What is asked of a generation, checked: `ends` are the tokens that end a row, `stride` is the most tokens between
+    two looks at the text, `chunk` how prompts enter the cache (None: by an exact prefill where the cache is empty)."""
 
     max_new_tokens: int
+    options: GenerateOptions
     sampling: Sampling
-    eos: Any  # Int[N]
-    stop: tuple[str, ...] = ()
-    seed: int = 0
+    ends: Int[np.ndarray, " N"]
     stride: int = STRIDE
     chunk: int | str | None = None
     progress: Progress | None = None
+
+    @classmethod
+    def of(cls, model: Model, max_new_tokens: int, options: GenerateOptions, *rest: Any) -> "Settings":
+        """Lay options out for a model. Raises UserError for tokens that it lacks."""
+        options.check_tokenizer(model)
+        sampling = make_sampling(options, options.bias(model))
+        return cls(max_new_tokens, options, sampling, options.ends(model, max_new_tokens), *rest)
 
 
 def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | None:
@@ -121,8 +129,9 @@ class Generation:
         self._fed[: len(prompts)] += [len(prompt) for prompt in prompts]
         tokenizer = model.tokenizer if model.has_tokenizer else None
         contexts = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
-        self._texts = [Detokenizer(tokenizer, ids, settings.stop) for ids in contexts]
-        self._sampling, self._eos = shared(model, (settings.sampling, settings.eos))
+        options = settings.options
+        self._texts = [Detokenizer(tokenizer, ids, options.stop, options.min_tokens) for ids in contexts]
+        self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
         self._owed = self._surplus = np.zeros((cache.batch,), bool)  # rows whose cache lacks a token, or has too many
@@ -201,7 +210,7 @@ class Generation:
         room = STRIDE if settings.stride <= STRIDE else 1 << (settings.stride - 1).bit_length()
         return start(
             self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling,
-            settings.seed, self._eos, settings.progress, room=room, held=self._held, before=self._before,
+            settings.options, self._ends, settings.progress, room=room, held=self._held, before=self._before,
         )  # fmt: skip
 
     def _stepped(self, state: LoopState) -> LoopState:
@@ -211,12 +220,12 @@ class Generation:
         done[: len(self.reasons)] = [reason is not None for reason in self.reasons]
         lengths = self._fed.copy()  # in the cache and owed
         lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
-        if self._settings.stop and not done.all():
+        if self._settings.options.stop and not done.all():
             steps = min(steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps)
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
         done, owed, limit = shared(self._model, (done, self._owed, np.int32(steps)))
         state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))
-        state = decode_steps(self._model, state, self._sampling, self._eos, limit)
+        state = decode_steps(self._model, state, self._sampling, self._ends, limit)
         return state.replace(cache=bounded(state.cache, None))
 
     def _read(self, state: LoopState) -> Piece:

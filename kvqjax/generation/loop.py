@@ -1,6 +1,7 @@
 """The state of a generation under way: a prefilled cache, then decode steps inside one jit."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,9 +14,10 @@ from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
+from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
-from kvqjax.generation.sampling import RowSampling, Sampling, sample, split_key
+from kvqjax.generation.sampling import History, RowSampling, Sampling, history_of, sample, split_key
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.prompt import prefill
@@ -49,14 +51,15 @@ class LoopState(struct.PyTreeNode):
     owed: Leaf  # Bool[B], whether the cache still lacks it
     left: Leaf  # Int[B], how many tokens the row may still get
     done: Leaf  # Bool[B]
-    seen: Leaf  # Bool[B, V], or None without a repetition penalty
     key: Leaf  # one, or one of every row [B]
+    history: History | None = None  # None without penalties
+    endless: Leaf = None  # Int[B], the tokens that a row still gets before an end token may come; None: of no row
     scores: "Scores | None" = None  # of `tokens`, where they are wanted
 
 
 class Scores(struct.PyTreeNode):
     """Log probabilities of the tokens that the latest call made, and of the likeliest ones in their places: those of
-    the model's logits, before penalty and temperature."""
+    the model's logits, before bias, penalties and temperature."""
 
     chosen: Leaf  # Float[B, S]
     ids: Leaf  # Int[B, S, N]
@@ -118,7 +121,7 @@ def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> 
     made, newest, left = numbers
     owed, done = flags
     tokens = place(np.zeros((cache.batch, room), np.int32))
-    return LoopState(cache, tokens, made, newest, owed, left, done, seen=None, key=jax.random.key(0))
+    return LoopState(cache, tokens, made, newest, owed, left, done, key=jax.random.key(0))
 
 
 def _record(state: LoopState, tokens, logits, eos) -> LoopState:
@@ -136,9 +139,27 @@ def _record(state: LoopState, tokens, logits, eos) -> LoopState:
         owed=alive,
         left=left,
         done=state.done | ended | (left <= 0),
-        seen=None if state.seen is None else state.seen.at[rows, tokens].max(alive),
+        history=None if state.history is None else _noted(state.history, tokens, alive),
+        endless=None if state.endless is None else state.endless - alive.astype(jnp.int32),
         scores=None if state.scores is None else _scored(state.scores, logits, tokens, place),
     )
+
+
+def _noted(history: History, tokens, alive) -> History:
+    """Count one more token of every row that is alive."""
+    rows = jnp.arange(len(tokens))
+    return history.replace(made=history.made.at[rows, tokens].add(alive.astype(jnp.int32)))
+
+
+def _chosen(state: LoopState, key, logits, sampling: Sampling | RowSampling, eos):
+    """Choose the next token of every row: none of `eos` where the row goes on in any case."""
+    if state.endless is not None:
+        batch, vocab = logits.shape
+        ends = jnp.broadcast_to(jnp.atleast_2d(eos), (batch, eos.shape[-1]))
+        # What lies behind the vocabulary is dropped. A negative number would count from its end.
+        blocked = jnp.where((state.endless[:, None] > 0) & (ends >= 0), ends, vocab)
+        logits = logits.at[jnp.arange(batch)[:, None], blocked].set(-jnp.inf, mode="drop")
+    return sample(key, logits, state.history, sampling)
 
 
 def _scored(scores: Scores, logits, tokens, place) -> Scores:
@@ -158,7 +179,7 @@ def _scored(scores: Scores, logits, tokens, place) -> Scores:
 def first_token(state: LoopState, logits, sampling: Sampling | RowSampling, eos) -> LoopState:
     """Draw the first token of every row from the logits of its prompt. `state` is donated."""
     key, draw = split_key(state.key)
-    return _record(state.replace(key=key), sample(draw, logits, state.seen, sampling), logits, eos)
+    return _record(state.replace(key=key), _chosen(state, draw, logits, sampling, eos), logits, eos)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -180,7 +201,7 @@ def decode_steps(
         logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
         key, draw = split_key(state.key)
         state = state.replace(cache=cache, key=key)
-        return count + 1, _record(state, sample(draw, logits, state.seen, sampling), logits, eos)
+        return count + 1, _record(state, _chosen(state, draw, logits, sampling, eos), logits, eos)
 
     most = jnp.minimum(limit, state.tokens.shape[1])
     start = (jnp.int32(0), state.replace(made=jnp.zeros_like(state.made)))
@@ -209,7 +230,7 @@ def start(
     chunk: int | str | None,
     new: int,
     sampling: Sampling,
-    seed: int,
+    options: GenerateOptions,
     eos,
     progress: Progress | None = None,
     *,
@@ -221,7 +242,8 @@ def start(
 
     Rows of the cache without a prompt are done from the start. `held` says how many tokens each row of the cache holds
     (None: none; only then `chunk=None` is an exact prefill), and `before` which, for the repetition penalty. `room` is
-    how many tokens of a row one call of `decode_steps` may make."""
+    how many tokens of a row one call of `decode_steps` may make. `sampling` is what `options` say of a draw, and `eos`
+    what they say of end tokens."""
     prompts = [*prompts, *([] for _ in range(cache.batch - len(prompts)))]
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = padded(prompts, bucket(int(counts.max())))
@@ -234,18 +256,18 @@ def start(
         chunk = min(chunk, cache.layout.capacity)  # no prompt is longer; a chunk is computed at its full length
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress, held)
     _require_finite(logits, shared(model, counts))
-    seen = None
-    if sampling.penalise:
-        marks = np.zeros((len(prompts), model.config.vocab_size), bool)
-        for ids in (prompts, before):
-            for row, prompt in zip(marks, ids, strict=False):
-                row[list(prompt)] = True
-        seen = shared(model, marks)
+    history = endless = None
+    if options.penalises:
+        texts = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
+        history = shared(model, history_of(texts, model.config.vocab_size))
+    if options.min_tokens:
+        endless = shared(model, np.full((len(prompts),), options.min_tokens, np.int32))
     state = unbegun(cache, room, functools.partial(shared, model))
     state = state.replace(
         left=shared(model, np.full((len(prompts),), new, np.int32)),
         done=shared(model, counts == 0),
-        seen=seen,
-        key=jax.random.wrap_key_data(shared(model, jax.random.key_data(jax.random.key(seed)))),
+        history=history,
+        endless=endless,
+        key=jax.random.wrap_key_data(shared(model, jax.random.key_data(jax.random.key(options.seed)))),
     )
     return first_token(state, logits, sampling, eos)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvqjax._arguments import check_integer, named
+from kvqjax._arguments import MOST, check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
@@ -25,6 +25,8 @@ __all__ = [
     "padded",
     "padded_rows",
     "require_trained",
+    "token_ids",
+    "with_text",
 ]
 
 LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
@@ -70,14 +72,20 @@ def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T
     return out
 
 
-def end_ids(model: Model, ids: Any) -> Int[np.ndarray, " N"]:
+def token_ids(option: str, ids: Any) -> tuple[int, ...]:
+    """Read the token ids of an option. Raises UserError for what is no list of whole numbers."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise UserError(f"{option}={named(ids)}; wanted a list of token ids, such as [2]")
+    return tuple(check_integer(option, token, -MOST) for token in ids)
+
+
+def end_ids(model: Model, ids: Any, option: str = "eos_ids") -> Int[np.ndarray, " N"]:
     """Choose the tokens that end a row: `ids`, by default the model's. Raises UserError for what is no id of the model:
     no row would ever end by it."""
     if ids is None:
         return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise UserError(f"eos_ids={named(ids)}; wanted a list of token ids, such as [2]")
-    return np.asarray([check_integer("eos_ids", x, 0, model.config.vocab_size - 1) for x in ids], np.int32)
+    last = model.config.vocab_size - 1
+    return np.asarray([check_integer(option, token, 0, last) for token in token_ids(option, ids)], np.int32)
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
@@ -91,6 +99,12 @@ def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_train
         )
 
 
+def with_text(message: Any) -> Any:
+    """Give an assistant's message without content, as calls of tools have it, an empty one: templates join texts."""
+    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
+    return {**message, "content": ""} if is_answer and message.get("content") is None else message
+
+
 def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:
     """Put a conversation through the tokenizer's chat template, up to where the answer begins. Raises UserError where
     there is no template, and where it refuses these messages."""
@@ -99,7 +113,9 @@ def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:
     if getattr(model.tokenizer, "chat_template", None) is None:
         raise UserError("this model's tokenizer has no chat template; leave chat off")
     try:
-        return model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return model.tokenizer.apply_chat_template(
+            list(map(with_text, messages)), add_generation_prompt=True, tokenize=False
+        )
     except TemplateError as error:
         raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())[:200]}") from error
 

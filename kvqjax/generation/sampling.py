@@ -1,7 +1,6 @@
-"""Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty, all inside
-jit."""
+"""Choosing the next token from logits, inside jit: bias and penalties, then greedy, or temperature, top-k, top-p and
+min-p."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +10,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvqjax._arguments import check_integer, typed
-from kvqjax._errors import UserError
-
-__all__ = ["RowSampling", "Sampling", "drawn_from", "make_sampling", "of_rows", "penalised", "sample", "split_key"]
+from kvqjax.generation.options import GenerateOptions
+from kvqjax.model.loading import Model
 
 
 class Sampling(struct.PyTreeNode):
@@ -26,6 +23,9 @@ class Sampling(struct.PyTreeNode):
     left_out: Any  # 1 - top_p: the share of probability that may be left out
     min_p: Any
     repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    bias: Any  # float32 [V]; None: no logit has one
     greedy: bool = struct.field(pytree_node=False)
     penalise: bool = struct.field(pytree_node=False)
 
@@ -37,10 +37,30 @@ class RowSampling(struct.PyTreeNode):
     greedy: Any  # Bool[B]: rows that take their most likely token
 
 
-def of_rows(parameters: Sequence[Sampling]) -> RowSampling:
+class History(struct.PyTreeNode):
+    """The tokens that rows have already, for penalties."""
+
+    prompt: Any  # Bool[B, V]: which tokens are in the prompt
+    made: Any  # Int[B, V]: how often each token was made
+
+
+def history_of(prompts: Sequence[Sequence[int]], vocab_size: int) -> History:
+    """Note the tokens of prompts, as arrays of the host. Nothing was made yet."""
+    marks = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(marks, prompts, strict=True):
+        row[list(prompt)] = True
+    return History(marks, np.zeros(marks.shape, np.int32))
+
+
+def of_rows(options: Sequence[GenerateOptions], model: Model) -> RowSampling:
     """Put the parameters of several rows side by side, as arrays of the host."""
-    general = [row.replace(greedy=False, penalise=True) for row in parameters]
-    greedy = np.asarray([row.greedy for row in parameters])
+    no_bias = np.zeros((model.config.vocab_size,), np.float32)
+    general = []
+    for row in options:
+        bias = row.bias(model)
+        sampling = make_sampling(row, no_bias if bias is None else bias)
+        general.append(sampling.replace(greedy=False, penalise=True))
+    greedy = np.asarray([row.temperature == 0 for row in options])
     return RowSampling(jax.tree.map(lambda *numbers: np.stack(numbers), *general), greedy)
 
 
@@ -54,48 +74,23 @@ def split_key(key: Array) -> tuple[Array, Array]:
 
 
 def make_sampling(
-    *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0
+    options: GenerateOptions = GenerateOptions(), bias: Float[np.ndarray, " V"] | None = None
 ) -> Sampling:
-    """Check and pack the parameters.
-
-    They apply one after the other, in the order of transformers: penalty, temperature, top-k, top-p, min-p.
-
-    Args:
-        temperature: 0 is greedy.
-        top_k: 0 switches it off.
-        top_p: 1 switches it off.
-        min_p: 0 switches it off.
-        repetition_penalty: 1 switches it off.
-
-    Returns:
-        The parameters.
-
-    Raises:
-        UserError: for a parameter that is out of its range.
-    """
-    numbers = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    for name, value in numbers.items():
-        typed(name, value, float)
-    check_integer("top_k", top_k, 0)
-    bounds = {
-        "temperature": (temperature, 0 <= temperature < math.inf, "0 or more, and finite"),
-        "top_p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        "min_p": (min_p, 0 <= min_p <= 1, "from 0 to 1"),
-        "repetition_penalty": (repetition_penalty, 0 < repetition_penalty < math.inf, "above 0, and finite"),
-    }
-    for name, (value, fine, limits) in bounds.items():
-        if not fine:
-            raise UserError(f"{name}={value}; it must be {limits}")
+    """Pack the parameters. `bias` is that of the options, laid out over the vocabulary."""
     # Numbers too small for float32 become its least positive number: rounded to 0 they would divide by zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    temperature = options.temperature or 1.0
     return Sampling(
-        temperature=jnp.float32(min(max(temperature, least), most) if temperature else 1.0),
-        top_k=jnp.int32(top_k),
-        left_out=jnp.float32(1 - top_p),
-        min_p=jnp.float32(min_p),
-        repetition_penalty=jnp.float32(min(max(repetition_penalty, least), most)),
-        greedy=temperature == 0,
-        penalise=repetition_penalty != 1,
+        temperature=jnp.float32(min(max(temperature, least), most)),
+        top_k=jnp.int32(options.top_k),
+        left_out=jnp.float32(1 - options.top_p),
+        min_p=jnp.float32(options.min_p),
+        repetition_penalty=jnp.float32(min(max(options.repetition_penalty, least), most)),
+        presence_penalty=jnp.float32(options.presence_penalty),
+        frequency_penalty=jnp.float32(options.frequency_penalty),
+        bias=bias,
+        greedy=options.temperature == 0,
+        penalise=options.penalises,
     )
 
 
@@ -131,26 +126,34 @@ def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]
     return (scores > score) | ((scores == score) & (ids >= token))
 
 
-def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
-    """Apply the repetition penalty to the logits of tokens that are already in the row, which `seen` marks. Positive
-    logits are divided by it, negative ones are multiplied (CTRL, arXiv 1909.05858, section 4.1)."""
-    if not sampling.penalise or seen is None:
+def adjusted(logits: Float[Array, "B V"], history: History | None, sampling: Sampling) -> Float[Array, "B V"]:
+    """Add the bias, then apply the penalties: the order of vLLM and transformers.
+
+    The repetition penalty is for tokens of the prompt and of the answer: positive logits are divided by it, negative
+    ones are multiplied (CTRL, arXiv 1909.05858, section 4.1). The penalties of presence and frequency are for tokens of
+    the answer: they are subtracted, the latter once for each time that the token was made (OpenAI's formula)."""
+    if sampling.bias is not None:
+        logits = logits + sampling.bias[None]
+    if not sampling.penalise or history is None:
         return logits
+    was_made = history.made > 0
     penalty = sampling.repetition_penalty
     lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    return jnp.where(seen, lowered, logits)
+    logits = jnp.where(history.prompt | was_made, lowered, logits)
+    logits = logits - sampling.frequency_penalty * history.made.astype(jnp.float32)
+    return logits - sampling.presence_penalty * was_made.astype(jnp.float32)
 
 
-def drawn_from(logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling) -> Float[Array, "B V"]:
+def drawn_from(logits: Float[Array, "B V"], history: History | None, sampling: Sampling) -> Float[Array, "B V"]:
     """Log weights of the tokens that may come next, with -inf for those that may not."""
-    logits = penalised(logits, seen, sampling)
+    logits = adjusted(logits, history, sampling)
     # Less the greatest before the division: a tiny temperature would make infinities of several.
     scores = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
     return jnp.where(_kept(scores, sampling), scores, -jnp.inf)
 
 
 def sample(
-    key: Array, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None, sampling: Sampling | RowSampling
+    key: Array, logits: Float[Array, "B V"], history: History | None, sampling: Sampling | RowSampling
 ) -> Int[Array, " B"]:
     """Choose one token of every row.
 
@@ -158,34 +161,38 @@ def sample(
         key: one key, or one of every row [B] beside parameters of rows. What a row of its own key draws does not depend
             on the other rows, and is what a batch of that row alone would draw.
         logits: of the next token.
-        seen: marks the tokens already in a row; needed where a repetition penalty is.
+        history: the tokens already in a row; needed where there is a penalty.
         sampling: the parameters.
 
     Returns:
         Token ids, int32 [B].
     """
     if isinstance(sampling, RowSampling):
-        return _sample_rows(key, logits, seen, sampling)
+        return _sample_rows(key, logits, history, sampling)
     if sampling.greedy:
-        return penalised(logits, seen, sampling).argmax(-1).astype(jnp.int32)
-    return jax.random.categorical(key, drawn_from(logits, seen, sampling)).astype(jnp.int32)
+        return adjusted(logits, history, sampling).argmax(-1).astype(jnp.int32)
+    return jax.random.categorical(key, drawn_from(logits, history, sampling)).astype(jnp.int32)
 
 
-def _sample_rows(keys: Array, logits, seen: Bool[Array, "B V"] | None, sampling: RowSampling) -> Int[Array, " B"]:
+def _sample_rows(keys: Array, logits, history: History | None, sampling: RowSampling) -> Int[Array, " B"]:
     """Do `sample` with parameters and a key for every row. The draw sorts the vocabulary, so that it is left out where
     all rows are greedy."""
-    assert seen is not None  # every row may have a penalty
+    assert history is not None  # every row may have a penalty
 
-    def penalised_row(row, marks, parameters):
-        return penalised(row[None], marks[None], parameters)[0]
+    def batch_of_one(row_tree):
+        return jax.tree.map(lambda x: x[None], row_tree)
 
-    likeliest = jax.vmap(penalised_row)(logits, seen, sampling.each).argmax(-1).astype(jnp.int32)
+    def adjusted_row(row, row_history, parameters):
+        return adjusted(row[None], batch_of_one(row_history), parameters)[0]
+
+    likeliest = jax.vmap(adjusted_row)(logits, history, sampling.each).argmax(-1).astype(jnp.int32)
 
     def drawn():
-        def draw(key, row, marks, parameters):
-            return jax.random.categorical(key, drawn_from(row[None], marks[None], parameters)[0])
+        def draw(key, row, row_history, parameters):
+            weights = drawn_from(row[None], batch_of_one(row_history), parameters)
+            return jax.random.categorical(key, weights[0])
 
-        tokens = jax.vmap(draw)(keys, logits, seen, sampling.each).astype(jnp.int32)
+        tokens = jax.vmap(draw)(keys, logits, history, sampling.each).astype(jnp.int32)
         return jnp.where(sampling.greedy, likeliest, tokens)
 
     return jax.lax.cond(sampling.greedy.all(), lambda: likeliest, drawn)

@@ -1,27 +1,28 @@
 """A conversation whose cache stays from turn to turn: each turn feeds what is new and answers piece by piece."""
 
 import copy
+import dataclasses
 import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from kvqjax._arguments import MOST_SEED, check_counts, check_integer
+from kvqjax._arguments import MOST_SEED, check_counts
 from kvqjax._errors import UserError, unwritten
 from kvqjax._files import path_of
-from kvqjax._options import named_options
+from kvqjax._options import named_options, with_fields
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import read_description, write_folder
 from kvqjax.cache.surgery import crop, fork, resize
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
-from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, end_ids, require_trained
-from kvqjax.generation.sampling import make_sampling
-from kvqjax.generation.text import Detokenizer, stop_strings
+from kvqjax.generation.options import GenerateFields, GenerateOptions
+from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, require_trained, with_text
+from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
@@ -80,6 +81,7 @@ class Session:
     `cache` is the cache, None before the first turn."""
 
     @named_options
+    @with_fields(GenerateOptions)
     def __init__(
         self,
         model: Model,
@@ -90,16 +92,8 @@ class Session:
         max_new_tokens: int = 256,
         chunk: int | str | None = None,
         kernels: str = "auto",
-        stop: str | Sequence[str] = (),
-        eos_ids: Sequence[int] | None = None,
-        beyond_trained: bool = False,
-        seed: int = 0,
         stride: int = 1,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        **options: Unpack[GenerateFields],
     ):
         """Begin a conversation. Nothing is computed before the first turn.
 
@@ -111,28 +105,25 @@ class Session:
                 ones enter as many at a time as suit the chip.
             stride: Tokens between pieces of text.
 
-        The other options are those of `kvqjax.generate`.
+        The other options are those of `kvqjax.generate`. The penalties of presence and frequency count the tokens of
+        the answer under way, the repetition penalty those of the whole conversation.
 
         Raises:
             UserError: A model without a tokenizer, options that do not exist or cannot be."""
         check_model(model)
         check_counts(capacity=capacity, max_new_tokens=max_new_tokens, stride=stride)
-        check_integer("seed", seed, 0, MOST_SEED)
         if chunk != "auto":
             check_counts(chunk=chunk)
         if not model.has_tokenizer:
             raise UserError("a session needs a tokenizer, and this model has none; generate takes token ids")
-        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        sampling |= {"repetition_penalty": repetition_penalty}
         self.model, self.method, self.system = model, parse(method), system
-        ends, strings = end_ids(model, eos_ids), stop_strings(stop)
+        checked = GenerateOptions(**options)
         self._options: dict[str, Any] = {
             "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels,
-            "stop": strings, "eos_ids": None if eos_ids is None else ends.tolist(), "seed": seed, "stride": stride,
-            "beyond_trained": beyond_trained,
-        } | sampling  # fmt: skip
+            "stride": stride,
+        } | dataclasses.asdict(checked)  # fmt: skip
         stride = min(stride, max_new_tokens)  # a row's new tokens have room for one stride
-        self._settings = Settings(max_new_tokens, make_sampling(**sampling), ends, strings, seed, stride, chunk)
+        self._settings = Settings.of(model, max_new_tokens, checked, stride, chunk)
         self.last: Turn | None = None
         self._history: list[Message] = []
         self._parts: list[_Part] = []  # the conversation as the model knows it
@@ -184,7 +175,8 @@ class Session:
             request = f"a conversation of {len(ids)} tokens and {new} new ones"
             raise UserError(f"{request} do not fit this session's capacity of {capacity}")
         check_length(self.model.config, need)
-        require_trained(self.model, [len(ids)], new, self._options["beyond_trained"])
+        require_trained(self.model, [len(ids)], new, self._settings.options.beyond_trained)
+        self._settings.options.ends(self.model, new)
         return Answer(self, history, parts, ids, new)
 
     def fork(self) -> "Session":
@@ -268,7 +260,7 @@ class Session:
 
     def _text(self, history: Sequence[Message]) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*system, *history]
+        messages = [with_text(message) for message in [*system, *history]]
         if not self._plain:
             return chat_text(self.model, messages)
         # An answer follows its question at once, since the model went on from there.
@@ -356,7 +348,10 @@ class Answer(Iterator[str]):
         session._open = self
         cache, kept = session._ready(self._ids, len(self._ids) + self._new)
         self._kept = kept
-        settings = session._settings._replace(max_new_tokens=self._new, seed=session._settings.seed + self._number)
+        options = session._settings.options
+        seed = (options.seed + self._number) % (MOST_SEED + 1)
+        options = dataclasses.replace(options, seed=seed)
+        settings = session._settings._replace(max_new_tokens=self._new, options=options)
         lengths = np.asarray([kept], np.int32) if kept else None
         prompt, before = [self._ids[kept:]], [self._ids[:kept]]
         return Generation(session.model, prompt, cache, settings, held=lengths, before=before)

@@ -20,6 +20,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options
 from kvqjax.cache import Cache, Leaf
 from kvqjax.generation.loop import require_finite
+from kvqjax.generation.options import GENERATE
 from kvqjax.generation.prompt_ids import (
     Prompts,
     bucket,
@@ -164,7 +165,7 @@ def _begin(model: Model, method: MethodLike, tokens, counts, capacity: int, kern
     return _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
 
 
-@named_options
+@functools.partial(named_options, elsewhere=GENERATE)
 def speculate(
     model: Model,
     prompts: Prompts,

@@ -189,17 +189,18 @@ class Detokenizer:
     back.
     """
 
-    def __init__(self, tokenizer, prompt: Sequence[int], stop: str | Sequence[Any] = ()):
+    def __init__(self, tokenizer, prompt: Sequence[int], stop: str | Sequence[Any] = (), least: int = 0):
         """Begin after a prompt's ids.
 
         Args:
           tokenizer: a Hugging Face tokenizer. None: the answer has ids and no text.
           prompt: the ids before the answer.
           stop: strings that end it.
+          least: tokens at the answer's beginning in which no stop string counts.
 
         Raises:
           UserError: for an empty stop string, and for stop strings without a tokenizer."""
-        self._tokenizer, self._stop = tokenizer, stop_strings(stop)
+        self._tokenizer, self._stop, self._least = tokenizer, stop_strings(stop), least
         if tokenizer is None and self._stop:
             raise UserError("stop strings need a tokenizer, and this model has none")
         self._pieces, self._held = [], ""
@@ -254,7 +255,7 @@ class Detokenizer:
 
     def _take(self, ids: Sequence[int]) -> str:
         piece = self._held + self._without_prompt(self._window.push(ids))
-        if not self._stop:
+        if not self._stop or len(self.ids) <= self._least:
             return piece
         ahead = self._window.ahead
         preview = piece + ahead[_shared(ahead, self._lent) :]

@@ -21,6 +21,7 @@ __all__ = ["layer_numbers", "nearest_policy", "read_json", "read_selector", "rea
 
 # Bound of layer numbers. A range is expanded to a list of layers before a model, and its number of layers, is known.
 MOST_LAYERS = 10_000
+NO_VALUE = object()  # in a tree, of an option without "=": the registry refuses it
 
 
 # ---- Text and JSON ----
@@ -32,13 +33,9 @@ def _read_method(text: str) -> dict[str, Any]:
     tree: dict[str, Any] = {"method": name}
     for item in filter(None, (part.strip() for part in options.split(","))):
         key, equals, value = item.partition("=")
-        if not equals:
-            bits = re.fullmatch(r"(\d+)(?:-?bits?|b)?", item)
-            hint = f"; write {name}:bits={bits[1]}" if bits else f", such as {name}:window=64"
-            raise UserError(f"{name}: {item!r} is not one option=value{hint}")
         if key in tree:
             raise UserError(f"{name}: {key} stands twice")
-        tree[key] = value
+        tree[key] = value if equals else NO_VALUE
     return tree
 
 
@@ -138,7 +135,7 @@ _HABITS = {
 }
 
 
-def nearest_policy(name: str, methods: Collection[str]) -> str | None:
+def nearest_policy(name: str, methods: Collection[str]) -> tuple[str, str] | None:
     """Say which policy an unknown method's name stands for.
 
     Args:
@@ -146,16 +143,22 @@ def nearest_policy(name: str, methods: Collection[str]) -> str | None:
         methods: the names of methods.
 
     Returns:
-        What to write, as the end of a message. None for a name that no other library has.
+        (the policy, which may not exist; what to write, as the end of a message). None for a name that no other library
+        has.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     plain = plain.replace("*", "_star").replace("aqua_kv", "aqua").replace("kv_cache_", "")
     if plain in methods:
-        return f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}"
+        return (
+            plain,
+            f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}",
+        )
     if plain in _HABITS:
-        policy = _HABITS[plain]
-        return "write exact (the compute dtype: --dtype)" if policy == _EXACT else f"the nearest here is {policy}"
+        hint = _HABITS[plain]
+        policy = hint.split(" ")[0]
+        return policy, "write exact (the compute dtype: --dtype)" if hint == _EXACT else f"the nearest here is {hint}"
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
     if bits is not None and (bits[1] in methods or not bits[1]):
-        return f"write {bits[1] or 'kivi'}:bits={bits[2]}"
+        policy = f"{bits[1] or 'kivi'}:bits={bits[2]}"
+        return policy, f"write {policy}"
     return None

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 from kvqjax._errors import UserError, suggest
 from kvqjax._files import path_of
 from kvqjax._options import check_names
-from kvqjax.methods.grammar import nearest_policy, read_json, read_selector, read_text, write_selector
+from kvqjax.methods.grammar import NO_VALUE, nearest_policy, read_json, read_selector, read_text, write_selector
 from kvqjax.methods.keys_values import joined
 from kvqjax.methods.papers.aqua import aqua
 from kvqjax.methods.papers.commvq import commvq
@@ -124,17 +125,40 @@ def _convert(value: Any, annotation, where: str) -> Any:
     raise UserError(f"{where}: {text!r} is not of type {' or '.join(kind.__name__ for kind in kinds)}")
 
 
+def _is_policy(text: str) -> bool:
+    """Say whether `parse` takes a text: nothing else is hinted at."""
+    try:
+        parse(text)
+    except UserError:
+        return False
+    return True
+
+
+def _method_hint(name: str) -> str:
+    """Say what to write for an unknown method's name."""
+    policy, words = nearest_policy(name, METHODS) or ("", "")
+    return f"; {words}" if policy and _is_policy(policy) else suggest(name, METHODS)
+
+
+def _bits_hint(name: str, item: str) -> str:
+    """Say what to write for an option without a value."""
+    bits = re.fullmatch(r"(\d+)(?:-?bits?|b)?", item)
+    policy = f"{name}:bits={bits[1]}" if bits else ""
+    return f"; write {policy}" if policy and _is_policy(policy) else ", such as kivi:window=64"
+
+
 def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Read the method's name and typed options at one level of a tree, without its layers."""
     name = str(tree.get("method", ""))  # JSON may hold anything there
     if name not in METHODS:
         if len(name) > 80:  # a text in the place of a policy: it says itself what it is
             raise UserError(f"unknown method {name[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text")
-        hint = nearest_policy(name, METHODS)
-        raise UserError(f"unknown method {name!r}{suggest(name, METHODS) if hint is None else f'; {hint}'}")
+        raise UserError(f"unknown method {name!r}{_method_hint(name)}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
     for key, value in tree.items():
+        if value is NO_VALUE:
+            raise UserError(f"{name}: {key!r} is not one option=value{_bits_hint(name, str(key))}")
         if key not in ("method", "layers"):
             check_names(name, [str(key)], [*parameters, "layers"])
             options[key] = _convert(value, parameters[key].annotation, f"{name}: {key}")

@@ -34,7 +34,8 @@ from kvqjax.generation.loop import (
     shared,
     unbegun,
 )
-from kvqjax.generation.sampling import RowSampling, make_sampling, of_rows
+from kvqjax.generation.options import GenerateOptions
+from kvqjax.generation.sampling import RowSampling, history_of, of_rows
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.serving.request import MOST_LIKELIEST, Request, TokenScore
@@ -45,7 +46,15 @@ __all__ = ["MOST_ENDS", "RowOutput", "RunningBatch"]
 
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 NO_TOKEN = -1
-OF_ROWS = ("newest", "owed", "left", "done", "seen", "key")  # fields of a `LoopState` that have an entry for each row
+OF_ROWS = (
+    "newest",
+    "owed",
+    "left",
+    "done",
+    "history",
+    "endless",
+    "key",
+)  # fields of a `LoopState` that have an entry for each row
 WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
 
 
@@ -177,7 +186,7 @@ class RunningBatch:
         self._prompt: Cache = _copied(without_bodies(single.replace(layout=cache.layout)))
         self._state = self._unbegun(cache, [0] * rows)
         self._table = None if cache.pages is None else np.full(cache.pages.shape, NO_PAGE, np.int32)
-        self._sampling = self._place(of_rows([make_sampling()] * rows))
+        self._sampling = self._place(of_rows([GenerateOptions()] * rows, model))
         self._eos = self._place(np.full((rows, MOST_ENDS), NO_TOKEN, np.int32))
         self._lengths = np.zeros((rows,), np.int64)  # tokens of every row
 
@@ -324,21 +333,19 @@ class RunningBatch:
 
     def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> RowOutput:
         """Draw the first token of the prompt that was fed, and let it join the batch as `row`, with its pages."""
-        state = self._unbegun(self._prompt, [request.seed])
-        seen = np.zeros((1, self._model.config.vocab_size), bool)
-        seen[0, list(request.prompt)] = True
-        eos = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
-        eos[0, : len(request.eos)] = request.eos
-        token_budget = np.asarray([request.max_new_tokens], np.int32)
-        token_budget, end_mask, seen, eos, sampling = self._place(
-            (token_budget, np.zeros((1,), bool), seen, eos, of_rows([request.sampling]))
-        )
-        scores = None
-        if request.likeliest is not None:
-            scores = self._place(_scores_of(1, self.stride, self._likeliest))
-        single = first_token(
-            state.replace(left=token_budget, done=end_mask, seen=seen, scores=scores), logits, sampling, eos
-        )
+        options = request.options
+        state = self._unbegun(self._prompt, [options.seed])
+        ends = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
+        ends[0, : len(request.ends)] = request.ends
+        changed = {
+            "left": np.asarray([request.max_new_tokens], np.int32),
+            "done": np.zeros((1,), bool),
+            "history": history_of([request.prompt], self._model.config.vocab_size),
+            "endless": np.asarray([options.min_tokens], np.int32),
+            "scores": None if request.likeliest is None else _scores_of(1, self.stride, self._likeliest),
+        }
+        changed, eos, sampling = self._place((changed, ends, of_rows([options], self._model)))
+        single = first_token(state.replace(**changed), logits, sampling, eos)
         output = self._read(single)[0]
         self._join(row, single.replace(scores=None), (sampling, eos))
         self._prompt = single.cache
@@ -385,10 +392,10 @@ class RunningBatch:
     def _unbegun(self, cache: Cache, seeds: Sequence[int]) -> LoopState:
         """Make the state of rows without a request, which make no tokens."""
         state = unbegun(cache, self.stride, self._place)
-        seen, idle_rows = self._place(
-            (np.zeros((len(seeds), self._model.config.vocab_size), bool), np.ones((len(seeds),), bool))
-        )
-        return state.replace(done=idle_rows, seen=seen, key=jax.random.wrap_key_data(self._place(_row_key(seeds))))
+        history = history_of([()] * len(seeds), self._model.config.vocab_size)
+        endless, idle_rows = np.zeros((len(seeds),), np.int32), np.ones((len(seeds),), bool)
+        history, endless, idle_rows, keys = self._place((history, endless, idle_rows, _row_key(seeds)))
+        return state.replace(done=idle_rows, history=history, endless=endless, key=jax.random.wrap_key_data(keys))
 
     def _read(self, state: LoopState) -> list[RowOutput]:
         """Fetch what a call made of every row."""
@@ -415,8 +422,8 @@ def check_request(request: Request, capacity: int, vocab_size: int) -> None:
     length, new = len(request.prompt), request.max_new_tokens
     if length + new > capacity:
         raise UserError(f"a prompt of {length} tokens and {new} new ones do not fit a row of {capacity}")
-    if len(request.eos) > MOST_ENDS:
-        raise UserError(f"{len(request.eos)} end tokens; a request may have {MOST_ENDS}")
+    if len(request.ends) > MOST_ENDS:
+        raise UserError(f"{len(request.ends)} end tokens; a request may have {MOST_ENDS}")
     most = min(MOST_LIKELIEST, vocab_size)
     if request.likeliest is not None and check_integer("scores", request.likeliest, 0) > most:
         raise UserError(f"scores of {request.likeliest} tokens asked for; at most {most} come with a token")

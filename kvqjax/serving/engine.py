@@ -21,19 +21,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 
-from kvqjax._arguments import MOST, MOST_SEED, check_counts, check_integer
+from kvqjax._arguments import MOST, check_counts, check_integer
 from kvqjax._errors import UserError
-from kvqjax._options import named_options
+from kvqjax._options import named_options, with_fields
 from kvqjax.cache.pages import PagePool
 from kvqjax.cache.runs import pages_complete, pages_needed
 from kvqjax.generation.driver import read_row
-from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
-from kvqjax.generation.sampling import make_sampling
-from kvqjax.generation.text import Detokenizer, stop_strings
+from kvqjax.generation.options import GenerateFields, GenerateOptions
+from kvqjax.generation.prompt_ids import encode_prompts, require_trained
+from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
@@ -215,6 +215,7 @@ class Engine:
     # --- For clients, from any thread ---
 
     @named_options
+    @with_fields(GenerateOptions)
     def submit(
         self,
         prompt: str | Sequence[int] | Sequence[dict[str, Any]],
@@ -222,39 +223,26 @@ class Engine:
         max_new_tokens: int = 64,
         chat: bool = False,
         add_special_tokens: bool | None = None,
-        stop: str | Sequence[str] = (),
-        eos_ids: Sequence[int] | None = None,
-        seed: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
         scores: int | None = None,
         prompt_scores: bool = False,
         priority: int = 0,
-        beyond_trained: bool = False,
+        **options: Unpack[GenerateFields],
     ) -> Handle:
         """Hand in a request. From any thread; it returns at once.
+
+        The other options are those of `kvqjax.generate`. A request may have 8 end tokens. Equal requests with equal
+        seeds have equal answers, whatever else runs.
 
         Args:
             prompt: a string, token ids or, with `chat`, messages.
             max_new_tokens: of the answer.
             chat: put the prompt through the tokenizer's chat template.
             add_special_tokens: as in `kvqjax.generate`.
-            stop: strings that end the answer and are kept out of it.
-            eos_ids: tokens that end it, at most 8; default: the model's.
-            seed: of the draws. Equal requests with equal seeds have equal answers, whatever else runs.
-            temperature: 0 is greedy; this and the next four are those of `kvqjax.generate`.
-            top_k: draw from so many; 0: all.
-            top_p: draw from the likeliest that have this probability together.
-            min_p: leave out tokens less likely than this share of the likeliest.
-            repetition_penalty: above 1, tokens that occurred become less likely.
-            scores: give the log probability of every new token and of so many likeliest ones, at most 20.
+            scores: give the log probability of every new token and of so many likeliest ones, at most 20. They follow
+                from the model's logits, before bias, penalties and temperature.
             prompt_scores: score the prompt's tokens too (with `scores`).
             priority: a whole number. Requests with a smaller one come first; among equal numbers, those submitted
                 first.
-            beyond_trained: as in `kvqjax.generate`.
 
         Returns:
             The handle by which the answer is read.
@@ -265,25 +253,24 @@ class Engine:
             EngineClosed: the engine takes no requests any more.
         """
         check_counts(max_new_tokens=max_new_tokens)
-        check_integer("seed", seed, 0, MOST_SEED)
         check_integer("priority", priority, -MOST)
+        checked = GenerateOptions(**options)
         ids = encode_prompts(self.model, [prompt], chat, add_special_tokens=add_special_tokens)[0]
-        draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        checked.check_tokenizer(self.model)
+        checked.bias(self.model)
         request = Request(
             prompt=ids,
             max_new_tokens=max_new_tokens,
-            sampling=make_sampling(**draw, repetition_penalty=repetition_penalty),
-            eos=end_ids(self.model, eos_ids).tolist(),
-            stop=stop_strings(stop),
-            seed=seed,
+            options=checked,
+            ends=checked.ends(self.model, max_new_tokens).tolist(),
             likeliest=scores,
             prompt_scores=prompt_scores and scores is not None,
             priority=priority,
         )
         check_request(request, self.capacity, self.model.config.vocab_size)
-        require_trained(self.model, [len(ids)], max_new_tokens, beyond_trained)
+        require_trained(self.model, [len(ids)], max_new_tokens, checked.beyond_trained)
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
-        handle = Handle(request, Detokenizer(tokenizer, ids, request.stop))
+        handle = Handle(request, Detokenizer(tokenizer, ids, checked.stop, checked.min_tokens))
         with self._changed:
             if self._closing or self._fault is not None:
                 raise EngineClosed("this engine is closed") from self._fault

@@ -14,6 +14,8 @@ from typing import Any
 
 from kvqjax._arguments import MOST
 from kvqjax._errors import UserError, suggest
+from kvqjax.generation.options import RANDOM
+from kvqjax.generation.prompt_ids import with_text
 from kvqjax.serving.request import MOST_LIKELIEST, Answered, TokenScore
 
 __all__ = [
@@ -39,13 +41,10 @@ HARMLESS = {
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
@@ -53,18 +52,25 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "web_search_options": (None,),
 }
-# Fields that completions and chat share: name in a body -> option of `Engine.submit`, its type, its default.
-SHARED: dict[str, tuple[str, type | tuple[type, ...], Any]] = {
-    "temperature": ("temperature", (int, float), 1.0),
-    "top_p": ("top_p", (int, float), 1.0),
-    "top_k": ("top_k", int, 0),
-    "min_p": ("min_p", (int, float), 0.0),
-    "repetition_penalty": ("repetition_penalty", (int, float), 1.0),
-    "seed": ("seed", int, None),
-    "stop": ("stop", (str, list), ()),
-    "ignore_eos": ("eos_ids", bool, False),
-    "priority": ("priority", int, 0),
+# Fields that completions and chat share: options of `Engine.submit` of the same names, and their types in JSON.
+NUMBER = (int, float)
+SHARED: dict[str, type | tuple[type, ...]] = {
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": int,
+    "min_p": NUMBER,
+    "repetition_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "logit_bias": dict,
+    "seed": int,
+    "stop": (str, list),
+    "stop_token_ids": list,
+    "ignore_eos": bool,
+    "min_tokens": int,
+    "priority": int,
 }
+TEMPERATURE = 1.0  # of a request that says none, as in the protocol
 ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
 MOST_CHOICES = 128  # answers of one request
 MOST_STOPS = 16  # stop strings of one request
@@ -143,17 +149,21 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     model_name = _field(body, "model", str, model)
     if model_name != model:
         raise NotFound(f"model {model_name!r} is not served here; this server has {model!r}")
-    options: dict[str, Any] = {}
-    for name, (option, types, default) in SHARED.items():
-        options[option] = _field(body, name, types, default)
-    for option in ("temperature", "top_p", "min_p", "repetition_penalty"):
-        options[option] = _real(option, options[option])
-    options["eos_ids"] = () if options["eos_ids"] else None
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "seed": RANDOM, "stop": ()}
+    for name, types in SHARED.items():
+        value = _field(body, name, types, None)
+        if value is not None:
+            options[name] = _real(name, value) if types is NUMBER else value
     options["stop"] = _stops(options["stop"])
-    if options["seed"] is None:
+    if not all(type(token) is int for token in options.get("stop_token_ids", ())):
+        raise UserError("stop_token_ids mixes types; wanted a list of token ids")
+    for token, bias in options.get("logit_bias", {}).items():
+        if type(bias) not in NUMBER:
+            raise UserError(f"logit_bias of token {token[:20]} is no number")
+    if options["seed"] == RANDOM:
         options["seed"] = secrets.randbits(31)  # requests without a seed differ
     elif not 0 <= options["seed"] < MOST_SEED:
-        raise UserError(f"seed={options['seed']}; wanted 0 or more, below 2**63")
+        raise UserError(f"seed={options['seed']}; wanted -1 (a random one), or 0 or more, below 2**63")
     choices = _field(body, "n", int, 1)
     if not 1 <= choices <= MOST_CHOICES:
         raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}")
@@ -245,6 +255,7 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     """Give a message whose content is text: parts of text are joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"message {number} has no role; wanted an object with role and content")
+    message = with_text(message)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvqjax._errors import UserError
-from kvqjax.generation.sampling import Sampling
+from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.text import Detokenizer
 
 __all__ = ["MOST_LIKELIEST", "Answered", "Handle", "Request", "ServedPiece", "TokenScore"]
@@ -18,8 +18,8 @@ MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in t
 
 
 class TokenScore(NamedTuple):
-    """How likely a token was: its log probability by the model's logits (before penalty and temperature), and those of
-    the likeliest tokens in its place, in falling order."""
+    """How likely a token was: its log probability, and those of the likeliest tokens in its place, in falling order.
+    They follow from the model's logits, before bias, penalties and temperature."""
 
     token: int
     logprob: float
@@ -57,15 +57,13 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked request. `likeliest` counts the tokens whose log probabilities come with each new token (None: no
-    scores). Requests of a smaller `priority` come first."""
+    """A checked request. `ends` are the tokens that end it. `likeliest` counts the tokens whose log probabilities come
+    with each new token (None: no scores). Requests of a smaller `priority` come first."""
 
     prompt: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling
-    eos: Sequence[int]
-    stop: tuple[str, ...] = ()
-    seed: int = 0
+    options: GenerateOptions
+    ends: Sequence[int]
     likeliest: int | None = None
     prompt_scores: bool = False
     priority: int = 0

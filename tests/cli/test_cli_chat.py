@@ -45,6 +45,14 @@ def test_answers_stand_alone_on_standard_output(talk):
     assert (code, out, err) == (0, "34\n12\n34\n", "")
 
 
+def test_options_of_a_generation_are_those_of_generate(talk):
+    """A bias forces a token, and a token ends an answer."""
+    assert talk(FIRST, "--logit-bias", "7=100", "--ignore-eos", "--json")[1].count('"tokens": 2') == 1
+    plain, biased = talk(FIRST)[1], talk(FIRST, "--logit-bias", "7=100", "--ignore-eos")[1]
+    assert plain != biased
+    assert talk(FIRST, "--logit-bias", "7=100", "--stop-token-ids", "7")[1] == "\n"
+
+
 def test_a_system_message_comes_first_and_may_be_changed(talk):
     code, out, err = talk("?cd\n/system cd56\n/new\n?cd\n/system\n", "--system", "cd34")
     assert (code, out) == (0, "34\n56\n")

@@ -47,3 +47,27 @@ def test_what_cannot_be_asked_is_one_line(call, words, said):
     code, out, err = call("generate", "-m", "recall", "-p", "ab12", *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
+
+
+def test_every_option_of_a_generation_is_handed_on(call):
+    """The shell's text is that of `generate` with the same options."""
+    model, prompt = kvq.load("recall"), "ab12,cd34,?cd"
+    plain = kvq.generate(model, prompt, max_new_tokens=16)
+    first, third = plain.tokens[0][0], plain.tokens[0][2]
+    for words, options in (
+        (f"--presence-penalty 2 --logit-bias {first}=-100", {"presence_penalty": 2.0, "logit_bias": {first: -100}}),
+        ("--frequency-penalty 2 --ignore-eos", {"frequency_penalty": 2.0, "ignore_eos": True}),
+        (f"--stop-token-ids {third} --min-tokens 5", {"stop_token_ids": [third], "min_tokens": 5}),
+        ("--temperature 2 --top-k -1 --seed 4", {"temperature": 2.0, "seed": 4}),
+    ):
+        code, out, err = call("generate", "-m", "recall", "-p", prompt, "-n", "16", "--json", *words.split())
+        assert code == 0, err
+        wanted = kvq.generate(model, prompt, max_new_tokens=16, **options).text[0]
+        assert (json.loads(out)[0]["text"], wanted != plain.text[0]) == (wanted, True), words
+
+
+@pytest.mark.parametrize("text", ["5", "5=x", "a=1", "=1", "5=nan", "5=101", "64=1"])
+def test_a_bias_that_cannot_be_is_one_line(call, text):
+    code, out, err = call("generate", "-m", "recall", "-p", "ab12", "--logit-bias", text)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "bias" in err

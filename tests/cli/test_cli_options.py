@@ -37,22 +37,23 @@ def options_of(command):
 COMMANDS = {(name,): command_of(name) for name in PLACES if name != "eval"} | {
     ("eval", command.name): command.callback for command in command_of("eval").registered_commands
 }
-NUMBERS = [
-    pytest.param(words, option, kind, info, id=" ".join((*words, option)))
+NUMBERS = {
+    # Commands share an option by its description, which is then checked in one of them.
+    id(info): pytest.param(words, option, info, id=" ".join((*words, option)))
     for words, command in COMMANDS.items()
     for option, kind, info in options_of(command)
     if kind in (int, float, int | None, float | None, list[int], list[float])
-]
+}
 
 
 def test_the_walk_sees_every_command():
     assert {("generate",), ("plan",), ("bench",), ("calibrate",), ("eval", "ppl"), ("eval", "harness")} <= set(COMMANDS)
     assert len(NUMBERS) > 40
+    assert None not in [row.values[2] for row in NUMBERS.values()]
 
 
-@pytest.mark.parametrize(("words", "option", "kind", "info"), NUMBERS)
-def test_numbers_beyond_the_bounds_are_one_line(call, words, option, kind, info):
-    assert info is not None
+@pytest.mark.parametrize(("words", "option", "info"), NUMBERS.values())
+def test_numbers_beyond_the_bounds_are_one_line(call, words, option, info):
     assert info.min is not None
     assert info.max is not None
     for value in (info.min - 1, info.max + 1, 10**30, "many"):
@@ -200,9 +201,9 @@ def test_a_calibrated_method_without_its_artifact(call, words, method):
     assert f"--artifact {given['--out']}" in err
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_has_json(words):
-    assert "--json" in [option for option, _, _ in options_of(COMMANDS[words])]
+def test_every_command_has_json():
+    for words, command in COMMANDS.items():
+        assert "--json" in [option for option, _, _ in options_of(command)], words
 
 
 @pytest.mark.parametrize("options", [{"count": 0}, {"length": 0}, {"count": -1}])
@@ -224,17 +225,9 @@ def test_memory_that_xla_cannot_have_is_one_line(call, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate", "-p", "a", "--temp", "0.5"], "No such option: --temp; --temperature above 0 draws"),
-        (["generate", "-p", "a", "--n-predict", "5"], "--n-predict; write --max-new-tokens"),
         (["generate", "-p", "a", "--max-tokens=5"], "--max-tokens; write --max-new-tokens"),
         (["generate", "-p", "a", "--max_new_tokens", "5"], "--max_new_tokens; write --max-new-tokens"),
-        (["generate", "-p", "a", "--kv-cache-dtype", "fp8"], "--cache names the cache: --cache kivi:bits=4"),
-        (["generate", "-p", "a", "--load-in-4bit"], "--weights int8 or int4 quantises the weights"),
-        (["generate", "-p", "a", "--device", "cuda"], "JAX_PLATFORMS=cpu"),
         (["generate", "-p", "a", "--temperture", "1"], "Possible options: --temperature"),
-        (["run", "a"], "No such command 'run'; write kvqjax generate"),
-        (["ppl"], "No such command 'ppl'; write kvqjax eval ppl"),
-        (["harness"], "No such command 'harness'; write kvqjax eval harness"),
         (["Generate", "a"], "write kvqjax generate"),
         (["Once upon a time, there"], "write kvqjax generate 'Once upon a time, there'"),
         (["genrate"], "did you mean 'generate'?"),
@@ -247,17 +240,6 @@ def test_what_users_of_other_programs_type_is_answered_with_what_helps(call, wor
     code, out, err = call(*words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert message in err
-
-
-def test_hints_name_options_and_commands_that_there_are():
-    from kvqjax.cli.habits import COMMANDS as HINTED
-    from kvqjax.cli.habits import OPTIONS
-
-    options = {name for command in COMMANDS.values() for name, _, _ in options_of(command)} | {"--version", "--help"}
-    named = {word.strip(".,:;") for hint in OPTIONS.values() for word in hint.split() if word.startswith("--")}
-    assert named <= options
-    places = {hint.split()[1] for hint in HINTED.values() if not hint.split()[1].startswith("--")}
-    assert places <= {*PLACES, "chat"}
 
 
 def test_a_warning_is_printed_once(call, monkeypatch):

@@ -10,8 +10,9 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.generation import loop as generation
+from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.prompt_ids import bucket
-from kvqjax.generation.sampling import make_sampling, sample
+from kvqjax.generation.sampling import History, make_sampling, sample
 
 PROMPTS = [[1, 2, 3, 4, 5], list(range(20))]
 
@@ -109,10 +110,11 @@ LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
 
 
 def test_repetition_penalty_lowers_seen_tokens_only():
-    sampling = make_sampling(repetition_penalty=1.5)
+    sampling = make_sampling(GenerateOptions(repetition_penalty=1.5))
     seen = jnp.asarray([[True, False, False, False, False]])
-    assert int(sample(jax.random.key(0), LOGITS, seen, sampling)[0]) == 1
-    assert int(sample(jax.random.key(0), LOGITS, ~seen, sampling)[0]) == 0
+    none = jnp.zeros(seen.shape, jnp.int32)
+    assert int(sample(jax.random.key(0), LOGITS, History(seen, none), sampling)[0]) == 1
+    assert int(sample(jax.random.key(0), LOGITS, History(~seen, none), sampling)[0]) == 0
 
 
 def test_a_chunk_or_a_stride_beyond_any_text_is_as_long_as_the_text():

@@ -103,7 +103,7 @@ def test_a_fork_goes_its_own_way(model):
 
 
 def test_a_saved_conversation_goes_on(model, tmp_path):
-    session = begun(model, system="ab", temperature=0.7, seed=3)
+    session = begun(model, system="ab", temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={5: 1.5})
     talk(session, TURNS[:2])
     (tmp_path / "talk.new").mkdir()  # the user's own
     session.save(tmp_path / "talk")
@@ -112,6 +112,7 @@ def test_a_saved_conversation_goes_on(model, tmp_path):
         session.save(tmp_path / "talk")
     other = kvq.Session.load(model, tmp_path / "talk")
     assert (other.system, other.history, other.method) == (session.system, session.history, session.method)
+    assert other._settings.options == session._settings.options
     assert "".join(other.send(TURNS[2])) == "".join(session.send(TURNS[2]))
     assert other.last[:3] == session.last[:3]
     new = begun(model)

@@ -16,7 +16,7 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.generation.sampling import make_sampling
+from kvqjax.generation.options import GenerateOptions
 from kvqjax.model.loading import locate, read_sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,16 +142,15 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
     assert model.sampling_defaults() == {"temperature": 0.6, "top_k": 40, "top_p": 0.95}
     drawn = []
 
-    def draw(**given):
-        drawn.append(given)
-        raise kvq.UserError("drawn")  # nothing needs to be generated: which sampling is made is all that is asked
+    def begun(*arguments):
+        drawn.append(arguments[2])
+        raise kvq.UserError("begun")  # nothing needs to be generated: which options are read is all that is asked
 
-    monkeypatch.setattr("kvqjax.generation.decoding.make_sampling", draw)
+    monkeypatch.setattr("kvqjax.generation.decoding.Settings.of", begun)
     for asked in ({}, model.sampling_defaults()):
-        with pytest.raises(kvq.UserError, match="drawn"):
+        with pytest.raises(kvq.UserError, match="begun"):
             kvq.generate(model, "ab12", **asked)
-    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert drawn == [plain, plain | model.sampling_defaults()]
+    assert drawn == [GenerateOptions(), GenerateOptions(temperature=0.6, top_k=40, top_p=0.95)]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
 )
 def test_what_a_checkpoint_s_sampling_becomes(tmp_path, fields, options):
     assert read_sampling(generation(tmp_path, **fields)) == options
-    make_sampling(**options)
+    GenerateOptions(**options)
 
 
 @pytest.mark.parametrize(

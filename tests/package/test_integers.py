@@ -186,8 +186,9 @@ STATIC = {
             "capacity": PAST,
             "chunk": PAST,
             "stride": PAST,
-            "seed": (-1, 2**40),
-            "top_k": (-1, 2**40),
+            "seed": (-2, 2**40),
+            "top_k": (-2, 2**40),
+            "min_tokens": (-1, 65, 2**40),
             "eos_ids": ([-1], [50], "2"),
         }.items()
         if name in inspect.signature(function).parameters

@@ -17,6 +17,15 @@ from kvqjax.serving.prefixes import Prefixes
 
 CAPACITY, CHUNK, NEW = 192, 32, 20
 SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+# Greedy and drawn requests with every option that changes logits, each for itself.
+DRAWS = (
+    {},
+    SAMPLED | {"seed": 1},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "seed": 3, "logit_bias": {5: 3.0, 6: -100.0}},
+    {"min_tokens": 5, "stop_token_ids": list(range(8))},
+    SAMPLED | {"seed": 5, "frequency_penalty": -0.5, "min_tokens": 3, "stop_token_ids": [3, 9]},
+)
 PROMPTS = [[1, 2, 3], [4] * 40, [5, 6], [7, 8, 9, 10], [11, 12] * 40, [3, 1] * 16]
 
 
@@ -37,17 +46,17 @@ def engine_of(model, method, rows=3, **options):
 @pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32"])
 def test_every_request_gets_what_it_gets_alone(model, method):
     """More requests than rows, drawn and greedy ones side by side, of different lengths."""
-    draws = [SAMPLED | {"seed": number} if number % 2 else {} for number in range(len(PROMPTS))]
     lengths = [NEW - 3 * number for number in range(len(PROMPTS))]
     with engine_of(model, method) as engine:
         handles = [
             engine.submit(prompt, max_new_tokens=length, eos_ids=(), **draw)
-            for prompt, length, draw in zip(PROMPTS, lengths, draws, strict=True)
+            for prompt, length, draw in zip(PROMPTS, lengths, DRAWS, strict=True)
         ]
         answers = [handle.result() for handle in handles]
-    for answer, prompt, length, draw in zip(answers, PROMPTS, lengths, draws, strict=True):
-        assert answer.tokens == alone(model, prompt, method, max_new_tokens=length, **draw).tokens[0]
-        assert (answer.finish_reason, answer.prompt_tokens) == ("length", len(prompt))
+    for answer, prompt, length, draw in zip(answers, PROMPTS, lengths, DRAWS, strict=True):
+        wanted = alone(model, prompt, method, max_new_tokens=length, **draw)
+        assert (answer.tokens, answer.finish_reason) == (wanted.tokens[0], wanted.finish_reasons[0])
+        assert answer.prompt_tokens == len(prompt)
         assert 0 < answer.seconds_to_first_token <= answer.seconds
 
 
@@ -228,7 +237,7 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             ({"scores": 21}, "at most 20"),
             ({"scores": 1.5}, "scores=1.5; it must be a whole number"),
             ({"priority": "high"}, "priority='high'; it must be a whole number"),
-            ({"seed": 2**32}, "from 0 to 4294967295"),
+            ({"seed": 2**32}, "from -1 to 4294967295"),
             ({"eos_ids": range(9)}, "9 end tokens"),
             ({"temperature": -1.0}, "temperature"),
             ({"do_sample": True}, "temperature is above 0"),
@@ -363,7 +372,8 @@ def test_requests_make_way_when_pages_run_out(model):
     cache = jax.eval_shape(lambda: kvq.init_cache(model, method, rows, 1024, pages=2))
     room = kvq.ledger(cache).bytes + 4 * kvq.ledger(kvq.init_cache(model, method, 1, 64)).bytes
     prompts = [[number] * (200 + 50 * number) for number in range(1, 6)]
-    draws = [SAMPLED | {"seed": number} if number % 2 else {} for number in range(len(prompts))]
+    penalties = {"frequency_penalty": 0.3, "logit_bias": {3: 1.0}}
+    draws = [SAMPLED | {"seed": number} if number % 2 else penalties for number in range(len(prompts))]
     with kvq.Engine(model, method, rows=rows, pool_bytes=room, prefixes=1, **LONG) as engine:
         assert 4 <= engine.stats().pages <= 7
         handles = [

@@ -83,6 +83,45 @@ def test_chat(client, engine):
     assert unlimited.choices[0].finish_reason == "stop"
 
 
+def test_every_option_of_the_engine_comes_through(client, engine):
+    """The answer is that of the engine, and another one than without the option."""
+    ids = engine.model.encode(TEXT)
+    plain = engine.submit(ids, max_new_tokens=16).result().tokens
+    served = {
+        "presence_penalty": 1.5,
+        "frequency_penalty": 1.9,
+        "repetition_penalty": 1.8,
+        "logit_bias": {str(plain[2]): -100},
+        "stop_token_ids": [plain[3]],
+    }
+    for name, value in served.items():
+        option = {name: value}
+        made = client.completions.create(prompt=ids, max_tokens=16, extra_body=option, **GREEDY).choices[0]
+        wanted = engine.submit(ids, max_new_tokens=16, **option).result()
+        assert (made.text, made.finish_reason) == (wanted.text, "stop" if name == "stop_token_ids" else "length")
+        assert wanted.tokens != plain
+    ended = {"stop_token_ids": [plain[3]], "min_tokens": 6}
+    longer = client.completions.create(prompt=ids, max_tokens=16, extra_body=ended, **GREEDY)
+    assert longer.usage.completion_tokens >= 6
+    drawn = [client.completions.create(model=NAME, prompt=ids, max_tokens=16, seed=-1) for _ in range(2)]
+    assert drawn[0].choices[0].text != drawn[1].choices[0].text
+    everything = client.completions.create(
+        model=NAME, prompt=ids, max_tokens=16, seed=5, extra_body={"top_k": -1, "ignore_eos": True}
+    )
+    assert everything.usage.completion_tokens == 16
+
+
+def test_an_assistant_s_message_may_be_without_content(client):
+    def asked(content):
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        talk.append({"role": "user", "content": "b"})
+        return client.chat.completions.create(messages=talk, max_tokens=4, **GREEDY).choices[0].message.content
+
+    assert asked(None) == asked("")
+    with pytest.raises(openai.BadRequestError, match="message 0 has content of type"):
+        client.chat.completions.create(messages=[{"role": "user", "content": None}], **GREEDY)
+
+
 def test_choices_draw_for_themselves_and_a_seed_repeats(client):
     options = {"model": NAME, "prompt": TEXT, "max_tokens": 12, "n": 3, "seed": 5}
     first, second = (client.completions.create(**options) for _ in range(2))
@@ -133,7 +172,12 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
         ("/v1/completions", {"prompt": TEXT, "temperature": "hot"}, 400, "temperature is of type str"),
         ("/v1/completions", {"prompt": TEXT, "temperature": True}, 400, "temperature is of type bool"),
         ("/v1/completions", {"prompt": TEXT, "temprature": 1}, 400, "did you mean 'temperature'"),
-        ("/v1/completions", {"prompt": TEXT, "presence_penalty": 0.5}, 400, "presence_penalty is not served"),
+        ("/v1/completions", {"prompt": TEXT, "presence_penalty": 3}, 400, "it must be from -2 to 2"),
+        ("/v1/completions", {"prompt": TEXT, "logit_bias": {"a": 3}}, 400, "wanted the id of a token"),
+        ("/v1/completions", {"prompt": TEXT, "logit_bias": {"3": "a"}}, 400, "logit_bias of token 3 is no number"),
+        ("/v1/completions", {"prompt": TEXT, "stop_token_ids": ["a"]}, 400, "wanted a list of token ids"),
+        ("/v1/completions", {"prompt": TEXT, "stop_token_ids": list(range(9))}, 400, "a request may have 8"),
+        ("/v1/completions", {"prompt": TEXT, "min_tokens": 17}, 400, "more than the 16 new tokens asked for"),
         ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt mixes types"),
         ("/v1/completions", {"prompt": [10**6]}, 400, "token id outside"),
         ("/v1/completions", {"prompt": TEXT, "model": "gpt"}, 404, "not served here"),

@@ -69,6 +69,7 @@ def reset(client: socket.socket) -> None:
 FIELDS = (
     *("prompt", "max_tokens", "logprobs", "echo", "model", "n", "stream", "stream_options", "temperature", "top_p"),
     *("top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "priority", "suffix", "user", "tools"),
+    *("presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"),
     *("logit_bias", "response_format", "messages", "top_logprobs", "max_completion_tokens"),
 )
 VALUES = (
