@@ -1,25 +1,80 @@
 """The one exception for input that a user can mend, and how it names what was meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = ["UserError", "suggest", "unwritten"]
 
 
+def _in_python(name: str, value: Any) -> str:
+    """Write an option as Python has it; None stands for any value."""
+    return f"{name}=..." if value is None else f"{name}={value!r}"
+
+
 class UserError(ValueError):
-    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI exits with 2."""
+    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI exits with 2.
+
+    An error is written once, and said at several doors: Python, the shell and HTTP call an option by different names,
+    and not every door has it.
+
+        raise UserError("texts of 2049 tokens are too long", "{beyond_trained} allows them", beyond_trained=True)
+
+    is "...; beyond_trained=True allows them" in Python and "...; --beyond-trained allows them" in the shell. Over HTTP,
+    where no request has such a field, the hint is left out.
+
+    Args:
+        cause: what is wrong, in words that suit every door.
+        hint: what helps. `{name}` in it stands for one of `options`.
+        parameter: the option whose value is wrong, where it is an option's.
+        options: what the hint names, with the value that helps; None: any value.
+    """
+
+    def __init__(self, cause: str, hint: str = "", *, parameter: str | None = None, **options: Any):
+        self.cause, self.parameter = cause, parameter
+        self._hint, self._options = hint, options
+        super().__init__(self.said(_in_python))
+
+    def said(self, spell: Callable[[str, Any], str | None]) -> str:
+        """Say the error at a door.
+
+        Args:
+            spell: writes an option of a name and a value as the door has it; None: the door has no such option.
+
+        Returns:
+            The text, without a hint that names an option which the door lacks.
+        """
+        if not self._hint:
+            return self.cause
+        spelled = {name: spell(name, value) for name, value in self._options.items()}
+        if None in spelled.values():
+            return self.cause
+        hint = self._hint.format(**spelled) if spelled else self._hint
+        return f"{self.cause}; {hint}"
+
+
+def _opposed(name: str, other: str) -> bool:
+    """Say whether one name counts the least and the other the most of something."""
+    parts, others = set(name.split("_")), set(other.split("_"))
+    return ("min" in parts and "max" in others) or ("max" in parts and "min" in others)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is none of `known`: the nearest of them, and all."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(
+        name, [other for other in names if not _opposed(name, other)], n=1
+    )
     return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(names)}"
 
 
 def unwritten(path: Path, error: OSError) -> UserError:
     """Make the error for a path that cannot be written, from the system's."""
     # The system says "File exists" where a file stands in a folder's place.
-    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
+    reason = (
+        "a file stands where a folder is wanted"
+        if isinstance(error, FileExistsError)
+        else error.strerror
+    )
     return UserError(f"{path}: cannot be written: {reason or error}")

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from kvqjax.cli.environment import end_stopped, ending_at_once, look_for_present_devices
-from kvqjax.cli.habits import usage_line
+from kvqjax.cli.habits import shell_line, usage_line
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     from kvqjax._errors import UserError
 
     if isinstance(error, UserError):
-        return f"error: {error}", 2
+        return f"error: {shell_line(error)}", 2
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         reason = next(iter(str(error).splitlines()), "")
         return f"error: not enough memory; fewer rows or tokens take less ({reason})", 2

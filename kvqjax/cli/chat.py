@@ -38,6 +38,7 @@ from kvqjax.cli.common import (
     open_model,
     token_number,
 )
+from kvqjax.cli.habits import shell_line
 from kvqjax.cli.output import announce
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
@@ -227,7 +228,7 @@ def _guarded(talk: _Chat, lines: Iterator[str]) -> None:
             if not talk.turn(text):
                 return
         except UserError as error:
-            announce("error: " + " ".join(str(error).split()))
+            announce(f"error: {shell_line(error)}")
         except KeyboardInterrupt:
             announce("[stopped]")
 

@@ -85,7 +85,7 @@ def make_sampling(
     }
     for name, (value, fine, limits) in bounds.items():
         if not fine:
-            raise UserError(f"{name}={value}; it must be {limits}")
+            raise UserError(f"{name}={value}; it must be {limits}", parameter=name)
     # Numbers too small for float32 become its least positive number: rounded to 0 they would divide by zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     return Sampling(

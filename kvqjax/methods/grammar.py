@@ -154,7 +154,7 @@ def nearest_policy(name: str, methods: Collection[str]) -> str | None:
         return f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}"
     if plain in _HABITS:
         policy = _HABITS[plain]
-        return "write exact (the compute dtype: --dtype)" if policy == _EXACT else f"the nearest here is {policy}"
+        return "write exact (numbers of the compute dtype)" if policy == _EXACT else f"the nearest here is {policy}"
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
     if bits is not None and (bits[1] in methods or not bits[1]):
         return f"write {bits[1] or 'kivi'}:bits={bits[2]}"
