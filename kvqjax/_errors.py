@@ -63,18 +63,12 @@ def _opposed(name: str, other: str) -> bool:
 def suggest(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is none of `known`: the nearest of them, and all."""
     names = list(known)
-    near = difflib.get_close_matches(
-        name, [other for other in names if not _opposed(name, other)], n=1
-    )
+    near = difflib.get_close_matches(name, [other for other in names if not _opposed(name, other)], n=1)
     return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(names)}"
 
 
 def unwritten(path: Path, error: OSError) -> UserError:
     """Make the error for a path that cannot be written, from the system's."""
     # The system says "File exists" where a file stands in a folder's place.
-    reason = (
-        "a file stands where a folder is wanted"
-        if isinstance(error, FileExistsError)
-        else error.strerror
-    )
+    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
     return UserError(f"{path}: cannot be written: {reason or error}")

@@ -7,9 +7,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["HEAD_SECONDS", "ImpatientProtocol"]
 
-HEAD_SECONDS = (
-    20  # from a connection, or from the first byte of a further request, to the end of its headers
-)
+HEAD_SECONDS = 20  # from a connection, or from the first byte of a further request, to the end of its headers
 
 
 class ImpatientProtocol(AutoHTTPProtocol):

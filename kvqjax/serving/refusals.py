@@ -59,9 +59,11 @@ def refusal_of(error: Exception) -> Refusal:
         The answer.
     """
     status, kind, headers = 400, "invalid_request_error", {}
-    param = None
+    message, param = f"the server failed: {type(error).__name__}", None
+    if isinstance(error, UserError):
+        message, param = error.said(_spelled), FIELD_OF.get(error.parameter or "", error.parameter)
     if isinstance(error, Refused):
-        status, kind, param = error.status, error.kind, error.param
+        status, kind, message, param = error.status, error.kind, str(error), error.param
     elif isinstance(error, NotFound):
         status = 404
     elif isinstance(error, EngineFull):
@@ -70,15 +72,10 @@ def refusal_of(error: Exception) -> Refusal:
         status, kind = 503, "server_error"
     elif isinstance(error, RequestFailed) or not isinstance(error, UserError):
         status, kind = 500, "server_error"
-    message = (
-        f"the server failed: {type(error).__name__}"
-        if not isinstance(error, Refused)
-        else str(error)
-    )
     code: int | str = status
-    if isinstance(error, UserError):
-        message, param = error.said(_spelled), FIELD_OF.get(error.parameter or "", error.parameter)
     if isinstance(error, TooLong):
         message = f"This model's maximum context length is {error.most} tokens: {message}"
         code = "context_length_exceeded"
+        # openai 3 shows programs the message alone, in which langchain looks for the code.
+        message = f"{message} ({code})"
     return Refusal(status, error_object(message, kind, code, param), headers)
