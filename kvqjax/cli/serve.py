@@ -146,11 +146,11 @@ def serve(
                 f"{name} through {method}: {stats.rows} rows of {stats.capacity} tokens, {size(stats.cache_bytes)}, "
                 f"{stats.bits:.4g} bits a number"
             )
-            if not has_chat_template(loaded):
-                announce(PLAIN_CHAT)
             if loaded_prefixes:
                 announce(f"{loaded_prefixes} beginnings of prompts are known from {prefix_folder}")
             announce(f"{address}, and / in a browser; /ready says when all is compiled")
+            if not has_chat_template(loaded):
+                announce(PLAIN_CHAT)
             server.run([door])
     finally:
         engine.close()

@@ -323,9 +323,10 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, cwd=tmp_path) as process:
         about = json.loads(process.stdout.readline())
-        first, second = process.stderr.readline(), process.stderr.readline()
+        first, second, third = (process.stderr.readline() for _ in range(3))
         port = int(re.search(r"http://127.0.0.1:(\d+)/v1", second)[1])
         assert re.match(r"recall through kivi:bits=4,window=32: \d+ rows of 128 tokens, .* bits a number", first)
+        assert "no chat template: turns are plain text" in third
         assert (about["address"], about["capacity"]) == (f"http://127.0.0.1:{port}/v1", 128)
         status, made = answer(port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0})
         process.terminate()
@@ -343,7 +344,7 @@ def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
 import sys
 from kvqjax.cli import main, serve
 serve.GRACE = 0.1
-sys.argv = "kvqjax serve --capacity 2048 --rows 1 --prefixes 0 --port 0 --json".split()
+sys.argv = "kvqjax serve --capacity 2048 --rows 1 --prefixes 0 --port 0 --json --log-requests".split()
 main()
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -360,3 +361,4 @@ main()
     assert rest.endswith("data: [DONE]\n\n")
     assert rest.count("data: ") < 200
     assert "Traceback" not in errors
+    assert re.search(r'^\d{4}-\S+ \S+ 127.0.0.1:\d+ "POST /v1/completions HTTP/1.1" 200', errors, re.MULTILINE)
