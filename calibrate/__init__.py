@@ -102,7 +102,9 @@ def _finite(artifact: Artifact) -> Artifact:
     """Give an artifact back. Raises UserError for constants that are not finite."""
     for name, array in flatten(artifact.constants).items():
         if not bool(jnp.isfinite(array).all()):
-            raise UserError(f"constant {name} came out NaN or infinite; check the weights, or try dtype='f32'")
+            raise UserError(
+                f"constant {name} came out NaN or infinite", "check the weights, or try {dtype}", dtype="f32"
+            )
     return artifact
 
 
@@ -252,7 +254,7 @@ def with_constants(model: Model, methods: Sequence[Method], folders: Sequence[Pa
     artifacts = {part(artifact.method): artifact for artifact in map(load_artifact, folders)}
     unused = set(artifacts) - {part(method) for method in methods}
     if unused:
-        raise UserError(f"--artifact for {', '.join(sorted(map(str, unused)))}, which no --cache names")
+        raise UserError(f"an artifact is for {', '.join(sorted(map(str, unused)))}, which is none of these caches")
     pairs = []
     for method in methods:
         artifact = artifacts.get(part(method))

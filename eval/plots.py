@@ -248,7 +248,7 @@ def check_picture(path: Path) -> None:
     if path.is_dir() or not os.access(place, os.W_OK) or not path.parent.is_dir():
         raise UserError(f"{path}: cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
+        raise UserError("a picture needs matplotlib: pip install matplotlib")
 
 
 def _size(kind: str, rows: Rows) -> tuple[float, float]:

@@ -128,7 +128,7 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         words = " or ".join(WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds)
         size = f" of at most {MOST}" if isinstance(error, OverflowError) and int in kinds else ""
         size = size or " that is finite" * isinstance(error, OverflowError)
-        raise UserError(f"{name}={_written(value)}; wanted {words}{size}") from None
+        raise UserError(f"{name}={_written(value)}; wanted {words}{size}", parameter=name) from None
 
 
 def check_fields(held: Any) -> None:
@@ -178,7 +178,7 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> in
     if number is None or not least <= number <= most:
         endless = most == MOST and (number is None or number < least)
         wanted = f"of at least {least}" if endless else f"from {least} to {most}"
-        raise UserError(f"{name}={_written(value)}; it must be a whole number {wanted}")
+        raise UserError(f"{name}={_written(value)}; it must be a whole number {wanted}", parameter=name)
     return number
 
 

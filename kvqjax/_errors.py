@@ -2,14 +2,57 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = ["UserError", "suggest", "unwritten"]
 
 
+def _in_python(name: str, value: Any) -> str:
+    """Write an option as Python has it; None stands for any value."""
+    return f"{name}=..." if value is None else f"{name}={value!r}"
+
+
 class UserError(ValueError):
-    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI exits with 2."""
+    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI exits with 2.
+
+    An error is written once, and said at several doors: Python, the shell and HTTP call an option by different names,
+    and not every door has it.
+
+        raise UserError("texts of 2049 tokens are too long", "{beyond_trained} allows them", beyond_trained=True)
+
+    is "...; beyond_trained=True allows them" in Python and "...; --beyond-trained allows them" in the shell. Over HTTP,
+    where no request has such a field, the hint is left out.
+
+    Args:
+        cause: what is wrong, in words that suit every door.
+        hint: what helps. `{name}` in it stands for one of `options`.
+        parameter: the option whose value is wrong, where it is an option's.
+        options: what the hint names, with the value that helps; None: any value.
+    """
+
+    def __init__(self, cause: str, hint: str = "", *, parameter: str | None = None, **options: Any):
+        self.cause, self.parameter = cause, parameter
+        self._hint, self._options = hint, options
+        super().__init__(self.said(_in_python))
+
+    def said(self, spell: Callable[[str, Any], str | None]) -> str:
+        """Say the error at a door.
+
+        Args:
+            spell: writes an option of a name and a value as the door has it; None: the door has no such option.
+
+        Returns:
+            The text, without a hint that names an option which the door lacks.
+        """
+        if not self._hint:
+            return self.cause
+        spelled = {name: spell(name, value) for name, value in self._options.items()}
+        if None in spelled.values():
+            return self.cause
+        hint = self._hint.format(**spelled) if spelled else self._hint
+        return f"{self.cause}; {hint}"
 
 
 ALIKE = 0.7  # share of equal characters; with difflib's 0.6, names that mean something else are near

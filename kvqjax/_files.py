@@ -115,8 +115,8 @@ def _check_kind(head: bytes, name: str) -> None:
 
 def _undecoded(error: UnicodeDecodeError, name: str, where: str) -> UserError:
     encoding = error.encoding.removesuffix("-sig").upper()
-    hint = "; convert it, for example with iconv -f latin1 -t utf-8" if encoding == "UTF-8" else ""
-    return UserError(f"{name}: not {encoding} text ({where}){hint}")
+    hint = "convert it, for example with iconv -f latin1 -t utf-8" if encoding == "UTF-8" else ""
+    return UserError(f"{name}: not {encoding} text ({where})", hint)
 
 
 def _without_nul(text: str, name: str, where: str) -> str:
@@ -220,7 +220,11 @@ def parse_json(text: str, name: str) -> Any:
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Raises UserError."""
-    return parse_json(open_text(path), str(path))
+    try:
+        text = open_text(path)
+    except UserError as error:  # programs write such files: advice for texts is of no use
+        raise UserError(error.cause) from error
+    return parse_json(text, str(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:

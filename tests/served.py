@@ -9,6 +9,7 @@ import time
 import uvicorn
 
 from kvqjax.serving.app import make_app
+from kvqjax.serving.deadlines import ImpatientProtocol
 
 KEY, NAME = "a key", "small"
 
@@ -17,7 +18,8 @@ class Running:
     """A server in a thread, and its address."""
 
     def __init__(self, engine, **options):
-        settings = uvicorn.Config(make_app(engine, NAME, **options), port=0, log_level="error")
+        app = make_app(engine, NAME, **options)
+        settings = uvicorn.Config(app, port=0, log_level="error", http=ImpatientProtocol)
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
 

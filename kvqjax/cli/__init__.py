@@ -9,6 +9,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import typer
+
+from kvqjax.cli.environment import look_for_present_devices
+from kvqjax.cli.habits import shell_line, usage_line
 from kvqjax.cli.stopping import end_stopped, stopping_by_ctrl_c
 
 __all__ = ["main"]
@@ -19,14 +23,13 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
     from kvqjax._errors import UserError
 
     if isinstance(error, UserError):
-        return f"error: {error}", 2
+        return f"error: {shell_line(error)}", 2
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         reason = next(iter(str(error).splitlines()), "")
         return f"error: not enough memory; fewer rows or tokens take less ({reason})", 2
     # What no other place expects: a full disk behind standard output, a folder that was removed.
     if isinstance(error, OSError) and error.strerror is not None:
         return f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}", 2
-    from kvqjax.cli.habits import usage_line
 
     usage = usage_line(error)
     return None if usage is None else (f"error: {usage}", 2)
@@ -68,9 +71,6 @@ def main() -> None:
 
 def _run() -> NoReturn:
     # Imported here, where Ctrl-C is heeded.
-    import typer
-
-    from kvqjax.cli.environment import look_for_present_devices
 
     # Where transformers is needed for a tokenizer, it reports on stderr that it found no PyTorch.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -30,6 +30,7 @@ from kvqjax.cli.common import (
     token_number,
 )
 from kvqjax.cli.generate_options import read_generate_options, with_generate_options
+from kvqjax.cli.habits import shell_line
 from kvqjax.cli.output import announce
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
@@ -219,7 +220,7 @@ def _guarded(talk: _Chat, lines: Iterator[str]) -> None:
             if not talk.turn(text):
                 return
         except UserError as error:
-            announce("error: " + " ".join(str(error).split()))
+            announce(f"error: {shell_line(error)}")
         except KeyboardInterrupt:
             announce("[stopped]")
 

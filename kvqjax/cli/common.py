@@ -13,6 +13,7 @@ from kvqjax._options import token_count
 from kvqjax._tables import size
 from kvqjax._timing import memory
 from kvqjax.cache.accounting import array_bytes
+from kvqjax.cli.habits import shell_line
 from kvqjax.methods import Method, parse
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, load, locate
@@ -64,7 +65,7 @@ def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: 
         try:
             return token_count(text, least, most)
         except UserError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(shell_line(error)) from error
 
     return typer.Option(*names, min=least, max=most, parser=read, metavar="TOKENS", **about)
 

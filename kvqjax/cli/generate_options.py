@@ -17,6 +17,8 @@ PANEL = {"rich_help_panel": "How tokens are drawn, and what ends a text"}
 MOST_FLOAT = 10_000  # temperature, and repetition penalty: far beyond what anybody uses
 
 # Name of a field of `GenerateOptions` -> its type and option here. `eos_ids` is --end of `kvqjax generate`.
+BEYOND_TRAINED = "let texts become longer than the model was trained for"
+
 OPTIONS: dict[str, Any] = {
     "stop": Annotated[list[str], typer.Option("--stop", help="end at this text; repeatable", **PANEL)],
     "stop_token_ids": Annotated[
@@ -26,9 +28,7 @@ OPTIONS: dict[str, Any] = {
     "min_tokens": Annotated[
         int, number("--min-tokens", least=0, help="no end token and no --stop before so many tokens", **PANEL)
     ],
-    "beyond_trained": Annotated[
-        bool, typer.Option("--beyond-trained", help="let texts become longer than the model was trained for", **PANEL)
-    ],
+    "beyond_trained": Annotated[bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED, **PANEL)],
     "seed": Annotated[
         int, number("--seed", least=RANDOM, most=MOST_SEED, help="of the draws; -1: one at random", **PANEL)
     ],

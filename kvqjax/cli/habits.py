@@ -2,12 +2,13 @@
 users of other programs type."""
 
 import re
+import shlex
 from collections.abc import Collection
 from typing import Any
 
-from kvqjax._errors import suggest
+from kvqjax._errors import UserError, suggest
 
-__all__ = ["command_hint", "option_hint", "usage_line"]
+__all__ = ["command_hint", "option_hint", "shell_line", "shell_option", "usage_line"]
 
 # Option of llama.cpp, vLLM or transformers -> an example of what to write. Looked up only where a command lacks it.
 OPTIONS = {
@@ -23,6 +24,22 @@ OPTIONS = {
     "--torch-dtype": "--dtype bfloat16",
 }
 COMMANDS = {"run": "generate", "ppl": "eval ppl", "perplexity": "eval ppl", "harness": "eval harness"}
+
+
+# Option of a function -> of a command, where that has another name.
+SHELL = {"pool_bytes": "--pool", "eos_ids": "--end"}
+
+
+def shell_option(name: str, value: Any) -> str:
+    """Write an option as the shell has it, with a value; None stands for any value. For `UserError.said`."""
+    option = SHELL.get(name) or "--" + name.replace("_", "-")
+    return option if value is None or value is True else f"{option} {shlex.quote(str(value))}"
+
+
+def shell_line(error: Exception) -> str:
+    """Say what is wrong in one line, with the shell's names for options."""
+    text = error.said(shell_option) if isinstance(error, UserError) else str(error)
+    return " ".join(text.split())
 
 
 def option_hint(name: str, options: Collection[str]) -> str | None:

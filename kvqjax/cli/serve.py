@@ -1,8 +1,10 @@
 """`kvqjax serve`: the OpenAI protocol over HTTP."""
 
 import asyncio
+import copy
 import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,8 +34,12 @@ from kvqjax.cli.common import (
     open_model,
     token_number,
 )
+from kvqjax.cli.generate_options import BEYOND_TRAINED
+from kvqjax.cli.habits import shell_line
 from kvqjax.cli.output import announce
 from kvqjax.cli.stopping import end_stopped, say_at_once
+from kvqjax.generation.prompt_ids import PLAIN_CHAT, has_chat_template
+from kvqjax.model.loading import Model
 from kvqjax.serving.engine import CHUNK, MOST_BYTES, MOST_STRIDE, PREFIXES, QUEUE, STRIDE, Engine
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
 from kvqjax.serving.protocol import check_api_key
@@ -53,7 +59,7 @@ def _pool(text: str | int) -> int:
     try:
         return byte_count(text, 1, MOST_BYTES)
     except UserError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(shell_line(error)) from error
 
 
 def serve(
@@ -91,6 +97,11 @@ def serve(
         Path | None,
         typer.Option(help="read what prompts begin with from here at the start, and write it here at the end"),
     ] = None,
+    allow_origin: Annotated[
+        list[str], typer.Option(help="a web page's origin that may use the server, or *; repeatable")
+    ] = [],  # noqa: B006
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="a line on stderr for each request")] = False,
+    beyond_trained: Annotated[bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED)] = False,
     served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
     mesh: Mesh = "",
     kernels: Kernels = "auto",
@@ -109,18 +120,23 @@ def serve(
         raise UserError("--host '' names no address; 127.0.0.1 is this machine alone, 0.0.0.0 every network")
     api_key = os.environ.get(API_KEY) or None
     check_api_key(api_key)
+    if API_KEY in os.environ and api_key is None:
+        announce(f"{API_KEY} is empty: clients need no key")
     if prefix_folder is not None:
         made_folder(prefix_folder)  # the server would say at its end that it cannot be written
     method = methods_of([cache])[0]
     loaded = calibrated(open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact)[0][
         0
     ]
+    capacity = _trained_capacity(loaded, capacity, beyond_trained)
     options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "prefixes": prefixes}
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
-    app = make_app(engine, name, api_key=api_key, at_end=functools.partial(_save_prefixes, engine, prefix_folder))
-    server = _server(uvicorn, app, engine)
+    ending = functools.partial(_save_prefixes, engine, prefix_folder)
+    doors = {"beyond_trained": beyond_trained, "origins": allow_origin}
+    app = make_app(engine, name, api_key=api_key, at_end=ending, **doors)
+    server = _server(uvicorn, app, engine, log_requests)
     try:
         with _listening(host, port) as door:
             shown = f"[{host}]" if ":" in host else host  # as an address of IPv6 stands in a URL
@@ -136,9 +152,22 @@ def serve(
             if loaded_prefixes:
                 announce(f"{loaded_prefixes} beginnings of prompts are known from {prefix_folder}")
             announce(f"{address}, and / in a browser; /ready says when all is compiled")
+            if not has_chat_template(loaded):
+                announce(PLAIN_CHAT)
             server.run([door])
     finally:
         engine.close()
+
+
+def _trained_capacity(model: Model, capacity: int | None, beyond_trained: bool) -> int | None:
+    """Cut the tokens of a row to what requests may have: memory for more would never be used."""
+    trained = model.config.trained_length
+    if capacity is None or trained is None or capacity <= trained or beyond_trained:
+        return capacity
+    announce(
+        f"rows have {trained} tokens, for which this model was trained, not {capacity}; --beyond-trained allows more"
+    )
+    return trained
 
 
 def _load_prefixes(engine: Engine, folder: Path | None) -> int:
@@ -149,7 +178,7 @@ def _load_prefixes(engine: Engine, folder: Path | None) -> int:
     try:
         return engine.load_prefixes(newest)
     except UserError as error:
-        announce(f"prompts are read anew: {error}")
+        announce(f"prompts are read anew: {shell_line(error)}")
         return 0
 
 
@@ -160,7 +189,7 @@ def _save_prefixes(engine: Engine, folder: Path | None) -> None:
         try:
             write_newest(folder, engine.save_prefixes)
         except UserError as error:
-            announce(f"what prompts began with is lost: {error}")
+            announce(f"what prompts began with is lost: {shell_line(error)}")
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -172,7 +201,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(f"{host}:{port}: {error.strerror}") from error
 
 
-def _server(uvicorn: Any, app: Any, engine: Engine) -> Any:
+def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
     """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get GRACE seconds. Then
     the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each.
     A second Ctrl-C ends the process at once."""
@@ -194,7 +223,21 @@ def _server(uvicorn: Any, app: Any, engine: Engine) -> Any:
             await super().shutdown(sockets)
             ending.cancel()
 
-    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + CUT))
+    from kvqjax.serving.deadlines import ImpatientProtocol
+
+    options = {"http": ImpatientProtocol, "log_level": "warning", "timeout_graceful_shutdown": GRACE + CUT}
+    settings = uvicorn.Config(app, **options, log_config=_log_settings(uvicorn))
+    if log_requests:  # uvicorn has one level for all that it logs
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return Server(settings)
+
+
+def _log_settings(uvicorn: Any) -> dict[str, Any]:
+    """Make uvicorn's settings of its log: a request's line has the time and goes to stderr, for stdout may be JSON."""
+    settings = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    settings["formatters"]["access"]["fmt"] = '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s'
+    settings["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return settings
 
 
 def _packages():

@@ -40,18 +40,18 @@ def find(source: Source, folder: Path | None) -> Path | None:
 
 
 def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
-    hint = f"put {source.files[0]} into a folder and name it with --folder ({source.where})"
+    hint = f"put {source.files[0]} into a folder and name it with {{folder}} ({source.where})"
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError(f"{source.name}: pip install datasets to load it from the hub, or {hint}") from error
+        raise UserError(f"{source.name}: needs the hub", f"pip install datasets, or {hint}", folder=None) from error
     try:
         return iter(load_dataset(**source.hub))
     # The library raises its own, the hub client's and the system's errors; all of them mean that
     # the data cannot be read.
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{source.name}: the hub did not give it ({reason}); {hint}") from error
+        raise UserError(f"{source.name}: the hub did not give it ({reason})", hint, folder=None) from error
 
 
 def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
@@ -182,7 +182,9 @@ def read(
     """
     source = str(os.fspath(name))
     if source in NAMES and not (field is None and split is None):
-        raise UserError(f"{source}: its field and split are fixed; leave out --field and --split")
+        given = {name: value for name, value in (("field", field), ("split", split)) if value is not None}
+        hint = "leave out " + " and ".join(f"{{{name}}}" for name in given)
+        raise UserError(f"{source}: its field and split are fixed", hint, **given)
     if source == "synthetic":
         return described(source, [filler(np.random.default_rng(seed), tokens or 8192)])
     if source in CORPORA:

@@ -101,7 +101,8 @@ def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
     name_of_text = field or next((name for name in FIELDS if name in columns), None)
     if name_of_text is None:
         fields = ", ".join(columns)[:200] or "none"
-        raise UserError(f"{where}: none of the fields {', '.join(FIELDS)}; name one with field=... (--field): {fields}")
+        cause = f"{where}: has the fields {fields}; none of them is {', '.join(FIELDS)}"
+        raise UserError(cause, "name one with {field}", field=None)
     return name_of_text
 
 
@@ -171,10 +172,10 @@ def read_documents(
         documents: Iterator[str] = (_document(record, field, used, model) for record in records)
     else:
         if split is not None:
-            raise UserError(f"{name}: files have no splits; name the file instead of split={split!r} (--split)")
+            raise UserError(f"{name}: files have no splits", "name the file instead of {split}", split=split)
         files = files_of(path) if path.is_dir() else [path]
         if field is not None and all(kind_of(file) == "text" for file in files):
-            raise UserError(f"{name}: text has no fields; leave out field={field!r} (--field)")
+            raise UserError(f"{name}: text has no fields", "leave out {field}", field=field)
         documents = _of_files(files, field, used, model, choose)
     texts, cut = _up_to(documents, None if unlimited else MOST_CHARACTERS)
     names = [str(file.relative_to(path)) for file in files if path.is_dir()]

@@ -181,11 +181,11 @@ def _split(splits: Any, name: str, split: str | None) -> Any:
     """Choose one of the splits of a data set. Nothing is guessed: figures of the training split are other figures."""
     if not hasattr(splits, "keys"):
         if split is not None:
-            raise UserError(f"{name}: has no splits; leave out split={split!r} (--split)")
+            raise UserError(f"{name}: has no splits", "leave out {split}", split=split)
         return splits
     names = ", ".join(splits)
     if split is None and len(splits) > 1:
-        raise UserError(f"{name}: has the splits {names}; choose with split=... (--split)")
+        raise UserError(f"{name}: has the splits {names}", "choose with {split}", split=None)
     if split is not None and split not in splits:
         raise UserError(f"{name}: has no split {split!r}; it has {names}")
     return splits[split or next(iter(splits))]

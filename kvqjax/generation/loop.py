@@ -211,7 +211,7 @@ def decode_steps(
 def _require_finite(logits, counts) -> None:
     """Raise UserError where the logits of a row that has a prompt are not finite."""
     if not fetched((jnp.isfinite(logits).all(-1) | (counts == 0)).all())[0]:
-        raise UserError("the model's logits are NaN or infinite; check its weights, or try dtype='f32'")
+        raise UserError("the model's logits are NaN or infinite", "check its weights, or try {dtype}", dtype="f32")
 
 
 def require_finite(cache: Cache) -> None:
@@ -220,7 +220,7 @@ def require_finite(cache: Cache) -> None:
     if broken.any():
         row = int(broken.argmax())
         cause = f"a key or value of token {finite[row]} is NaN or infinite"
-        raise UserError(f"row {row}: {cause}; check the model's weights, or try dtype='f32'")
+        raise UserError(f"row {row}: {cause}", "check the model's weights, or try {dtype}", dtype="f32")
 
 
 def start(

@@ -83,12 +83,15 @@ class GenerateOptions:
         }
         for name, (fits, wanted) in limits.items():
             if not fits:
-                raise UserError(f"{name}={getattr(self, name)}; it must be {wanted}")
+                raise UserError(f"{name}={getattr(self, name)}; it must be {wanted}", parameter=name)
         for name in ("eos_ids", "stop_token_ids"):
             ids = getattr(self, name)
             self._set(name, None if ids is None else token_ids(name, ids))
         if self.ignore_eos and self.eos_ids:
-            raise UserError("ignore_eos and eos_ids exclude each other; stop_token_ids end a row in any case")
+            raise UserError(
+                "ignore_eos and eos_ids exclude each other; stop_token_ids end a row in any case",
+                parameter="ignore_eos",
+            )
         self._set("stop", stop_strings(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
         if self.top_k == NO_LIMIT:
@@ -108,7 +111,7 @@ class GenerateOptions:
     def check_tokenizer(self, model: Model) -> None:
         """Raise UserError for stop strings of a model whose tokens have no text."""
         if self.stop and not model.has_tokenizer:
-            raise UserError("stop strings need a tokenizer, and this model has none")
+            raise UserError("stop strings need a tokenizer, and this model has none", parameter="stop")
 
     def ends(self, model: Model, max_new_tokens: int) -> Int[np.ndarray, " N"]:
         """Choose the tokens that end a row of at most `max_new_tokens`.
@@ -117,7 +120,10 @@ class GenerateOptions:
             UserError: an id that the model lacks, or more `min_tokens` than a row may have.
         """
         if self.min_tokens > max_new_tokens:
-            raise UserError(f"min_tokens={self.min_tokens} is more than the {max_new_tokens} new tokens asked for")
+            raise UserError(
+                f"min_tokens={self.min_tokens} is more than the {max_new_tokens} new tokens asked for",
+                parameter="min_tokens",
+            )
         eos = end_ids(model, () if self.ignore_eos else self.eos_ids)
         further = end_ids(model, self.stop_token_ids, "stop_token_ids")
         ends = np.asarray(list(dict.fromkeys([*eos.tolist(), *further.tolist()])), np.int32)
@@ -148,15 +154,21 @@ def _biases(given: Any) -> dict[int, float] | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise UserError(f"logit_bias={named(given)}; wanted token ids with a number each, such as {{50: -100}}")
+        raise UserError(
+            f"logit_bias={named(given)}; wanted token ids with a number each, such as {{50: -100}}",
+            parameter="logit_bias",
+        )
     biases = {}
     for token, value in given.items():
         number = whole_number(token) if isinstance(token, str) else token
         if number is None:
-            raise UserError(f"logit_bias has {named(token)}; wanted the id of a token")
+            raise UserError(f"logit_bias has {named(token)}; wanted the id of a token", parameter="logit_bias")
         bias = typed(f"logit_bias of token {token}", value, float)
         if abs(bias) > MOST_BIAS:
-            raise UserError(f"logit_bias of token {token} is {bias}; it must be from -{MOST_BIAS:g} to {MOST_BIAS:g}")
+            raise UserError(
+                f"logit_bias of token {token} is {bias}; it must be from -{MOST_BIAS:g} to {MOST_BIAS:g}",
+                parameter="logit_bias",
+            )
         biases[check_integer("a token of logit_bias", number, 0, MOST)] = bias
     return biases
 

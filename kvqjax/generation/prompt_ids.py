@@ -14,16 +14,22 @@ from kvqjax.model.rope import check_length, longest_text
 from kvqjax.step.checks import check_model
 
 __all__ = [
+    "NO_TEMPLATE",
+    "PLAIN_CHAT",
     "Prompts",
+    "TooLong",
     "bucket",
     "capacity_for",
     "chat_text",
     "check_vocabulary",
     "continued_ids",
+    "conversation_ids",
     "encode_prompts",
     "end_ids",
+    "has_chat_template",
     "padded",
     "padded_rows",
+    "plain_text",
     "require_trained",
     "token_ids",
     "with_text",
@@ -32,7 +38,18 @@ __all__ = [
 LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
 SHORT = 512  # tokens of a prompt; a longer one that nobody asked for costs more than another program may save
 
+NO_TEMPLATE = "this model's tokenizer has no chat template"
+PLAIN_CHAT = f"{NO_TEMPLATE}: turns are plain text, one after the other"
+
 Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messages
+
+
+class TooLong(UserError):
+    """A prompt and its answer are more tokens than there can be: `prompt`, `new` and `most` of them."""
+
+    def __init__(self, prompt: int, new: int, most: int, cause: str, hint: str = "", **options: Any):
+        self.prompt, self.new, self.most = prompt, new, most
+        super().__init__(f"a prompt of {prompt} tokens and {new} new ones {cause}", hint, **options)
 
 
 def bucket(length: int) -> int:
@@ -47,7 +64,7 @@ def capacity_for(model: Model, prompts: Sequence[Sequence[int]], new: int, capac
     longest = max(len(prompt) for prompt in prompts)
     if capacity is not None:
         if longest + new > capacity:
-            raise UserError(f"a prompt of {longest} tokens and {new} new ones do not fit a capacity of {capacity}")
+            raise TooLong(longest, new, capacity, f"do not fit a capacity of {capacity}")
         return capacity
     check_length(model.config, longest + new)
     limit = longest_text(model.config)
@@ -93,10 +110,8 @@ def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_train
     unless that is asked for: its text falls apart there, and nothing else would say so."""
     longest, most = max(lengths), model.config.trained_length
     if most is not None and longest + new > most and not beyond_trained:
-        raise UserError(
-            f"a prompt of {longest} tokens and {new} new ones go beyond the {most} that this model was trained for; "
-            "beyond_trained=True (--beyond-trained) allows it"
-        )
+        cause = f"go beyond the {most} that this model was trained for"
+        raise TooLong(longest, new, most, cause, "{beyond_trained} allows it", beyond_trained=True)
 
 
 def with_text(message: Any) -> Any:
@@ -105,19 +120,77 @@ def with_text(message: Any) -> Any:
     return {**message, "content": ""} if is_answer and message.get("content") is None else message
 
 
-def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Put a conversation through the tokenizer's chat template, up to where the answer begins. Raises UserError where
-    there is no template, and where it refuses these messages."""
+def has_chat_template(model: Model) -> bool:
+    """Say whether a conversation can be put through a template; without one it is `plain_text`."""
+    return getattr(model.tokenizer, "chat_template", None) is not None
+
+
+def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Write a conversation without a template: each message on a new line. An answer follows its question at once,
+    since the model went on from there."""
+    messages = [with_text(message) for message in messages]
+    marks = ["" if m["role"] == "assistant" or not number else "\n" for number, m in enumerate(messages)]
+    return "".join(mark + str(m["content"]) for mark, m in zip(marks, messages, strict=True))
+
+
+def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "answer") -> str:
+    """Put a conversation through the tokenizer's chat template.
+
+    Args:
+        model: that has the template.
+        messages: of the conversation.
+        end: where the text ends: "answer" where a new answer begins, "message" behind the last message, "open" within
+            it, so that an answer goes on with its words.
+
+    Returns:
+        The text.
+
+    Raises:
+        UserError: there is no template, or it refuses these messages.
+    """
     from jinja2 import TemplateError
 
-    if getattr(model.tokenizer, "chat_template", None) is None:
-        raise UserError("this model's tokenizer has no chat template; leave chat off")
+    if not has_chat_template(model):
+        raise UserError(NO_TEMPLATE, "leave {chat} out", chat=True)
+    options = {"tokenize": False, "add_generation_prompt": end == "answer"}
     try:
-        return model.tokenizer.apply_chat_template(
-            list(map(with_text, messages)), add_generation_prompt=True, tokenize=False
-        )
+        text = model.tokenizer.apply_chat_template(list(map(with_text, messages)), **options)
     except TemplateError as error:
         raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())[:200]}") from error
+    return _open_end(text, messages[-1]) if end == "open" else text
+
+
+def _open_end(text: str, message: Mapping[str, Any]) -> str:
+    """Cut a conversation's text behind the words of its last message."""
+    words = str(message.get("content") or "").strip()
+    place = text.rfind(words)
+    if not words or place < 0:
+        raise UserError("an answer cannot go on with the last message: the chat template leaves its words out")
+    # Templates may take blanks off the end of a message.
+    with_blanks = str(message["content"]).lstrip()
+    return text[: place + len(with_blanks if text.startswith(with_blanks, place) else words)]
+
+
+def conversation_ids(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "answer") -> list[int]:
+    """Give the token ids of a conversation, also for a model without a chat template.
+
+    Args:
+        model: that answers.
+        messages: of the conversation.
+        end: where its text ends, as in `chat_text`. Plain text ends with the last message in any case.
+
+    Returns:
+        The ids.
+
+    Raises:
+        UserError: the template refuses these messages, or they are empty.
+    """
+    if has_chat_template(model):
+        ids = model.encode(chat_text(model, messages, end), add_special_tokens=False)
+    else:
+        ids = model.encode(plain_text(messages))
+    check_vocabulary(model, 0, ids)
+    return ids
 
 
 def _chat_ids(model: Model, prompt) -> list[int]:

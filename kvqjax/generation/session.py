@@ -21,7 +21,16 @@ from kvqjax.cache.surgery import crop, fork, resize
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.options import GenerateFields, GenerateOptions
-from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, require_trained, with_text
+from kvqjax.generation.prompt_ids import (
+    PLAIN_CHAT,
+    TooLong,
+    chat_text,
+    check_vocabulary,
+    continued_ids,
+    has_chat_template,
+    plain_text,
+    require_trained,
+)
 from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
@@ -33,7 +42,6 @@ from kvqjax.step.persist import load_cache, save_cache
 __all__ = ["Answer", "Session", "Turn"]
 
 LEAST_CAPACITY = 512  # tokens; a session without a capacity of its own begins with so many, and doubles them
-NO_TEMPLATE = "this model's tokenizer has no chat template: turns are plain text, one after the other"
 
 Message = Mapping[str, Any]
 
@@ -131,9 +139,9 @@ class Session:
         self._ids: list[int] = []  # what the cache holds
         self._answers = 0
         self._open: Answer | None = None
-        self._plain = getattr(model.tokenizer, "chat_template", None) is None
+        self._plain = not has_chat_template(model)
         if self._plain:
-            warnings.warn(NO_TEMPLATE, stacklevel=3)
+            warnings.warn(PLAIN_CHAT, stacklevel=3)
 
     def __repr__(self) -> str:
         room = f"{len(self._ids)} tokens" if self._cache is None else f"{len(self._ids)} of {self._capacity} tokens"
@@ -172,8 +180,7 @@ class Session:
         new = max_new_tokens or self._settings.max_new_tokens
         capacity, need = self._options["capacity"], len(ids) + new
         if capacity is not None and need > capacity:
-            request = f"a conversation of {len(ids)} tokens and {new} new ones"
-            raise UserError(f"{request} do not fit this session's capacity of {capacity}")
+            raise TooLong(len(ids), new, capacity, f"do not fit this session's capacity of {capacity}")
         check_length(self.model.config, need)
         require_trained(self.model, [len(ids)], new, self._settings.options.beyond_trained)
         self._settings.options.ends(self.model, new)
@@ -260,12 +267,8 @@ class Session:
 
     def _text(self, history: Sequence[Message]) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [with_text(message) for message in [*system, *history]]
-        if not self._plain:
-            return chat_text(self.model, messages)
-        # An answer follows its question at once, since the model went on from there.
-        marks = ["" if m["role"] == "assistant" or not number else "\n" for number, m in enumerate(messages)]
-        return "".join(mark + str(m["content"]) for mark, m in zip(marks, messages, strict=True))
+        messages = [*system, *history]
+        return plain_text(messages) if self._plain else chat_text(self.model, messages)
 
     def _ready(self, ids: list[int], need: int) -> tuple[Cache, int]:
         """A cache of room for `need` tokens that holds the first of `ids`, and how many: all but one at most. The

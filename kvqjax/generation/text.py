@@ -26,13 +26,14 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
 
     Raises UserError for an empty one, and for what is no string."""
     if not isinstance(stop, Iterable):
-        raise UserError(f"stop={stop!r}; wanted a string, or a list of strings")
+        raise UserError(f"stop={stop!r}; wanted a string, or a list of strings", parameter="stop")
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in texts:
         if not isinstance(text, str):
-            raise UserError(f"stop has {text!r}; wanted strings (eos_ids takes the ids of tokens)")
+            cause = f"stop has {text!r}; wanted strings"
+            raise UserError(cause, "{eos_ids} takes the ids of tokens", parameter="stop", eos_ids=None)
         if not text:
-            raise UserError("an empty stop string would end every text before its first token")
+            raise UserError("an empty stop string would end every text before its first token", parameter="stop")
     return texts
 
 

@@ -116,7 +116,7 @@ def plan(
     named = find_device(device) if device is not None else None
     chip = named.name if named else None
     if compile_step and chip is None:
-        raise UserError("compiling needs a device: --device in the shell, device= in Python")
+        raise UserError("compiling needs a device", "name it with {device}", device=None)
     memory, memory_fraction = (
         value if value is None else typed(option, value, float)
         for option, value in (("memory", memory), ("memory_fraction", memory_fraction))

@@ -156,7 +156,7 @@ def nearest_policy(name: str, methods: Collection[str]) -> tuple[str, str] | Non
     if plain in _HABITS:
         hint = _HABITS[plain]
         policy = hint.split(" ")[0]
-        return policy, "write exact (the compute dtype: --dtype)" if hint == _EXACT else f"the nearest here is {hint}"
+        return policy, "write exact (numbers of the compute dtype)" if hint == _EXACT else f"the nearest here is {hint}"
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
     if bits is not None and (bits[1] in methods or not bits[1]):
         policy = f"{bits[1] or 'kivi'}:bits={bits[2]}"

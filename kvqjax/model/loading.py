@@ -142,7 +142,7 @@ class Model(struct.PyTreeNode):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            reason = "half a surrogate pair, as bytes that are not UTF-8 give in an argument"
+            reason = "half a surrogate pair, which is what bytes that are not UTF-8 become"
             raise UserError(f"the text has no character at place {error.start}: {reason}") from None
         ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if ids and max(ids) >= (size := self.config.vocab_size):

@@ -76,8 +76,9 @@ def check_length(config: KVShape, length: int):
     for limit, kind in _limits(config):
         if length > limit:
             raise UserError(
-                f"{length} tokens are more than the {limit} that the frequencies of this model's {kind} RoPE "
-                f"are for; load it with rope_length={length} (--rope-length {length})"
+                f"{length} tokens are more than the {limit} that the frequencies of this model's {kind} RoPE are for",
+                "load it with {rope_length}",
+                rope_length=length,
             )
 
 

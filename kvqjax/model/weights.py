@@ -241,9 +241,9 @@ def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Che
         raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")
     if vision and not text_only:
         raise UserError(
-            f"{folder}: tensor {vision[0]!r} is of the vision part ({len(vision)} such), "
-            "which is not computed here; "
-            "text_only=True (--text-only) loads the language part without it"
+            f"{folder}: tensor {vision[0]!r} is of the vision part ({len(vision)} such), which is not computed here",
+            "{text_only} loads the language part without it",
+            text_only=True,
         )
     tensors = {}
     for name, tensor in checkpoint.items():

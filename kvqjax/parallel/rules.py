@@ -259,7 +259,8 @@ class Rules:
         if layout.pool is not None and self.size(self.batch) > 1:
             raise UserError(f"{self.size(self.batch)} devices share out the rows, and none has the pages of all rows")
         if batch % self.size(self.batch):
-            raise UserError(f"{batch} rows cannot be split over {self.size(self.batch)} devices")
+            rows = f"{batch} row{'s' * (batch != 1)}"
+            raise UserError(f"{rows} cannot be split over {self.size(self.batch)} devices")
         if not shares_heads(layout, self.size(self.kv_heads)):
             raise UserError(f"{layout.method} mixes KV heads, and this model is split for a method that does not")
         return dataclasses.replace(layout, dealt=self.size(self.sequence))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import secrets
 import threading
 import time
 import uuid
@@ -16,10 +17,9 @@ from typing import Any
 
 from kvqjax._arguments import MOST_SEED
 from kvqjax._errors import UserError
-from kvqjax.generation.prompt_ids import encode_prompts
-from kvqjax.serving.engine import Engine, EngineClosed, EngineFull, RequestFailed
+from kvqjax.generation.prompt_ids import TooLong, conversation_ids, encode_prompts
+from kvqjax.serving.engine import Engine, EngineClosed
 from kvqjax.serving.protocol import (
-    NotFound,
     RequestBody,
     chat_chunk,
     chat_object,
@@ -28,20 +28,25 @@ from kvqjax.serving.protocol import (
     completion_object,
     error_object,
     models_object,
+    not_served,
     read_chat,
     read_completion,
     usage_of,
 )
+from kvqjax.serving.refusals import Refused, refusal_of
 from kvqjax.serving.request import Answered, Handle, ServedPiece
 
 try:
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+
+    from kvqjax.serving.metrics import Metrics
 except ImportError as error:
     raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
 
@@ -50,15 +55,11 @@ __all__ = ["MOST_BYTES", "make_app"]
 PAGE = Path(__file__).parent.parent / "assets" / "serve" / "page.html"
 MOST_BYTES = 4 * 2**20  # of a body; a prompt of 128K tokens is about half a MiB of text
 LOOK = 0.5  # seconds between two checks that the client is still connected
-BUSY = 1  # seconds after which a client that was refused may ask again
-
-
-class _Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error"):
-        super().__init__(message)
-        self.status, self.kind = status, kind
+BODY_SECONDS = 60  # until all of a body has come: MOST_BYTES at 70 KB a second
+ICON = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#24c"/>'
+    b'<path d="M3 4h10M3 8h6M3 12h3" stroke="#fff" stroke-width="2"/></svg>'
+)
 
 
 def make_app(
@@ -68,6 +69,8 @@ def make_app(
     api_key: str | None = None,
     most_bytes: int = MOST_BYTES,
     at_end: Callable[[], None] = lambda: None,
+    beyond_trained: bool = False,
+    origins: Sequence[str] = (),
 ) -> Starlette:
     """Make the application that serves an engine; the engine is closed with it.
 
@@ -78,6 +81,8 @@ def make_app(
         most_bytes: the largest body that is read.
         at_end: called when the engine is closed. Code after uvicorn's loop is no place for it: signals end the process
             before that runs.
+        beyond_trained: let requests have more tokens than the model was trained for, as in `kvqjax.generate`.
+        origins: of web pages elsewhere that may use the server, as "https://example.org"; "*": all.
 
     Returns:
         An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
@@ -87,7 +92,7 @@ def make_app(
         UserError: packages of the extra `serve` are missing, or no client can send the key.
     """
     check_api_key(api_key)
-    server = _Server(engine, name, api_key, most_bytes)
+    server = _Server(engine, name, api_key, most_bytes, beyond_trained)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -101,6 +106,7 @@ def make_app(
 
     routes = [
         Route("/", server.page),
+        Route("/favicon.ico", server.icon),
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/metrics", server.metrics),
@@ -109,22 +115,16 @@ def make_app(
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    handlers = {_Refused: _refusal, UserError: _refusal, HTTPException: _no_such_path, Exception: _fault}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    handlers = {Refused: _refusal, UserError: _refusal, HTTPException: _no_such_path, Exception: _refusal}
+    about: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    middleware = [Middleware(CORSMiddleware, **about)] if origins else []
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
-    """Answer what a client can mend."""
-    status, kind, headers = 400, "invalid_request_error", {}
-    if isinstance(error, _Refused):
-        status, kind = error.status, error.kind
-    elif isinstance(error, NotFound):
-        status = 404
-    elif isinstance(error, EngineFull):
-        status, kind, headers = 429, "rate_limit_error", {"Retry-After": str(BUSY)}
-    elif isinstance(error, EngineClosed | RequestFailed):
-        status, kind = (503 if isinstance(error, EngineClosed) else 500), "server_error"
-    return JSONResponse(error_object(str(error), kind, status), status, headers)
+    """Answer an error. After a fault of the server starlette raises it again: its log has the traceback."""
+    refusal = refusal_of(error)
+    return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
@@ -136,25 +136,18 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     )
 
 
-async def _fault(_: Request, error: Exception) -> Response:
-    """Answer what is wrong with the server. The traceback goes to its log, for starlette raises the error again."""
-    return JSONResponse(error_object(_fault_text(error), "server_error", 500), 500)
-
-
-def _fault_text(error: Exception) -> str:
-    return f"the server failed: {type(error).__name__}"
-
-
 class _Server:
     """The endpoints. `warming` is the task that compiles the engine's programs."""
 
-    def __init__(self, engine: Engine, name: str, api_key: str | None, most_bytes: int):
+    def __init__(self, engine: Engine, name: str, api_key: str | None, most_bytes: int, beyond_trained: bool):
         self.warming: asyncio.Task | None = None
         self._engine, self._name, self._api_key, self._most_bytes = engine, name, api_key, most_bytes
         self._created = int(time.time())
+        self._beyond_trained = beyond_trained
+        trained = None if beyond_trained else engine.model.config.trained_length
+        self._most_tokens = min(engine.capacity, trained or engine.capacity)  # of a prompt and its answer
         self._encoding = threading.Lock()  # a tokenizer is not safe in two threads at once
-        self._registry = CollectorRegistry()
-        self._registry.register(_Counts(engine))
+        self._metrics = Metrics(engine)
 
     async def warm(self) -> None:
         await asyncio.to_thread(self._engine.warm)
@@ -163,6 +156,9 @@ class _Server:
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    async def icon(self, _: Request) -> Response:
+        return Response(ICON, media_type="image/svg+xml")
 
     async def health(self, _: Request) -> Response:
         """Answer 200 while requests can be answered; 503 once the engine has failed, for only a restart helps."""
@@ -176,16 +172,16 @@ class _Server:
         return JSONResponse({"status": "ready" if warm else "compiling"}, 200 if warm else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        models = models_object(self._name, self._created, self._engine.capacity)
+        models = models_object(self._name, self._created, self._most_tokens)
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse(models)
         if name != self._name:
-            raise NotFound(f"model {name!r} is not served here; this server has {self._name!r}")
+            raise not_served(name, self._name)
         return JSONResponse(models["data"][0])
 
     # --- Endpoints that the model answers ---
@@ -194,7 +190,9 @@ class _Server:
         body = read_completion(await self._body(request), self._name)
         if body.stream and (body.echo or body.new_tokens == 0):
             option = "echo" if body.echo else "max_tokens=0"
-            raise _Refused(400, f"{option} is not served as a stream; leave one of them out")
+            raise Refused(
+                400, f"{option} is not served as a stream; leave one of them out", param=option.partition("=")[0]
+            )
         prompts, handles = await self._submitted(body)
         number = f"cmpl-{uuid.uuid4().hex}"
         if body.stream:
@@ -219,20 +217,23 @@ class _Server:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a key is right.
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
-            raise _Refused(401, "wrong or missing API key", "authentication_error")
+            raise Refused(401, "wrong or missing API key", "authentication_error")
 
     async def _body(self, request: Request) -> bytes:
         """Read a body. One that is too large is refused before all of it is read."""
         self._check_key(request)
         parts, size = [], 0
         try:
-            async for part in request.stream():
-                size += len(part)
-                if size > self._most_bytes:
-                    raise _Refused(413, f"the body has more than {self._most_bytes} bytes")
-                parts.append(part)
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._most_bytes:
+                        raise Refused(413, f"the body has more than {self._most_bytes} bytes")
+                    parts.append(part)
         except ClientDisconnect:
-            raise _Refused(499, "the client has gone") from None
+            raise Refused(499, "the client has gone") from None
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {BODY_SECONDS} seconds") from None
         return b"".join(parts)
 
     async def _submitted(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
@@ -241,36 +242,48 @@ class _Server:
         return await asyncio.to_thread(self._submit, body)
 
     def _submit(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
-        options = dict(body.options)
-        chat = options.pop("chat", False)
         count = len(body.prompts) * body.choices
         if count > self._engine.queue:  # 429 would say that it helps to ask again
-            raise UserError(f"{count} answers are asked for at once; at most {self._engine.queue} may wait here")
+            parameter = "n" if body.choices > 1 else body.prompt_field
+            cause = f"{count} answers are asked for at once; at most {self._engine.queue} may wait here"
+            raise UserError(cause, parameter=parameter)
         with self._encoding:
-            encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in body.prompts]
+            encoded = [self._encode(body, prompt) for prompt in body.prompts]
         handles: list[Handle] = []
         texts: list[tuple[str, Sequence[int]]] = []
         try:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
                 for choice in range(body.choices):
-                    seed = (options["seed"] + choice) % (MOST_SEED + 1)  # the engine takes no more
-                    submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **(options | {"seed": seed}))
+                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)}
+                    options["beyond_trained"] = self._beyond_trained
+                    submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
-        except UserError:
+        except UserError as error:
             _give_up(handles)
+            if isinstance(error, TooLong):
+                error.parameter = body.prompt_field if error.prompt >= error.most else body.length_field
             raise
         return texts, handles
+
+    def _encode(self, body: RequestBody, prompt: Any) -> list[int]:
+        """Give the ids of a prompt."""
+        try:
+            if body.chat:
+                return conversation_ids(self._engine.model, prompt, body.end)
+            return encode_prompts(self._engine.model, [prompt])[0]
+        except UserError as error:
+            error.parameter = error.parameter or body.prompt_field
+            raise
 
     def _new_tokens(self, body: RequestBody, prompt: int) -> int:
         """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which `completions` leaves out."""
         if body.new_tokens is not None:
             return max(1, body.new_tokens)
-        trained = self._engine.model.config.trained_length
-        longest = min(self._engine.capacity, trained or self._engine.capacity)
+        longest = self._most_tokens
         if prompt >= longest:
-            raise UserError(f"a prompt of {prompt} tokens leaves no room for an answer in a row of {longest}")
+            raise TooLong(prompt, 1, longest, f"do not fit a row of {longest}")
         return longest - prompt
 
     def _say(self, token: int) -> str:
@@ -289,13 +302,14 @@ class _Server:
         try:
             while not (await asyncio.wait([future], timeout=LOOK))[0]:
                 if await request.is_disconnected():
-                    raise _Refused(499, "the client has gone")
+                    raise Refused(499, "the client has gone")
             await future
         finally:
             _give_up(handles)
             future.cancel()
             # asyncio logs a cancelled gather whose error is never retrieved, with its traceback.
             await asyncio.gather(future, return_exceptions=True)
+        self._metrics.observe(handles)
         return [handle.result() for handle in handles]
 
     def _streamed(self, events: AsyncIterator[dict[str, Any]], handles: list[Handle]) -> Response:
@@ -306,9 +320,9 @@ class _Server:
                 async for event in events:
                     yield f"data: {json.dumps(event)}\n\n"
                 yield "data: [DONE]\n\n"
+                self._metrics.observe(handles)
             except Exception as error:  # the status has been sent already
-                text = str(error) if isinstance(error, UserError) else _fault_text(error)
-                yield f"data: {json.dumps(error_object(text, 'server_error', 500))}\n\n"
+                yield f"data: {json.dumps(refusal_of(error).body)}\n\n"
                 if not isinstance(error, UserError):
                     raise  # for the server's log
 
@@ -316,27 +330,30 @@ class _Server:
         return _EventStream(handles, lines(), media_type="text/event-stream", headers=headers)
 
     async def _completion_events(self, number: str, body: RequestBody, handles: list[Handle]):
-        places = [0] * len(handles)
+        places, blank = [0] * len(handles), _blank_usage(body)
         async for index, piece, reason in _merged(handles):
             scores = piece.scores if body.scores else None
-            yield completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, places[index])
+            place = places[index]
+            chunk = completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, place)
+            yield chunk | blank
             places[index] += len(piece.text)
         if body.usage:
-            yield completion_chunk(number, self._name, 0, "") | self._used(handles)
+            yield completion_chunk(number, self._name, 0, "") | self._used(body, handles)
 
     async def _chat_events(self, number: str, body: RequestBody, handles: list[Handle]):
+        blank = _blank_usage(body)
         for index in range(len(handles)):
-            yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""})
+            yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""}) | blank
         async for index, piece, reason in _merged(handles):
             scores = piece.scores if body.scores else None
             delta = {"content": piece.text} if piece.text or piece.tokens else {}
-            yield chat_chunk(number, self._name, index, delta, reason, scores, self._say)
+            yield chat_chunk(number, self._name, index, delta, reason, scores, self._say) | blank
         if body.usage:
-            yield chat_chunk(number, self._name, 0, {}) | self._used(handles)
+            yield chat_chunk(number, self._name, 0, {}) | self._used(body, handles)
 
-    def _used(self, handles: list[Handle]) -> dict[str, Any]:
+    def _used(self, body: RequestBody, handles: list[Handle]) -> dict[str, Any]:
         """Give the last event of a stream: no choices, and the count of tokens."""
-        return {"choices": [], "usage": usage_of([handle.result() for handle in handles])}
+        return {"choices": [], "usage": usage_of([handle.result() for handle in handles], body.choices)}
 
 
 class _EventStream(StreamingResponse):
@@ -352,6 +369,16 @@ class _EventStream(StreamingResponse):
             await super().__call__(*arguments)
         finally:
             _give_up(self._handles)
+
+
+def _blank_usage(body: RequestBody) -> dict[str, None]:
+    """Give what the other events of a stream that ends with its usage say of it, as in the protocol."""
+    return {"usage": None} if body.usage else {}
+
+
+def _seed_of(seed: int | None, choice: int) -> int:
+    """Choose the seed of an answer. Without a client's, every answer of a request draws for itself."""
+    return secrets.randbits(31) if seed is None else (seed + choice) % (MOST_SEED + 1)  # the engine takes no more
 
 
 def _give_up(handles: Iterable[Handle]) -> None:
@@ -404,42 +431,3 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
     finally:
         for task in tasks:
             task.cancel()
-
-
-# What /metrics says of the fields of `Engine.stats`.
-GAUGES = {
-    "running": "requests whose answer is being made",
-    "waiting": "requests that wait for a row",
-    "rows": "requests that can be answered at a time",
-    "cache_bytes": "bytes of the cache",
-    "pages": "pages of the cache",
-    "pages_free": "pages that no row has",
-    "pages_shared": "pages that several rows or kept prefixes have",
-    "prefixes": "beginnings of prompts that are kept",
-}
-COUNTERS = {
-    "requests": "requests that have ended",
-    "aborted": "requests that were given up",
-    "failed": "requests that ended with an error",
-    "prompt_tokens": "tokens of prompts that were fed",
-    "reused_tokens": "tokens of prompts that were kept from earlier ones",
-    "tokens": "tokens that were made",
-    "preempted": "times that a request made way for others",
-}
-
-
-class _Counts:
-    """What /metrics says, read from the engine when it is asked."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-
-    def collect(self):
-        stats = self._engine.stats()
-        for field, text in GAUGES.items():
-            yield GaugeMetricFamily(f"kvqjax_{field}", text, value=getattr(stats, field))
-        # "bits" alone would not say of what.
-        text = "bits of the cache per number of a key or value"
-        yield GaugeMetricFamily("kvqjax_cache_bits", text, value=stats.bits)
-        for field, text in COUNTERS.items():
-            yield CounterMetricFamily(f"kvqjax_{field}", text, value=getattr(stats, field))

@@ -35,6 +35,7 @@ from kvqjax.generation.loop import (
     unbegun,
 )
 from kvqjax.generation.options import GenerateOptions
+from kvqjax.generation.prompt_ids import TooLong
 from kvqjax.generation.sampling import RowSampling, history_of, of_rows
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -421,9 +422,10 @@ def check_request(request: Request, capacity: int, vocab_size: int) -> None:
     """Raise UserError for a request that a row of `capacity` tokens cannot hold."""
     length, new = len(request.prompt), request.max_new_tokens
     if length + new > capacity:
-        raise UserError(f"a prompt of {length} tokens and {new} new ones do not fit a row of {capacity}")
+        raise TooLong(length, new, capacity, f"do not fit a row of {capacity}")
     if len(request.ends) > MOST_ENDS:
         raise UserError(f"{len(request.ends)} end tokens; a request may have {MOST_ENDS}")
     most = min(MOST_LIKELIEST, vocab_size)
     if request.likeliest is not None and check_integer("scores", request.likeliest, 0) > most:
-        raise UserError(f"scores of {request.likeliest} tokens asked for; at most {most} come with a token")
+        cause = f"scores of {request.likeliest} tokens asked for; at most {most} come with a token"
+        raise UserError(cause, parameter="scores")

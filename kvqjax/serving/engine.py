@@ -183,6 +183,9 @@ class Engine:
             check_integer("pool_bytes", pool_bytes, 1, MOST_BYTES)
         if capacity is not None:
             check_integer("capacity", capacity, 2)  # a token of a prompt, and one of its answer
+        if model.rules is not None and (devices := model.rules.size(model.rules.batch)) > 1:
+            reason = "requests come and go one by one, so that no rows are shared out among devices"
+            raise UserError(f"{reason}; this mesh has {devices} along data, wanted 1", parameter="model")
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
         chunk = min(chunk, self.capacity)  # no prompt is longer
@@ -674,10 +677,10 @@ class Engine:
         handle = self._rows[row]
         assert handle is not None  # a row that ran has a request
         if output.broken:
-            reason_text = "a key or value is NaN or infinite; check the model's weights, or try dtype='f32'"
+            hint = "check the model's weights, or try {dtype}"
             self._count(requests=1, failed=1)
             self._free(row)
-            handle.failed(RequestFailed(reason_text))
+            handle.failed(RequestFailed("a key or value is NaN or infinite", hint, dtype="f32"))
             return
         request = handle.request
         text, tokens, reason = read_row(handle.detokenizer, output.tokens, output.done, request.max_new_tokens)

@@ -89,30 +89,24 @@ def memory_for(
         The plan.
 
     Raises:
-        UserError: the memory does not hold one full row beside the prompt's and the kept ones, or the devices do not
-            hold it.
+        UserError: the memory is too little for so many rows, or for one row beside the prompt's and the kept ones; or
+            the devices do not hold it.
     """
     sizes, extra_rows = _sizes(model, method, capacity, kernels), 1 + prefixes
     if pool_bytes is None:
         rows = ROWS if rows is None else rows
         pool_bytes = (rows + extra_rows) * sizes.row
-    elif rows is None:
+    # There may be more rows than fit when all are full, because they share pages. Private bytes are needed for each.
+    if rows is None or not sizes.row_pages:
+        least_bytes = ((rows or 1) + extra_rows) * sizes.row
+    else:
+        least_bytes = (rows + extra_rows) * sizes.private + sizes.row_pages * sizes.page
+    if pool_bytes < least_bytes:
+        raise _too_little(rows or 1, prefixes, capacity, pool_bytes, least_bytes)
+    if rows is None:
         rows = pool_bytes // sizes.row - extra_rows
     _require_room(model, pool_bytes, f"rows={rows} of capacity={capacity} with prefixes={prefixes}")
-    # There may be more rows than fit when all are full, because they share pages. Private bytes are needed for each.
-    least_bytes = (rows + extra_rows) * sizes.private + sizes.row_pages * sizes.page
-    if rows < 1 or pool_bytes < least_bytes:
-        raise UserError(
-            f"pool_bytes={pool_bytes} hold {pool_bytes // sizes.row} rows of {capacity} tokens ({sizes.row} bytes "
-            f"each); wanted {extra_rows + 1} at least, of which {extra_rows} take prompts and what several begin with "
-            "(prefixes=0: 1)"
-        )
     if not sizes.row_pages:
-        if pool_bytes < (rows + extra_rows) * sizes.row:
-            raise UserError(
-                f"rows of {method} have no pages, so that rows={rows} need {(rows + extra_rows) * sizes.row} bytes; "
-                f"pool_bytes is {pool_bytes}"
-            )
         return Memory(rows, 0, prefixes, 0, (rows + extra_rows) * sizes.row, sizes.bits)
     snapshots = prefixes * max(1, min(SNAPSHOTS, sizes.row // sizes.private // SHARE))
     # One row must be able to fill its capacity, however little memory there is.
@@ -127,3 +121,15 @@ def _require_room(model: Model, pool_bytes: int, asked: str) -> None:
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
     if limit is not None and pool_bytes > limit * devices:
         raise UserError(f"{asked}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}")
+
+
+def _too_little(rows: int, prefixes: int, capacity: int, pool_bytes: int, least_bytes: int) -> UserError:
+    """Make the error for memory that does not suffice."""
+    kept = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
+    cause = (
+        f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{kept} need {least_bytes} bytes at "
+        f"least; {pool_bytes} are given"
+    )
+    options: dict[str, int] = {"pool_bytes": least_bytes} | ({"prefixes": 0} if prefixes else {})
+    hint = "give {pool_bytes}" + ", or keep no beginnings by {prefixes}" * bool(prefixes)
+    return UserError(cause, hint, parameter="pool_bytes", **options)

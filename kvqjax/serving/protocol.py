@@ -7,7 +7,6 @@ and is not served is refused by name. A field that cannot change it is ignored.
 import dataclasses
 import itertools
 import json
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ from kvqjax.generation.prompt_ids import with_text
 from kvqjax.serving.request import MOST_LIKELIEST, Answered, TokenScore
 
 __all__ = [
+    "CHAT_FIELDS",
+    "COMPLETION_FIELDS",
     "NotFound",
     "RequestBody",
     "chat_chunk",
@@ -27,7 +28,9 @@ __all__ = [
     "completion_chunk",
     "completion_object",
     "error_object",
+    "json_kind",
     "models_object",
+    "not_served",
     "read_chat",
     "read_completion",
     "usage_of",
@@ -71,6 +74,7 @@ SHARED: dict[str, type | tuple[type, ...]] = {
     "priority": int,
 }
 TEMPERATURE = 1.0  # of a request that says none, as in the protocol
+UNSERVED_OF_STREAMS = ("include_obfuscation", "continuous_usage_stats")  # refused in `stream_options` unless false
 ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
 MOST_CHOICES = 128  # answers of one request
 MOST_STOPS = 16  # stop strings of one request
@@ -81,6 +85,11 @@ class NotFound(UserError):
     """A request names a model that is not served here."""
 
 
+def not_served(name: str, served: str) -> NotFound:
+    """Make the error for a model's name that is not the served one's."""
+    return NotFound(f"model {name!r} is not served here; this server has {served!r}", parameter="model")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestBody:
     """A checked body. Each of `prompts` (strings, token ids or conversations) is answered `choices` times, with
@@ -89,11 +98,15 @@ class RequestBody:
     prompts: list[Any]
     choices: int
     new_tokens: int | None
-    options: dict[str, Any]
+    options: dict[str, Any]  # seed None: every answer draws with a seed of its own
+    prompt_field: str  # what the body calls the prompt
+    length_field: str  # and the number of new tokens
     stream: bool
     usage: bool  # a stream ends with what it used
+    chat: bool = False
     echo: bool = False
     scores: bool = False
+    end: str = "answer"  # where the text of a conversation ends, as in `conversation_ids`
 
 
 def _body(raw: bytes) -> dict[str, Any]:
@@ -102,7 +115,7 @@ def _body(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of more digits than Python reads
         raise UserError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):
-        raise UserError(f"the body is a JSON {type(body).__name__}; wanted an object")
+        raise UserError(f"the body is {json_kind(body)}; wanted an object")
     return body
 
 
@@ -110,6 +123,24 @@ def check_api_key(key: str | None) -> None:
     """Raise UserError for a key that no client can send in a header: it would refuse every request. None passes."""
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
         raise UserError("the API key must be printable ASCII characters, without blanks at its ends")
+
+
+# Types that JSON gives -> how messages call them.
+WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def json_kind(value: Any) -> str:
+    """Say what a JSON value is."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "a number with a fraction" if isinstance(value, float) else WORDS[type(value)]
 
 
 def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any) -> Any:
@@ -120,8 +151,8 @@ def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], d
     kinds = types if isinstance(types, tuple) else (types,)
     # In Python True is a number.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise UserError(f"{name} is of type {type(value).__name__}; wanted {names}")
+        words = " or ".join(dict.fromkeys(WORDS[kind] for kind in kinds if not (kind is int and float in kinds)))
+        raise UserError(f"{name} is {json_kind(value)}; wanted {words}", parameter=name)
     return value
 
 
@@ -129,7 +160,7 @@ def _count(body: Mapping[str, Any], name: str, default: int | None, least: int, 
     """Read a whole number from `least` to `most`."""
     value = _field(body, name, int, default)
     if value is not None and not least <= value <= most:
-        raise UserError(f"{name}={value}; wanted {least} to {most}")
+        raise UserError(f"{name}={value}; wanted {least} to {most}", parameter=name)
     return value
 
 
@@ -139,16 +170,16 @@ def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
             value == default and type(value) is type(default) for default in UNSERVED[name]
         ):
             if not (value == 0 and 0 in UNSERVED[name]):  # 0.0
-                raise UserError(f"{name} is not served here; leave it out")
+                raise UserError(f"{name} is not served here; leave it out", parameter=name)
         elif name not in fields | HARMLESS | UNSERVED.keys():
-            raise UserError(f"unknown field {name!r}{suggest(name, sorted(fields))}")
+            raise UserError(f"unknown field {name!r}{suggest(name, sorted(fields))}", parameter=name)
 
 
 def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
     model_name = _field(body, "model", str, model)
     if model_name != model:
-        raise NotFound(f"model {model_name!r} is not served here; this server has {model!r}")
+        raise not_served(model_name, model)
     options: dict[str, Any] = {"temperature": TEMPERATURE, "seed": RANDOM, "stop": ()}
     for name, types in SHARED.items():
         value = _field(body, name, types, None)
@@ -156,39 +187,63 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
             options[name] = _real(name, value) if types is NUMBER else value
     options["stop"] = _stops(options["stop"])
     if not all(type(token) is int for token in options.get("stop_token_ids", ())):
-        raise UserError("stop_token_ids mixes types; wanted a list of token ids")
+        raise UserError("stop_token_ids mixes types; wanted a list of token ids", parameter="stop_token_ids")
     for token, bias in options.get("logit_bias", {}).items():
         if type(bias) not in NUMBER:
-            raise UserError(f"logit_bias of token {token[:20]} is no number")
+            raise UserError(f"logit_bias of token {token[:20]} is no number", parameter="logit_bias")
     if options["seed"] == RANDOM:
-        options["seed"] = secrets.randbits(31)  # requests without a seed differ
+        options["seed"] = None  # every answer draws by a seed of its own
     elif not 0 <= options["seed"] < MOST_SEED:
-        raise UserError(f"seed={options['seed']}; wanted -1 (a random one), or 0 or more, below 2**63")
+        raise UserError(
+            f"seed={options['seed']}; wanted -1 (a random one), or 0 or more, below 2**63", parameter="seed"
+        )
     choices = _field(body, "n", int, 1)
     if not 1 <= choices <= MOST_CHOICES:
-        raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}")
+        raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}", parameter="n")
     stream = _field(body, "stream", bool, False)
-    stream_options = _field(body, "stream_options", dict, {})
-    return {"choices": choices, "stream": stream, "usage": bool(stream_options.get("include_usage", False))}, options
+    return {"choices": choices, "stream": stream, "usage": _with_usage(body, stream)}, options
+
+
+def _with_usage(body: Mapping[str, Any], stream: bool) -> bool:
+    """Read from `stream_options` whether a stream ends with what it used."""
+    name = "stream_options"
+    options = _field(body, name, dict, None)
+    if options is None:
+        return False
+    if not stream:
+        raise UserError(f"{name} is for streams; leave it out, or write stream=true", parameter=name)
+    for key in options:
+        if key not in ("include_usage", *UNSERVED_OF_STREAMS):
+            raise UserError(f"unknown field {key!r} of {name}; known: include_usage", parameter=name)
+    values = {key: _field(options, key, bool, False) for key in options}
+    for key in UNSERVED_OF_STREAMS:
+        if values.get(key):
+            raise UserError(f"{key} of {name} is not served here; leave it out", parameter=name)
+    return values.get("include_usage", False)
 
 
 def _real(name: str, value: int | float) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise UserError(f"{name} is a number of {len(str(value))} digits") from None
+        raise UserError(f"{name} is a number of {len(str(value))} digits", parameter=name) from None
 
 
 def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > MOST_STOPS:
-        raise UserError(f"{len(texts)} stop strings; wanted {MOST_STOPS} at most")
+        raise UserError(f"{len(texts)} stop strings; wanted {MOST_STOPS} at most", parameter="stop")
     if not all(isinstance(text, str) for text in texts):
-        raise UserError("stop mixes types; wanted a string or a list of strings")
+        raise UserError("stop mixes types; wanted a string or a list of strings", parameter="stop")
     return texts
 
 
 FIELDS = {*SHARED, "model", "n", "stream", "stream_options"}
+COMPLETION_FIELDS = FIELDS | {"prompt", "max_tokens", "logprobs", "echo"}
+CHAT_FIELDS = FIELDS | {
+    "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt",
+    "continue_final_message",
+}  # fmt: skip
 
 
 def read_completion(raw: bytes, model: str) -> RequestBody:
@@ -206,15 +261,17 @@ def read_completion(raw: bytes, model: str) -> RequestBody:
         NotFound: another model is asked for.
     """
     body = _body(raw)
-    _check_names(body, FIELDS | {"prompt", "max_tokens", "logprobs", "echo"})
+    _check_names(body, COMPLETION_FIELDS)
     choice_fields, options = _common(body, model)
     scores = _count(body, "logprobs", None, 0, MOST_LIKELIEST)
     echo = _field(body, "echo", bool, False)
     options |= {"scores": scores, "prompt_scores": echo}
     new = _count(body, "max_tokens", ANSWER_TOKENS, 0)
     prompts = _completion_prompts(body.get("prompt"))
+    names = {"prompt_field": "prompt", "length_field": "max_tokens"}
+    scored = scores is not None
     return RequestBody(
-        prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scores is not None, **choice_fields
+        prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scored, **names, **choice_fields
     )
 
 
@@ -222,49 +279,67 @@ def _completion_prompts(prompt: Any) -> list[Any]:
     """Give the prompts: one string, one list of ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
+    wanted = "wanted a string, token ids, or a list of strings or of lists of token ids"
+    if prompt is None:
+        raise UserError(f"prompt is missing; {wanted}", parameter="prompt")
     if not isinstance(prompt, list) or not prompt:
-        raise UserError("prompt is missing; wanted a string, token ids, or a list of strings or of lists of token ids")
+        given = "an empty list" if prompt == [] else json_kind(prompt)
+        raise UserError(f"prompt is {given}; {wanted}", parameter="prompt")
     if all(type(part) is int for part in prompt):
         return [prompt]
     if all(isinstance(part, str) for part in prompt):
         return prompt
     if all(isinstance(part, list) and part and all(type(token) is int for token in part) for part in prompt):
         return prompt
-    raise UserError("prompt mixes types; wanted a string, token ids, or a list of strings or of lists of token ids")
+    raise UserError(f"prompt mixes types; {wanted}", parameter="prompt")
 
 
 def read_chat(raw: bytes, model: str) -> RequestBody:
     """Read the body of /v1/chat/completions: as `read_completion`."""
     body = _body(raw)
-    _check_names(body, FIELDS | {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"})
+    _check_names(body, CHAT_FIELDS)
     choice_fields, options = _common(body, model)
     scored = _field(body, "logprobs", bool, False)
     likeliest = _count(body, "top_logprobs", 0, 0, MOST_LIKELIEST)
     if likeliest and not scored:
-        raise UserError("top_logprobs needs logprobs=true")
-    options |= {"scores": likeliest if scored else None, "chat": True}
+        raise UserError("top_logprobs needs logprobs=true", parameter="top_logprobs")
+    options |= {"scores": likeliest if scored else None}
     new = _count(body, "max_completion_tokens", _count(body, "max_tokens", None, 1), 1)
     messages = _field(body, "messages", list, [])
     if not messages:
-        raise UserError("messages is missing; wanted a list of objects with role and content")
+        raise UserError("messages is missing; wanted a list of objects with role and content", parameter="messages")
     conversation = [_message(number, message) for number, message in enumerate(messages)]
-    return RequestBody(prompts=[conversation], new_tokens=new, options=options, scores=scored, **choice_fields)
+    length_field = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    names = {"prompt_field": "messages", "length_field": length_field}
+    choice_fields |= {"chat": True, "scores": scored, "end": _end_of_chat(body)}
+    return RequestBody(prompts=[conversation], new_tokens=new, options=options, **names, **choice_fields)
+
+
+def _end_of_chat(body: Mapping[str, Any]) -> str:
+    """Read where the conversation's text ends, in vLLM's words."""
+    open_end = _field(body, "continue_final_message", bool, False)
+    answer = _field(body, "add_generation_prompt", bool, not open_end)
+    if open_end and answer:
+        both = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
+        raise UserError(both, parameter="continue_final_message")
+    return "open" if open_end else "answer" if answer else "message"
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
     """Give a message whose content is text: parts of text are joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"message {number} has no role; wanted an object with role and content")
+        raise UserError(f"message {number} has no role; wanted an object with role and content", parameter="messages")
     message = with_text(message)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise UserError(f"message {number} has content of type {kind!r}; only text is served")
+                kind = part.get("type") if isinstance(part, dict) else None
+                named = f"of type {kind!r}" if isinstance(kind, str) else "of no type"
+                raise UserError(f"message {number} has content {named}; only text is served", parameter="messages")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise UserError(f"message {number} has content of type {type(content).__name__}; wanted text")
+        raise UserError(f"the content of message {number} is {json_kind(content)}; wanted text", parameter="messages")
     return {**message, "content": content}
 
 
@@ -279,11 +354,12 @@ def _head(kind: str, number: str, model: str) -> dict[str, Any]:
     return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage_of(answers: Sequence[Answered]) -> dict[str, Any]:
-    """Count the tokens of answers. The prompt of several choices counts once a choice, for each of them reads it."""
-    prompt = sum(answer.prompt_tokens for answer in answers)
+def usage_of(answers: Sequence[Answered], choices: int = 1) -> dict[str, Any]:
+    """Count the tokens of answers. `choices` of them, one after the other, have the same prompt, which counts once."""
+    firsts = answers[::choices]
+    prompt = sum(answer.prompt_tokens for answer in firsts)
     new_tokens = sum(len(answer.tokens) for answer in answers)
-    reused = {"cached_tokens": sum(answer.reused_tokens for answer in answers)}
+    reused = {"cached_tokens": sum(answer.reused_tokens for answer in firsts)}
     counts = {"prompt_tokens": prompt, "completion_tokens": new_tokens, "total_tokens": prompt + new_tokens}
     return {**counts, "prompt_tokens_details": reused}
 
@@ -341,7 +417,7 @@ def completion_object(
                 "finish_reason": REASONS[answer.finish_reason],
             }
         )
-    return _head("text_completion", number, model) | {"choices": choices, "usage": usage_of(answers)}
+    return _head("text_completion", number, model) | {"choices": choices, "usage": usage_of(answers, body.choices)}
 
 
 def completion_chunk(
@@ -377,7 +453,7 @@ def chat_object(
         }
         for index, answer in enumerate(answers)
     ]
-    return _head("chat.completion", number, model) | {"choices": choices, "usage": usage_of(answers)}
+    return _head("chat.completion", number, model) | {"choices": choices, "usage": usage_of(answers, body.choices)}
 
 
 def chat_chunk(
@@ -405,6 +481,6 @@ def models_object(model: str, created: int, capacity: int) -> dict[str, Any]:
     return {"object": "list", "data": [entry]}
 
 
-def error_object(message: str, kind: str, code: int) -> dict[str, Any]:
-    """Make the body of a refusal."""
-    return {"error": {"message": " ".join(message.split()), "type": kind, "param": None, "code": code}}
+def error_object(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
+    """Make the body of a refusal. `param` is the field that is wrong, where it is one."""
+    return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}

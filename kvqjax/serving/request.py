@@ -103,6 +103,11 @@ class Handle:
         return self._reason is not None or self._error is not None
 
     @property
+    def answer(self) -> Answered | None:
+        """The whole answer, where the request has ended without an error; None otherwise."""
+        return self.result() if self._reason is not None else None
+
+    @property
     def aborted(self) -> bool:
         """Whether nobody waits for the answer any more."""
         return self._aborted

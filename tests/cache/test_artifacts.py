@@ -136,7 +136,7 @@ def test_an_artifact_serves_what_was_calibrated(more, tmp_path):
 @pytest.mark.parametrize("text", [*(f"kvquant:{more}" for more in OTHER), "kvquant:bits=3;0=exact", "kivi"])
 def test_and_nothing_else(text, tmp_path):
     Artifact(kvq.parse("kvquant"), (), "", {}).save(tmp_path / "a")
-    with pytest.raises(kvq.UserError, match="--artifact for kvquant:bits=3, which no --cache names"):
+    with pytest.raises(kvq.UserError, match="an artifact is for kvquant:bits=3, which is none of these caches"):
         calibrated(tiny(), [kvq.parse(text)], [tmp_path / "a"])
 
 

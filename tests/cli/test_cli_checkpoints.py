@@ -38,7 +38,7 @@ BAD = {
         {"rope_scaling": LONGROPE},
         {},
         ["generate", "-p", "ab", "--capacity", "512"],
-        r"512 tokens are more than the 256 .* longrope RoPE .* \(--rope-length 512\)",
+        r"512 tokens are more than the 256 .* longrope RoPE .*; load it with --rope-length 512",
     ),
 }
 

@@ -169,6 +169,18 @@ def test_hosts_are_not_sought_at_a_port_that_cannot_be(port):
         kvq.join_hosts(f"localhost:{port}", 2, 0)
 
 
+def test_serve_says_what_it_changes_and_names_its_own_options(call, monkeypatch):
+    """Before anything is served: an empty key, and rows of more tokens than any request may have."""
+    monkeypatch.setenv("KVQJAX_API_KEY", "")
+    code, _, err = call("serve", "-m", "recall", "--capacity", "4096", "--pool", "1K")
+    key, cut, wrong = err.splitlines()
+    assert code == 2
+    assert key == "KVQJAX_API_KEY is empty: clients need no key"
+    assert cut.startswith("rows have 2048 tokens, for which this model was trained, not 4096; --beyond-trained")
+    assert wrong.startswith("error: 1 row of 2048 tokens, one more for prompts, and ")
+    assert "; give --pool " in wrong
+
+
 @pytest.mark.parametrize("key", [" key", "key ", "k\tey", "кey"])
 def test_a_key_that_no_client_can_send_is_refused_before_a_model_is_loaded(call, monkeypatch, key):
     monkeypatch.setenv("KVQJAX_API_KEY", key)

@@ -1,6 +1,7 @@
 """An engine gives every request what `generate` gives it alone, whoever else is served."""
 
 import asyncio
+import re
 
 import jax
 import jax.numpy as jnp
@@ -247,8 +248,6 @@ def test_what_cannot_be_is_one_line(model, unchecked):
                 engine.submit(PROMPTS[0], **options)
         with pytest.raises(kvq.UserError, match="no answer within"):
             engine.submit(PROMPTS[0], max_new_tokens=100, eos_ids=()).result(timeout=0.0)
-    with pytest.raises(kvq.UserError, match="wanted 4 at least"):
-        kvq.Engine(model, "exact", pool_bytes=1000, capacity=CAPACITY)
     for options, message in (
         ({"capacity": 1}, "capacity=1; it must be a whole number of at least 2"),
         ({"stride": 10**9}, "stride=1000000000; it must be a whole number from 1 to 1024"),
@@ -409,6 +408,21 @@ def test_memory_says_how_many_rows_there_are(model):
     assert stats.cache_bytes <= least
 
 
+@pytest.mark.parametrize("options", [{"rows": 6, "prefixes": 0}, {"rows": 6}, {}, {"prefixes": 0}])
+@pytest.mark.parametrize("method", ["exact", "kivi:bits=4,window=32"])
+def test_too_little_memory_is_told_how_much_is_needed(model, method, options):
+    """Given that, the engine begins."""
+    options = options | {"capacity": CAPACITY, "chunk": CHUNK}
+    with pytest.raises(kvq.UserError, match="are given; give pool_bytes=") as raised:
+        kvq.Engine(model, method, pool_bytes=5000, **options)
+    least = int(re.search(r"give pool_bytes=(\d+)", str(raised.value))[1])
+    with pytest.raises(kvq.UserError, match=f"need {least} bytes at least; {least - 1} are given"):
+        kvq.Engine(model, method, pool_bytes=least - 1, **options)
+    with kvq.Engine(model, method, pool_bytes=least, **options) as engine:
+        assert engine.stats().rows == options.get("rows", 1)
+        assert engine.stats().cache_bytes <= least
+
+
 def test_a_warm_engine_compiles_nothing_for_a_request(model):
     """Of any length, greedy or drawn, with scores or without; nor for what pages need."""
     programs = (
@@ -450,5 +464,5 @@ def test_a_model_on_a_mesh_answers_as_on_one_device(model):
     with engine_of(kvq.shard(model, method, model=2), method) as engine:
         handles = [engine.submit(prompt, max_new_tokens=8, eos_ids=(), scores=1) for prompt in PROMPTS[:3]]
         assert [handle.result().tokens for handle in handles] == wanted
-    with pytest.raises(kvq.UserError, match="cannot be split"):
+    with pytest.raises(kvq.UserError, match="no rows are shared out among devices; this mesh has 2 along data"):
         engine_of(kvq.shard(model, method, data=2), method)

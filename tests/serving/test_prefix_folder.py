@@ -143,6 +143,9 @@ def test_damaged_folders_are_one_line(model, tmp_path):
             (path / "description.json").write_text(json.dumps(text | {"prefixes": [damaged]}))
             with pytest.raises(kvq.UserError, match="cannot be read"):
                 engine.load_prefixes(path)
+        (path / "description.json").write_bytes(b"\xff\x00")
+        with pytest.raises(kvq.UserError, match=r"description.json: not UTF-8 text \(byte 0\)$"):
+            engine.load_prefixes(path)
         (path / "description.json").write_text(json.dumps(text | {"prefixes": [prefix, prefix]}))
         with pytest.raises(kvq.UserError, match="should be"):
             engine.load_prefixes(path)

@@ -1,0 +1,81 @@
+"""What an error becomes over HTTP: a status, and a body in the OpenAI protocol's words.
+
+Clients look at the fields. litellm and langchain turn to another model where `code` is
+"context_length_exceeded" and the message names the model's maximum context length.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from kvqjax._errors import UserError
+from kvqjax.generation.prompt_ids import TooLong
+from kvqjax.serving.engine import EngineClosed, EngineFull, RequestFailed
+from kvqjax.serving.protocol import CHAT_FIELDS, COMPLETION_FIELDS, NotFound, error_object
+
+__all__ = ["Refusal", "Refused", "refusal_of"]
+
+BUSY = 1  # seconds after which a client that was refused may ask again
+# Option of `Engine.submit` -> field of a body, where that has another name.
+FIELD_OF = {"max_new_tokens": "max_tokens", "scores": "logprobs"}
+
+
+class Refused(Exception):
+    """A request that is answered with an error of the protocol, not of the library."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+
+class Refusal(NamedTuple):
+    """An answer that is an error."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+def _spelled(option: str, value: Any) -> str | None:
+    """Write an option as a field, for `UserError.said`; None where no request has it."""
+    field = FIELD_OF.get(option, option)
+    if field not in CHAT_FIELDS | COMPLETION_FIELDS:
+        return None
+    return field if value is None else f"{field}={json.dumps(value)}"
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Say an error over HTTP, in a stream and without one.
+
+    Args:
+        error: `Refused`, a UserError, which a client can mend, or any other, which is the server's fault.
+
+    Returns:
+        The answer.
+    """
+    status, kind, headers = 400, "invalid_request_error", {}
+    message, param = f"the server failed: {type(error).__name__}", None
+    if isinstance(error, UserError):
+        message, param = error.said(_spelled), FIELD_OF.get(error.parameter or "", error.parameter)
+    if isinstance(error, Refused):
+        status, kind, message, param = error.status, error.kind, str(error), error.param
+    elif isinstance(error, NotFound):
+        status = 404
+    elif isinstance(error, EngineFull):
+        status, kind, headers = 429, "rate_limit_error", {"Retry-After": str(BUSY)}
+    elif isinstance(error, EngineClosed):
+        status, kind = 503, "server_error"
+    elif isinstance(error, RequestFailed) or not isinstance(error, UserError):
+        status, kind = 500, "server_error"
+    code: int | str = status
+    if isinstance(error, TooLong):
+        message = f"This model's maximum context length is {error.most} tokens: {message}"
+        code = "context_length_exceeded"
+        # openai 3 shows programs the message alone, in which langchain looks for the code.
+        message = f"{message} ({code})"
+    return Refusal(status, error_object(message, kind, code, param), headers)
