@@ -21,7 +21,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout
 from kvqjax.eval.scores import negative_log_likelihood, through
 from kvqjax.generation.decoding import generate
-from kvqjax.generation.prompt_ids import bucket
+from kvqjax.generation.prompt_ids import bucket, chat_text
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import empty_cache, planned_layout
@@ -111,11 +111,7 @@ class CacheLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
         """Put a conversation through the tokenizer's chat template."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise UserError("this model's tokenizer has no chat template; leave chat off")
-        return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return chat_text(self.model, chat_history, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once."""

@@ -14,13 +14,14 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError, unwritten
 
 __all__ = [
+    "FileState",
     "decode_text",
     "made_folder",
     "open_bytes",
@@ -30,6 +31,7 @@ __all__ = [
     "path_of",
     "read_json",
     "read_object",
+    "states_of",
 ]
 
 MARK = "\ufeff"  # also in the middle of files that were joined from several
@@ -79,6 +81,28 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     except ValueError:  # a NUL, which no file has in its name
         pass
     return path
+
+
+class FileState(NamedTuple):
+    """What tells a file from what stood under its name before. What is remembered of files is kept under their states.
+
+    Attributes:
+        name: its path.
+        changed: nanoseconds at which its contents were written.
+        moved: nanoseconds at which it was put there, which copies that keep the first time do not hide.
+        size: bytes.
+    """
+
+    name: str
+    changed: int
+    moved: int
+    size: int
+
+
+def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
+    """The states of files. Raises OSError for one that is absent."""
+    pairs = [(str(file), file.stat()) for file in files]
+    return tuple(FileState(name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in pairs)
 
 
 def made_folder(folder: str | os.PathLike[str]) -> Path:

@@ -46,7 +46,7 @@ from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import encode_prompts, require_trained
+from kvqjax.generation.prompt_ids import encode_prompts, require_trained, room_of
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -119,9 +119,12 @@ def _end_ids(model: Model, ends: list[str]) -> list[int] | None:
     return ids or None
 
 
-def _announce_long(model: Model, prompts: list[Any], chat: bool, new: int, beyond_trained: bool) -> None:
+def _announce_long(
+    model: Model, prompts: list[Any], chat: bool, new: int, capacity: int | None, beyond_trained: bool
+) -> None:
     """Say how long prompts take at least, where that may be seconds. Raises UserError for those that are too long."""
-    counts = [len(ids) for ids in encode_prompts(model, prompts, chat)]
+    most = room_of(model, capacity, beyond_trained)
+    counts = [len(ids) for ids in encode_prompts(model, prompts, chat, most=most)]
     require_trained(model, counts, new, beyond_trained)
     work = sum(prompt_operations(model.config, 0, count) for count in counts)
     if work > LONG and speaks():
@@ -209,7 +212,7 @@ def generate(
         "kernels": kernels, "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
-    _announce_long(loaded, prompts, chat, max_new_tokens, beyond_trained)
+    _announce_long(loaded, prompts, chat, max_new_tokens, capacity, beyond_trained)
     if show_stream:
         _print_stream(loaded, prompts, method, options)
         return

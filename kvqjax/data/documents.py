@@ -21,6 +21,7 @@ from kvqjax.data.records import (
     saved_records,
 )
 from kvqjax.model.loading import Model
+from kvqjax.model.tokenizer_calls import rendered
 
 __all__ = ["FIELDS", "MOST_CHARACTERS", "Data", "described", "digest", "read_documents"]
 
@@ -86,11 +87,9 @@ def _conversation(messages: list[dict[str, Any]], where: str, model: Model | Non
     if getattr(tokenizer, "chat_template", None) is None:
         return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False)
-    # Templates are programs of others: jinja's errors, and those that they raise themselves.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{where}: the model's chat template refuses these messages: {reason}") from error
+        return rendered(tokenizer, turns)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _chosen(names: Iterable[str], field: str | None, where: str) -> str:

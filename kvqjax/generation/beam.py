@@ -24,6 +24,7 @@ from kvqjax.generation.prompt_ids import (
     end_ids,
     padded,
     require_trained,
+    room_of,
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -155,7 +156,7 @@ def beam_search(
     long, and for more beams than the vocabulary has tokens."""
     check_counts(beams=beams, max_new_tokens=max_new_tokens)
     length_penalty = typed("length_penalty", length_penalty, float)
-    ids = encode_prompts(model, prompts)
+    ids = encode_prompts(model, prompts, most=room_of(model, None, beyond_trained))
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
     if beams > model.config.vocab_size:

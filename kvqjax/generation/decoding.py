@@ -22,6 +22,7 @@ from kvqjax.generation.prompt_ids import (
     end_ids,
     padded_rows,
     require_trained,
+    room_of,
 )
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import stop_strings
@@ -176,9 +177,8 @@ def stream(
     if cache is not None:
         _check_continues(model, cache, method, capacity, kernels, chat)
         lengths = fetched(cache.lengths)[0]
-    ids = encode_prompts(
-        model, prompts, chat, held=() if lengths is None else lengths, add_special_tokens=add_special_tokens
-    )
+    options = {"held": () if lengths is None else lengths, "add_special_tokens": add_special_tokens}
+    ids = encode_prompts(model, prompts, chat, **options, most=room_of(model, capacity, beyond_trained))
     before = [0] * len(ids) if lengths is None else lengths.tolist()
     with_prompts = [count + len(prompt) for count, prompt in zip(before, ids, strict=False)]
     require_trained(model, with_prompts, max_new_tokens, beyond_trained)

@@ -11,6 +11,7 @@ from kvqjax._arguments import check_integer, named
 from kvqjax._errors import UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
+from kvqjax.model.tokenizer_calls import rendered
 from kvqjax.step.doors import check_model
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "padded",
     "padded_rows",
     "require_trained",
+    "room_of",
 ]
 
 LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
@@ -91,24 +93,28 @@ def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_train
         )
 
 
-def chat_text(model: Model, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Put a conversation through the tokenizer's chat template, up to where the answer begins. Raises UserError where
-    there is no template, and where it refuses these messages."""
-    from jinja2 import TemplateError
+def room_of(model: Model, capacity: int | None, beyond_trained: bool) -> int | None:
+    """The most tokens that a prompt may have; None: any number. `capacity` and `beyond_trained` are those of
+    `generate`."""
+    check_model(model)
+    trained = None if beyond_trained else model.config.trained_length
+    limits = (capacity, trained, longest_text(model.config))
+    return min((limit for limit in limits if limit is not None), default=None)
 
+
+def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    """Put a conversation through the tokenizer's chat template, up to where the answer begins, or without what begins
+    it. Raises UserError where there is no template, and where it refuses these messages."""
     if getattr(model.tokenizer, "chat_template", None) is None:
         raise UserError("this model's tokenizer has no chat template; leave chat off")
-    try:
-        return model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())[:200]}") from error
+    return rendered(model.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
 
-def _chat_ids(model: Model, prompt) -> list[int]:
+def _chat_ids(model: Model, prompt, most: int | None) -> list[int]:
     if isinstance(prompt, Mapping):
         raise UserError("messages of one conversation are one prompt; wanted a list of such lists: [messages]")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return model.encode(chat_text(model, messages), add_special_tokens=False)
+    return model.encode(chat_text(model, messages), add_special_tokens=False, most=most)
 
 
 def _prompt_ids(number: int, prompt) -> list[int]:
@@ -121,19 +127,21 @@ def _prompt_ids(number: int, prompt) -> list[int]:
         raise UserError(f"prompt {number} is of type {type(prompt).__name__}; wanted {expected}") from None
 
 
-def continued_ids(model: Model, text: str) -> list[int]:
+def continued_ids(model: Model, text: str, most: int | None = None) -> list[int]:
     """Token ids of a text that goes on from another one: without the tokens that begin a text, and without the space
-    that tokenizers of the SentencePiece kind put before a text's first word."""
+    that tokenizers of the SentencePiece kind put before a text's first word. `most` as in `Model.encode`."""
     anchor = "\n"
     before = model.encode(anchor, add_special_tokens=False)
-    joined = model.encode(anchor + text, add_special_tokens=False)
+    joined = model.encode(anchor + text, add_special_tokens=False, most=None if most is None else most + 1)
     # Where the anchor and the text's beginning became one token, the tokenizer is of another kind, which adds no space.
     return joined[len(before) :] if joined[: len(before)] == before else model.encode(text, add_special_tokens=False)
 
 
-def _text_ids(model: Model, text: str, prefix: int, special: bool | None) -> list[int]:
+def _text_ids(model: Model, text: str, prefix: int, special: bool | None, most: int | None) -> list[int]:
     special = not prefix if special is None else special
-    return model.encode(text) if special else continued_ids(model, text) if prefix else model.encode(text, False)
+    if prefix and not special:
+        return continued_ids(model, text, most)
+    return model.encode(text, special, most)
 
 
 def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:
@@ -151,11 +159,12 @@ def encode_prompts(
     *,
     held: Sequence[int] | Int[np.ndarray, " B"] = (),
     add_special_tokens: bool | None = None,
+    most: int | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
     tokenizer's chat template; a string alone is one prompt. `held[b]` tokens come before prompt b (none by default):
     a string then goes on from them. `add_special_tokens` says whether strings get the tokens that begin a text; None:
-    those do that begin one. Raises UserError on an empty prompt or an id outside the vocabulary."""
+    those do that begin one. `most` is as in `Model.encode`: tokens that a prompt may have. Raises UserError on an empty prompt or an id outside the vocabulary."""
     check_model(model)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(prompts, Mapping):  # its keys would be prompts
@@ -168,9 +177,10 @@ def encode_prompts(
         if isinstance(prompt, Sized) and len(prompt) == 0:
             raise UserError(f"prompt {number} is empty")
         if chat:
-            tokens = _chat_ids(model, prompt)
+            tokens = _chat_ids(model, prompt, most)
         elif isinstance(prompt, str):
-            tokens = _text_ids(model, prompt, int(held[number]) if number < len(held) else 0, add_special_tokens)
+            prefix = int(held[number]) if number < len(held) else 0
+            tokens = _text_ids(model, prompt, prefix, add_special_tokens, most)
         else:
             tokens = _prompt_ids(number, prompt)
         check_vocabulary(model, number, tokens)

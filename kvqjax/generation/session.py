@@ -19,7 +19,14 @@ from kvqjax.cache.artifacts import read_description, write_folder
 from kvqjax.cache.surgery import crop, fork, resize
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
-from kvqjax.generation.prompt_ids import chat_text, check_vocabulary, continued_ids, end_ids, require_trained
+from kvqjax.generation.prompt_ids import (
+    chat_text,
+    check_vocabulary,
+    continued_ids,
+    end_ids,
+    require_trained,
+    room_of,
+)
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.generation.text import Detokenizer, stop_strings
 from kvqjax.methods import MethodLike, parse, spelled_out
@@ -261,7 +268,11 @@ class Session:
             parts.append(part)
             place += len(part.text)
         if remainder := text[place:]:
-            ids = continued_ids(self.model, remainder) if place else self.model.encode(remainder, self._plain)
+            most = room_of(self.model, self._options["capacity"], self._options["beyond_trained"])
+            if place:
+                ids = continued_ids(self.model, remainder, most)
+            else:
+                ids = self.model.encode(remainder, self._plain, most)
             parts.append(_Part(remainder, ids))
         return parts
 

@@ -28,6 +28,7 @@ from kvqjax.generation.prompt_ids import (
     end_ids,
     padded,
     require_trained,
+    room_of,
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -187,7 +188,7 @@ def speculate(
     nothing, since it changes no token. Raises UserError for prompts that are empty or too long, or a drafter of another
     vocabulary."""
     check_counts(draft=draft, ngram=ngram, max_new_tokens=max_new_tokens)
-    ids = encode_prompts(model, prompts)
+    ids = encode_prompts(model, prompts, most=room_of(model, None, beyond_trained))
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
     if drafter is not None:

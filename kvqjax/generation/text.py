@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvqjax._errors import UserError
+from kvqjax.model.tokenizer_calls import decoded
 
-__all__ = ["Detokenizer", "stop_strings"]
+__all__ = ["Detokenizer", "silent", "stop_strings"]
 
 _BROKEN = "\ufffd"  # a decoder's answer to bytes that are no character, or not yet
 _MOST_BROKEN = 3  # a UTF-8 character has four bytes at most, so that so many may wait for its last one
@@ -53,11 +54,11 @@ def _cleans_up(tokenizer) -> bool:
 def _decode(tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """The text of ids without clean-up, which is done on the joined text."""
     options = {"clean_up_tokenization_spaces": False} if _flag(tokenizer) else {}
-    return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, **options)
+    return decoded(tokenizer, ids, skip_special_tokens, **options)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _silent(tokenizer, token: int) -> bool:
+def silent(tokenizer, token: int) -> bool:
     """Whether a token adds no text anywhere: a special token, or an id without an entry. Asked for two of it, since a
     space alone is the beginning of a text, which decoders of the SentencePiece kind leave out."""
     return not _decode(tokenizer, (token, token))
@@ -93,7 +94,7 @@ class _Window:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take ids and give out the text that no later one changes."""
-        ids = [token for token in ids if not _silent(self._tokenizer, token)]
+        ids = [token for token in ids if not silent(self._tokenizer, token)]
         text = self._at_once(ids)
         text = "".join(map(self._push_token, ids)) if text is None else text
         if not self._cleans:
@@ -154,7 +155,7 @@ def _context(tokenizer, prompt: Sequence[int]) -> list[int]:
     """The last ids of a prompt that say something, from one on that is not part of a character."""
     ids = []
     for token in reversed(prompt[-_FARTHEST:]):
-        if not _silent(tokenizer, token):
+        if not silent(tokenizer, token):
             ids.append(token)
             text = _decode(tokenizer, (token,))
             if len(ids) >= _CONTEXT and text and _BROKEN not in text:
@@ -270,7 +271,7 @@ class Detokenizer:
 
     def _mark(self, token: int, place: int):
         """Note the place of a special token that a stop string holds."""
-        if _silent(self._tokenizer, token):
+        if silent(self._tokenizer, token):
             text = _decode(self._tokenizer, (token,), False)
             if text and any(text in s for s in self._stop):
                 self._marks.append((place, text))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_bytes
+from kvqjax._files import FileState, open_bytes, states_of
 from kvqjax.model.tensor_rows import Order
 
 __all__ = ["BLOCKS", "Entry", "Header", "decode_blocks", "is_gguf", "read_header", "require_decoder"]
@@ -170,8 +170,7 @@ def read_header(file: Path) -> Header:
         UserError: for a file that is absent, foreign, truncated, damaged, big-endian, or one part of several.
     """
     try:
-        status = file.stat()
-        return _read_once(file, status.st_mtime_ns, status.st_size)
+        return _read_once(file, states_of([file]))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
     except (OSError, ValueError) as error:
@@ -181,7 +180,7 @@ def read_header(file: Path) -> Header:
 
 
 @functools.lru_cache(maxsize=4)  # a load asks for config, tensors, fingerprint and tokenizer of one file
-def _read_once(file: Path, changed: int, size: int) -> Header:
+def _read_once(file: Path, states: tuple[FileState, ...]) -> Header:
     with open_bytes(file) as stream:
         start = stream.read(8)
         if not start.startswith(MAGIC):

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from kvqjax._arguments import check_counts, named
 from kvqjax._errors import UserError, suggest
-from kvqjax._files import path_of, read_object
+from kvqjax._files import FileState, path_of, read_object
 from kvqjax._options import named_options
 from kvqjax.model.checkpoint import fingerprint, fingerprint_parts
 from kvqjax.model.config import ModelConfig
@@ -27,7 +27,9 @@ from kvqjax.model.fetch import FETCHED, fetched
 from kvqjax.model.gguf_file import is_gguf, read_header
 from kvqjax.model.gguf_tokenizer import has_tokenizer
 from kvqjax.model.hf_config import read_config
-from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
+from kvqjax.model.token_bytes import least_tokens
+from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer, tokenizer_files
+from kvqjax.model.tokenizer_calls import encoded
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.model.weight_trees import FORMS, LayerMatrices, Params, is_unrolled, layers_of, stack_of, stored_layers
 from kvqjax.model.weights import ShardingRule, load_params
@@ -79,6 +81,7 @@ class Model(struct.PyTreeNode):
         folder: the folder, or the GGUF file, with its tokenizer; "" likewise.
         rules: how the model and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
         calibrated: the methods of `constants` and `others`, in this order.
+        tokenizer_files: the states of the tokenizer's files when the model was loaded; (): the tokenizer is that of now.
     """
 
     params: Params
@@ -89,6 +92,7 @@ class Model(struct.PyTreeNode):
     folder: str = struct.field(pytree_node=False, default="")
     rules: Any = struct.field(pytree_node=False, default=None)
     calibrated: tuple[Any, ...] = struct.field(pytree_node=False, default=())
+    tokenizer_files: tuple[FileState, ...] = struct.field(pytree_node=False, default=())
 
     def __repr__(self) -> str:
         config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
@@ -122,7 +126,7 @@ class Model(struct.PyTreeNode):
         It is loaded at first use and kept outside the pytree."""
         if not self.folder:
             raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
-        return open_tokenizer(self.folder)
+        return open_tokenizer(self.folder, self.tokenizer_files)
 
     @property
     def weights(self) -> str:
@@ -133,20 +137,38 @@ class Model(struct.PyTreeNode):
         matrix = matrix.matrices[0] if isinstance(matrix, LayerMatrices) else matrix
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises UserError for what is no text, and for an id the model lacks: the tokenizer is
-        another model's."""
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: put the tokenizer's own tokens around it.
+            most: tokens that there is room for. A text that surely has more is refused before it is encoded, which
+                takes seconds for one of megabytes.
+
+        Returns:
+            The ids. They may be more than `most`.
+
+        Raises:
+            UserError: no text, one that surely has more than `most` tokens, one that the tokenizer does not take, or an
+                id that the model lacks: the tokenizer is another model's.
+        """
         if not isinstance(text, str):
             raise UserError(f"encode takes one text, not a {type(text).__name__}")
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             reason = "half a surrogate pair, as bytes that are not UTF-8 give in an argument"
             raise UserError(f"the text has no character at place {error.start}: {reason}") from None
-        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        if ids and max(ids) >= (size := self.config.vocab_size):
+        tokenizer = self.tokenizer
+        if most is not None and size > most:  # a token has a byte at least
+            least = least_tokens(tokenizer, size)
+            if least > most:
+                raise UserError(f"a prompt of {size} bytes has {least} tokens or more, and {most} fit at most")
+        ids = encoded(tokenizer, text, add_special_tokens)
+        if ids and max(ids) >= (count := self.config.vocab_size):
             raise UserError(
-                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size} ids; it may be another model's"
+                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {count} ids; it may be another model's"
             )
         return ids
 
@@ -398,4 +420,4 @@ def load(
     layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
     provenance = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
-    return Model(params, config=config, **provenance)
+    return Model(params, config=config, tokenizer_files=tokenizer_files(str(folder)), **provenance)

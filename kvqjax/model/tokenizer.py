@@ -6,8 +6,10 @@ tokenizer.json follows from a few fields. `_read` repeats it for the kinds that 
 Every other folder, and every method that `Tokenizer` lacks, goes to transformers.
 """
 
+import fnmatch
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,13 +21,19 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_text, read_object
+from kvqjax._files import FileState, open_text, read_object, states_of
 from kvqjax.model.gguf_file import is_gguf
 from kvqjax.model.gguf_tokenizer import QWEN_PATTERN, build_tokenizer, use_metaspace
 
-__all__ = ["TOKENIZER_FILES", "Tokenizer", "open_tokenizer"]
+__all__ = ["TOKENIZER_FILES", "Tokenizer", "open_tokenizer", "tokenizer_files"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# Names of the files that a tokenizer is read from, here or by transformers.
+READ_FILES = (
+    "tokenizer*", "tekken*", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "*.jinja", "chat_template*",
+    "special_tokens_map.json", "added_tokens.json", "config.json",
+)  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes that transformers builds anew from the vocabulary, with the special tokens that they have by default.
@@ -165,7 +173,7 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the default one."""
-    _require(not (folder / "additional_chat_templates").exists())
+    _require(not (folder / MORE_TEMPLATES).exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
     template = open_text(file) if file.is_file() else settings.get("chat_template")
@@ -296,8 +304,9 @@ def _render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any
     except jinja2.TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise UserError(f"the chat template cannot be read: {reason}") from error
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise UserError(f"the chat template does not take these messages: {error}") from error
+    except Exception as error:  # jinja's, and whatever the template's expressions raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"the chat template refuses these messages: {reason}") from error
 
 
 # --- What users hold ---
@@ -329,17 +338,19 @@ class Tokenizer:
     everything from then on. So does an attribute that is set.
     """
 
-    def __init__(self, folder: str, parts: _Parts):
-        vars(self).update(_folder=folder, _parts=parts, _substitute=None)
+    def __init__(self, folder: str, parts: _Parts, files: tuple[FileState, ...] = ()):
+        vars(self).update(_folder=folder, _parts=parts, _files=files, _substitute=None)
 
     def _take_substitute(self) -> Any:
         """Transformers' tokenizer of the folder, which answers from now on."""
         if self._substitute is None:
+            if self._files:
+                _check_unchanged(self._folder, self._files)
             vars(self)["_substitute"] = _transformers(self._folder)
         return self._substitute
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_folder", "_parts", "_substitute"):
+        if name.startswith("__") or name in ("_folder", "_parts", "_files", "_substitute"):
             raise AttributeError(name)  # of an object that is being copied
         if self._substitute is None:
             stem = name.removesuffix("_id")
@@ -478,24 +489,62 @@ class Tokenizer:
         return encoded if return_dict else encoded["input_ids"]
 
 
-@functools.lru_cache(maxsize=8)
-def open_tokenizer(folder: str) -> Any:
-    """Open the tokenizer of a model's folder.
+def tokenizer_files(folder: str) -> tuple[FileState, ...]:
+    """Find the files that a tokenizer is read from.
 
     Args:
         folder: the folder, or a GGUF file.
 
     Returns:
+        Their states. () for a folder that is absent or has no tokenizer.
+    """
+    path = Path(folder)
+    try:
+        if is_gguf(path):
+            return states_of([path])
+        if not any((path / name).exists() for name in TOKENIZER_FILES):
+            return ()
+        names = [name for name in os.listdir(path) if any(fnmatch.fnmatch(name, kind) for kind in READ_FILES)]
+        templates = (path / MORE_TEMPLATES).glob("*.jinja")
+        return states_of([*(path / name for name in sorted(names)), *sorted(templates)])
+    except (OSError, ValueError):  # a ValueError is a path with a NUL in it
+        return ()
+
+
+def _check_unchanged(folder: str, files: tuple[FileState, ...]) -> None:
+    """Raise UserError where the files of a tokenizer are others than they were."""
+    if tokenizer_files(folder) != files:
+        raise UserError(f"{folder}: the tokenizer's files changed since the model was loaded; load the model again")
+
+
+def open_tokenizer(folder: str, files: tuple[FileState, ...] = ()) -> Any:
+    """Open the tokenizer of a model's folder. It is read once, and anew when its files have changed.
+
+    Args:
+        folder: the folder, or a GGUF file.
+        files: what `tokenizer_files` gave when the model was loaded: a model keeps its tokenizer when another one is
+            put in its place. (): the files of now.
+
+    Returns:
         A `Tokenizer`, or transformers' own where the folder needs it.
 
     Raises:
-        UserError: for a folder without a tokenizer, or with a damaged one.
+        UserError: for a folder without a tokenizer, with a damaged one, or with other files than `files`.
     """
+    return _open_once(folder, files or tokenizer_files(folder))
+
+
+@functools.lru_cache(maxsize=8)
+def _open_once(folder: str, files: tuple[FileState, ...]) -> Any:
+    if files:
+        _check_unchanged(folder, files)
     if is_gguf(Path(folder)):
-        return Tokenizer(folder, _Parts(*build_tokenizer(Path(folder))))
-    if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
+        return Tokenizer(folder, _Parts(*build_tokenizer(Path(folder))), files)
+    if not files:
         raise UserError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}) in this folder")
     try:
-        return Tokenizer(folder, _read(Path(folder)))
-    except (_Unknown, OSError):
+        return Tokenizer(folder, _read(Path(folder)), files)
+    except UserError:
+        raise
+    except Exception:  # _Unknown, and what fields of other types than usual raise
         return _transformers(folder)

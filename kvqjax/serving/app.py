@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from kvqjax._arguments import MOST_SEED
 from kvqjax._errors import UserError
 from kvqjax.generation.prompt_ids import encode_prompts
+from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.engine import Engine, EngineClosed, EngineFull, RequestFailed
 from kvqjax.serving.protocol import (
     NotFound,
@@ -33,6 +33,8 @@ from kvqjax.serving.protocol import (
     usage_of,
 )
 from kvqjax.serving.request import Answered, Handle, ServedPiece
+from kvqjax.serving.token_texts import AnswerScores
+from kvqjax.serving.tokenize import detokenized, tokenized
 
 try:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -80,8 +82,8 @@ def make_app(
             before that runs.
 
     Returns:
-        An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
-        /, a page to chat.
+        An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health,
+        /ready, /metrics and, as /, a page to chat.
 
     Raises:
         UserError: packages of the extra `serve` are missing, or no client can send the key.
@@ -104,6 +106,8 @@ def make_app(
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/metrics", server.metrics),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -152,7 +156,6 @@ class _Server:
         self.warming: asyncio.Task | None = None
         self._engine, self._name, self._api_key, self._most_bytes = engine, name, api_key, most_bytes
         self._created = int(time.time())
-        self._encoding = threading.Lock()  # a tokenizer is not safe in two threads at once
         self._registry = CollectorRegistry()
         self._registry.register(_Counts(engine))
 
@@ -202,7 +205,8 @@ class _Server:
         answers = await self._answers(request, handles)
         if body.new_tokens == 0:  # the scores of a prompt alone
             answers = [_without_tokens(answer) for answer in answers]
-        return JSONResponse(completion_object(number, self._name, body, answers, prompts, self._say))
+        tellers = self._tellers(body, handles)
+        return JSONResponse(completion_object(number, self._name, body, answers, prompts, tellers))
 
     async def chat(self, request: Request) -> Response:
         body = read_chat(await self._body(request), self._name)
@@ -211,7 +215,15 @@ class _Server:
         if body.stream:
             return self._streamed(self._chat_events(number, body, handles), handles)
         answers = await self._answers(request, handles)
-        return JSONResponse(chat_object(number, self._name, body, answers, self._say))
+        return JSONResponse(chat_object(number, self._name, body, answers, self._tellers(body, handles)))
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return JSONResponse(await asyncio.to_thread(tokenized, self._engine, self._name, raw))
+
+    async def detokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return JSONResponse(await asyncio.to_thread(detokenized, self._engine, self._name, raw))
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
@@ -246,8 +258,8 @@ class _Server:
         count = len(body.prompts) * body.choices
         if count > self._engine.queue:  # 429 would say that it helps to ask again
             raise UserError(f"{count} answers are asked for at once; at most {self._engine.queue} may wait here")
-        with self._encoding:
-            encoded = [encode_prompts(self._engine.model, [prompt], chat)[0] for prompt in body.prompts]
+        model, most = self._engine.model, self._engine.capacity
+        encoded = [encode_prompts(model, [prompt], chat, most=most)[0] for prompt in body.prompts]
         handles: list[Handle] = []
         texts: list[tuple[str, Sequence[int]]] = []
         try:
@@ -273,15 +285,15 @@ class _Server:
             raise UserError(f"a prompt of {prompt} tokens leaves no room for an answer in a row of {longest}")
         return longest - prompt
 
-    def _say(self, token: int) -> str:
-        """Give the text of a token by itself, special ones too."""
+    def _tellers(self, body: RequestBody, handles: list[Handle]) -> list[AnswerScores]:
+        """Make what says of every answer's tokens what they are."""
         model = self._engine.model
-        return model.tokenizer.decode([token]) if model.has_tokenizer else str(token)
+        return [AnswerScores(model, handle.request.prompt, body.tokens_by_number) for handle in handles]
 
     def _text(self, ids: Sequence[int]) -> str:
         """Give the text of a prompt."""
         model = self._engine.model
-        return model.tokenizer.decode(list(ids), skip_special_tokens=True) if model.has_tokenizer else ""
+        return decoded(model.tokenizer, ids, True) if model.has_tokenizer else ""
 
     async def _answers(self, request: Request, handles: list[Handle]) -> list[Answered]:
         """Wait for every answer. Once the client has gone, the requests are given up."""
@@ -316,21 +328,21 @@ class _Server:
         return _EventStream(handles, lines(), media_type="text/event-stream", headers=headers)
 
     async def _completion_events(self, number: str, body: RequestBody, handles: list[Handle]):
-        places = [0] * len(handles)
+        tellers = self._tellers(body, handles)
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if body.scores else None
-            yield completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, places[index])
-            places[index] += len(piece.text)
+            scores = tellers[index].completion(piece.scores) if body.scores else None
+            yield completion_chunk(number, self._name, index, piece.text, reason, scores)
         if body.usage:
             yield completion_chunk(number, self._name, 0, "") | self._used(handles)
 
     async def _chat_events(self, number: str, body: RequestBody, handles: list[Handle]):
         for index in range(len(handles)):
             yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""})
+        tellers = self._tellers(body, handles)
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if body.scores else None
+            scores = tellers[index].chat(piece.scores) if body.scores else None
             delta = {"content": piece.text} if piece.text or piece.tokens else {}
-            yield chat_chunk(number, self._name, index, delta, reason, scores, self._say)
+            yield chat_chunk(number, self._name, index, delta, reason, scores)
         if body.usage:
             yield chat_chunk(number, self._name, 0, {}) | self._used(handles)
 

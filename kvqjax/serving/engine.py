@@ -232,7 +232,8 @@ class Engine:
         check_counts(max_new_tokens=max_new_tokens)
         check_integer("seed", seed, 0, MOST_SEED)
         check_integer("priority", priority, -MOST)
-        ids = encode_prompts(self.model, [prompt], chat, add_special_tokens=add_special_tokens)[0]
+        encoding: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": self.capacity}
+        ids = encode_prompts(self.model, [prompt], chat, **encoding)[0]
         draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         request = Request(
             prompt=ids,

@@ -5,20 +5,21 @@ and is not served is refused by name. A field that cannot change it is ignored.
 """
 
 import dataclasses
-import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvqjax._arguments import MOST
 from kvqjax._errors import UserError, suggest
-from kvqjax.serving.request import MOST_LIKELIEST, Answered, TokenScore
+from kvqjax.serving.request import MOST_LIKELIEST, Answered
+from kvqjax.serving.token_texts import AnswerScores, Echoed
 
 __all__ = [
     "NotFound",
     "RequestBody",
+    "TextBody",
     "chat_chunk",
     "chat_object",
     "check_api_key",
@@ -28,6 +29,8 @@ __all__ = [
     "models_object",
     "read_chat",
     "read_completion",
+    "read_detokenize",
+    "read_tokenize",
     "usage_of",
 ]
 
@@ -88,6 +91,7 @@ class RequestBody:
     usage: bool  # a stream ends with what it used
     echo: bool = False
     scores: bool = False
+    tokens_by_number: bool = False  # tokens are named "token_id:123"
 
 
 def _body(raw: bytes) -> dict[str, Any]:
@@ -138,11 +142,15 @@ def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
             raise UserError(f"unknown field {name!r}{suggest(name, sorted(fields))}")
 
 
-def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
+def _check_model(body: Mapping[str, Any], model: str) -> None:
     model_name = _field(body, "model", str, model)
     if model_name != model:
         raise NotFound(f"model {model_name!r} is not served here; this server has {model!r}")
+
+
+def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
+    _check_model(body, model)
     options: dict[str, Any] = {}
     for name, (option, types, default) in SHARED.items():
         options[option] = _field(body, name, types, default)
@@ -159,7 +167,8 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
         raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}")
     stream = _field(body, "stream", bool, False)
     stream_options = _field(body, "stream_options", dict, {})
-    return {"choices": choices, "stream": stream, "usage": bool(stream_options.get("include_usage", False))}, options
+    fields = {"choices": choices, "stream": stream, "usage": bool(stream_options.get("include_usage", False))}
+    return fields | {"tokens_by_number": _field(body, "return_tokens_as_token_ids", bool, False)}, options
 
 
 def _real(name: str, value: int | float) -> float:
@@ -178,7 +187,7 @@ def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
     return texts
 
 
-FIELDS = {*SHARED, "model", "n", "stream", "stream_options"}
+FIELDS = {*SHARED, "model", "n", "return_tokens_as_token_ids", "stream", "stream_options"}
 
 
 def read_completion(raw: bytes, model: str) -> RequestBody:
@@ -234,11 +243,15 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
         raise UserError("top_logprobs needs logprobs=true")
     options |= {"scores": likeliest if scored else None, "chat": True}
     new = _count(body, "max_completion_tokens", _count(body, "max_tokens", None, 1), 1)
+    return RequestBody(prompts=[_messages(body)], new_tokens=new, options=options, scores=scored, **choice_fields)
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a conversation. Raises UserError for what is none, and for content that is no text."""
     messages = _field(body, "messages", list, [])
     if not messages:
         raise UserError("messages is missing; wanted a list of objects with role and content")
-    conversation = [_message(number, message) for number, message in enumerate(messages)]
-    return RequestBody(prompts=[conversation], new_tokens=new, options=options, scores=scored, **choice_fields)
+    return [_message(number, message) for number, message in enumerate(messages)]
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
@@ -255,6 +268,47 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise UserError(f"message {number} has content of type {type(content).__name__}; wanted text")
     return {**message, "content": content}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextBody:
+    """A checked body of /tokenize: a text, or a conversation with or without what begins an answer."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    with_strings: bool  # the vocabulary's spellings of the tokens are asked for
+
+
+def read_tokenize(raw: bytes, model: str) -> TextBody:
+    """Read the body of /tokenize: as `read_completion`. Its fields are vLLM's; the protocol has no such request."""
+    body = _body(raw)
+    chat = body.get("messages") is not None
+    kind = {"messages", "add_generation_prompt"} if chat else {"prompt"}
+    _check_names(body, kind | {"model", "add_special_tokens", "return_token_strs"})
+    _check_model(body, model)
+    prompt = None if chat else _field(body, "prompt", str, None)
+    if prompt is None and not chat:
+        raise UserError("prompt is missing; wanted a string, or messages")
+    return TextBody(
+        prompt=prompt,
+        messages=_messages(body) if chat else None,
+        add_special_tokens=_field(body, "add_special_tokens", bool, not chat),  # a template writes its own
+        add_generation_prompt=_field(body, "add_generation_prompt", bool, True),
+        with_strings=_field(body, "return_token_strs", bool, False),
+    )
+
+
+def read_detokenize(raw: bytes, model: str) -> list[int]:
+    """Read the token ids of the body of /detokenize: as `read_tokenize`."""
+    body = _body(raw)
+    _check_names(body, {"model", "tokens"})
+    _check_model(body, model)
+    tokens = _field(body, "tokens", list, None)
+    if tokens is None or not all(type(token) is int for token in tokens):
+        raise UserError("tokens are missing; wanted a list of token ids")
+    return tokens
 
 
 # --- Answers ---
@@ -277,56 +331,24 @@ def usage_of(answers: Sequence[Answered]) -> dict[str, Any]:
     return {**counts, "prompt_tokens_details": reused}
 
 
-def _completion_scores(
-    scores: Sequence[TokenScore], say: Callable[[int], str], place: int, first: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Give log probabilities as completions have them. `first` are tokens without a score: the first of a prompt."""
-    texts = [say(token) for token in (*first, *(score.token for score in scores))]
-    offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=place)) if texts else []
-    unscored = [None] * len(first)
-    likeliest = [{say(token): value for token, value in _named(score)} for score in scores]
-    return {
-        "tokens": texts,
-        "token_logprobs": [*unscored, *(score.logprob for score in scores)],
-        "top_logprobs": [*unscored, *likeliest],
-        "text_offset": offsets,
-    }
-
-
-def _named(score: TokenScore) -> list[tuple[int, float]]:
-    """Give the likeliest tokens, and the token itself where it is not among them: clients look it up there."""
-    pairs = list(score.likeliest.items())
-    return pairs if score.token in score.likeliest else [*pairs, (score.token, score.logprob)]
-
-
-def _chat_scores(scores: Sequence[TokenScore], say: Callable[[int], str]) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": say(token), "logprob": logprob, "bytes": list(say(token).encode())}
-
-    content = [
-        entry(score.token, score.logprob) | {"top_logprobs": [entry(*pair) for pair in score.likeliest.items()]}
-        for score in scores
-    ]
-    return {"content": content, "refusal": None}
-
-
 def completion_object(
     number: str,
     model: str,
     body: RequestBody,
     answers: Sequence[Answered],
     prompts: Sequence[tuple[str, Sequence[int]]],
-    say: Callable[[int], str],
+    tellers: Sequence[AnswerScores],
 ) -> dict[str, Any]:
-    """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's prompt."""
+    """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's prompt, `tellers` say
+    what its tokens are."""
     choices = []
-    for index, (answer, (text, ids)) in enumerate(zip(answers, prompts, strict=True)):
-        scores, first = (*answer.prompt_scores, *answer.scores) if body.echo else answer.scores, ids[:1]
+    for index, (answer, (text, ids), teller) in enumerate(zip(answers, prompts, tellers, strict=True)):
+        echoed = Echoed(text, ids, answer.prompt_scores) if body.echo else None
         choices.append(
             {
                 "index": index,
                 "text": text + answer.text if body.echo else answer.text,
-                "logprobs": _completion_scores(scores, say, 0, first if body.echo else ()) if body.scores else None,
+                "logprobs": teller.completion(answer.scores, echoed) if body.scores else None,
                 "finish_reason": REASONS[answer.finish_reason],
             }
         )
@@ -339,32 +361,30 @@ def completion_chunk(
     index: int,
     text: str,
     reason: str | None = None,
-    scores: Sequence[TokenScore] | None = None,
-    say: Callable[[int], str] = str,
-    place: int = 0,
+    scores: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make a piece of a streamed completion. `scores` None: they were not asked for."""
     choice = {
         "index": index,
         "text": text,
-        "logprobs": None if scores is None else _completion_scores(scores, say, place),
+        "logprobs": scores,
         "finish_reason": None if reason is None else REASONS[reason],
     }
     return _head("text_completion", number, model) | {"choices": [choice]}
 
 
 def chat_object(
-    number: str, model: str, body: RequestBody, answers: Sequence[Answered], say: Callable[[int], str]
+    number: str, model: str, body: RequestBody, answers: Sequence[Answered], tellers: Sequence[AnswerScores]
 ) -> dict[str, Any]:
-    """Make the answer of /v1/chat/completions."""
+    """Make the answer of /v1/chat/completions. `tellers` say what the tokens of every answer are."""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _chat_scores(answer.scores, say) if body.scores else None,
+            "logprobs": teller.chat(answer.scores) if body.scores else None,
             "finish_reason": REASONS[answer.finish_reason],
         }
-        for index, answer in enumerate(answers)
+        for index, (answer, teller) in enumerate(zip(answers, tellers, strict=True))
     ]
     return _head("chat.completion", number, model) | {"choices": choices, "usage": usage_of(answers)}
 
@@ -375,14 +395,13 @@ def chat_chunk(
     index: int,
     delta: dict[str, Any],
     reason: str | None = None,
-    scores: Sequence[TokenScore] | None = None,
-    say: Callable[[int], str] = str,
+    scores: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make a piece of a streamed chat answer."""
+    """Make a piece of a streamed chat answer. `scores` None: they were not asked for."""
     choice = {
         "index": index,
         "delta": delta,
-        "logprobs": None if scores is None else _chat_scores(scores, say),
+        "logprobs": scores,
         "finish_reason": None if reason is None else REASONS[reason],
     }
     return _head("chat.completion.chunk", number, model) | {"choices": [choice]}

@@ -136,7 +136,7 @@ def test_conversations_go_through_the_chat_template(tmp_path):
     assert data.documents == ("<s>user=Who came?;assistant=The old man.;",)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
-    with pytest.raises(kvq.UserError, match=r"x\.jsonl, line 1, field 'messages': the model's chat template refuses"):
+    with pytest.raises(kvq.UserError, match=r"x\.jsonl, line 1, field 'messages': the chat template refuses"):
         read(tmp_path / "x.jsonl", model=kvq.load(tmp_path / "other"))
 
 

@@ -265,10 +265,10 @@ def test_chat_templates(tmp_path, name):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "does not take these messages: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
         ("{% for %}", "cannot be read: line 1"),
-        ("{{ messages[0].content.nothing.more }}", "does not take these messages: "),
-        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "does not take these messages: "),
+        ("{{ messages[0].content.nothing.more }}", "refuses these messages: "),
+        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses these messages: "),
     ],
 )
 def test_a_template_s_refusal_is_one_line(tmp_path, template, message):
