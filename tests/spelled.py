@@ -25,12 +25,19 @@ def sentencepiece() -> Tokenizer:
     merges = _merges(WORDS) + [("▁", word) for word in WORDS]
     letters = [letter for letter in LETTERS if letter != "\n"]
     every = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = dict.fromkeys([*NAMES, *every, *letters, *(left + right for left, right in merges)])
+    vocabulary = dict.fromkeys(
+        [*NAMES, *every, *letters, *(left + right for left, right in merges)]
+    )
     numbers = {piece: number for number, piece in enumerate(vocabulary)}
     model = models.BPE(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     return _named(tokenizer)
 
@@ -56,7 +63,14 @@ def _named(tokenizer: Tokenizer) -> Tokenizer:
 
 def write_model(folder: Path, tokenizer: Tokenizer, **settings) -> Path:
     """Write a random model of one layer with a tokenizer; `settings` are further ones of tokenizer_config.json."""
-    sizes = {"width": 16, "mlp_width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    sizes = {
+        "width": 16,
+        "mlp_width": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     config = ModelConfig(vocab_size=tokenizer.get_vocab_size(), max_position=256, **sizes)
     save_params(folder, random_params(config), config)
     write_tokenizer(folder, tokenizer, **settings)

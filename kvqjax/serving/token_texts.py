@@ -100,8 +100,7 @@ class AnswerScores:
         if echoed is not None:
             self._echo(made, echoed)
         for score in scores:
-            self._add(made, score, self._place, self._begun)
-            self._place += len(self._reader.extend([score.token]))
+            self._add(made, score, self._moved_over(score.token), self._begun)
             self._begun = self._begun or self._has_text([score.token])
         return made
 
@@ -138,6 +137,16 @@ class AnswerScores:
                 self._add(made, echoed.scores[number - 1], place, begun)
             begun = begun or self._has_text([token])
         self._place = len(echoed.text)
+
+    def _moved_over(self, token: int) -> int:
+        """Where an answer's next token begins in the text. A part of a character is held back until a later token
+        completes it, or shows that it is none; that token begins behind it."""
+        place = self._place
+        self._place += len(self._reader.extend([token]))
+        text = (
+            "" if self._is_silent(token) else self._raw(token, self._begun).decode(errors="ignore")
+        )
+        return max(place, self._place - len(text)) if text else place
 
     def _add(self, made: dict[str, list[Any]], score: TokenScore, place: int, begun: bool) -> None:
         # The token itself is named first, and stands among the likeliest in any case: clients look it up there.

@@ -18,7 +18,9 @@ TEXT = "the old 北 house 🙂 serves é a\ncache"
 
 def wordpiece():
     words = ["<unk>", "the", "old", "house", "##s", "."]
-    tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     return tokenizer
 
@@ -108,8 +110,16 @@ UNKNOWN = models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True)
         (lambda tokenizer: tokenizer.add_tokens([AddedToken("x", lstrip=True)]), None),
         (lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Strip()), None),
         (lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Replace("aa", "a")), None),
-        (lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Replace(Regex(" +"), " ")), None),
-        (lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()), None),
+        (
+            lambda tokenizer: setattr(
+                tokenizer, "normalizer", normalizers.Replace(Regex(" +"), " ")
+            ),
+            None,
+        ),
+        (
+            lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
+            None,
+        ),
         (lambda tokenizer: setattr(tokenizer, "model", UNKNOWN), None),
     ],
 )
@@ -122,7 +132,11 @@ def test_how_many_bytes_a_token_has_at_most(change, most):
 
 
 def test_no_composition_takes_more_bytes_than_the_bound_allows():
-    wide = ["\u1112\u1161\u11ab", "\u2126\u0313\u0300\u0345", "\u212a"]  # Hangul, Greek, the sign of Kelvin
+    wide = [
+        "\u1112\u1161\u11ab",
+        "\u2126\u0313\u0300\u0345",
+        "\u212a",
+    ]  # Hangul, Greek, the sign of Kelvin
     tokenizer = byte_level()
     tokenizer.normalizer = NFC
     for text in wide:
@@ -132,7 +146,9 @@ def test_no_composition_takes_more_bytes_than_the_bound_allows():
 
 def test_a_text_that_cannot_fit_is_refused_unread(tmp_path):
     model = kvq.load(write_model(tmp_path, sentencepiece()))
-    with pytest.raises(kvq.UserError, match=r"a prompt of 400000 bytes has \d+ tokens or more, and 64 fit at most"):
+    with pytest.raises(
+        kvq.UserError, match=r"a prompt of 400000 bytes has \d+ tokens or more, and 64 fit at most"
+    ):
         kvq.generate(model, "the " * 100_000, capacity=64, max_new_tokens=2)
     with pytest.raises(kvq.UserError, match="and 256 fit at most"):
         kvq.generate(model, "the " * 100_000)
@@ -163,7 +179,9 @@ def test_a_changed_template_and_another_tokenizer_are_read(tmp_path):
 def test_a_tokenizer_that_was_never_read_is_not_taken_for_another(tmp_path):
     model = kvq.load(write_model(tmp_path, sentencepiece()))
     write_tokenizer(tmp_path, byte_level())
-    with pytest.raises(kvq.UserError, match="the tokenizer's files changed since the model was loaded"):
+    with pytest.raises(
+        kvq.UserError, match="the tokenizer's files changed since the model was loaded"
+    ):
         model.encode("the old")
 
 
