@@ -1,4 +1,5 @@
-"""Package discovery: every package below the folders that pyproject.toml maps, so that a new one cannot go missing."""
+"""Package discovery: every package below the folders that pyproject.toml maps, so that a new one
+cannot go missing."""
 
 import tomllib
 from pathlib import Path

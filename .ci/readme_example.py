@@ -1,7 +1,9 @@
-"""Run the Python examples of Markdown pages in the current folder, those of a page in order and in one namespace, and
+"""Run the Python examples of Markdown pages in the current folder, those of a page in order and in
+one namespace, and
 compare what they print with the page: `python readme_example.py README.md docs/tutorial.md`.
 
-A block ```text right after an example is all that it prints; there `...` stands for anything, and blanks may differ.
+A block ```text right after an example is all that it prints; there
+`...` stands for anything, and blanks may differ.
 """
 
 import contextlib
@@ -16,7 +18,8 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DO
 
 
 def run_page(page: Path) -> int:
-    """Run a page's examples; return how many outputs were compared. Ends with SystemExit where one differs."""
+    """Run a page's examples; return how many outputs were compared. Ends with SystemExit where one
+    differs."""
     text, names, compared = page.read_text(encoding="utf-8"), {"__name__": "__main__"}, 0
     examples = list(EXAMPLE.finditer(text))
     if not examples:
@@ -32,7 +35,9 @@ def run_page(page: Path) -> int:
         if shown is not None:
             if not doctest.OutputChecker().check_output(shown, printed.getvalue(), FLAGS):
                 where = f"{page}, line {lines_before + 1}"
-                sys.exit(f"{where}: the page shows\n{shown}\nthe example prints\n{printed.getvalue()}")
+                sys.exit(
+                    f"{where}: the page shows\n{shown}\nthe example prints\n{printed.getvalue()}"
+                )
             compared += 1
     return compared
 

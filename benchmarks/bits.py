@@ -1,4 +1,5 @@
-"""Bits per cached key or value number and bytes of a cache, for two published geometries: the table in docs/methods.
+"""Bits per cached key or value number and bytes of a cache, for two published geometries: the table
+in docs/methods.
 
     python -m benchmarks.bits
 
@@ -17,7 +18,13 @@ from kvqjax.model.config import ModelConfig
 
 CONTEXT = 131072
 LLAMA2_7B = ModelConfig(
-    vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+    vocab_size=32000,
+    width=4096,
+    mlp_width=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
 )
 LLAMA31_8B = dataclasses.replace(LLAMA2_7B, mlp_width=14336, num_kv_heads=8)
 GEOMETRIES = {"Llama-3.1-8B": LLAMA31_8B, "Llama-2-7B": LLAMA2_7B}
@@ -31,7 +38,9 @@ SPECS = (
 
 
 def cell(config, spec: str) -> str:
-    layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=CONTEXT, dtype="bfloat16")
+    layout = CacheLayout(
+        shape=config.kv_shape, method=parse(spec), capacity=CONTEXT, dtype="bfloat16"
+    )
     book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
     return f"{book.bits_method:.3f} | {book.bits_stored:.3f} | {book.bytes / 2**30:.2f}"
 
@@ -40,7 +49,11 @@ def main() -> None:
     print("| cache | " + " | ".join(f"{name}: method | stored | GiB" for name in GEOMETRIES) + " |")
     print("|---|" + "---|" * 3 * len(GEOMETRIES))
     for spec in SPECS:
-        print(f"| `{spec}` | " + " | ".join(cell(config, spec) for config in GEOMETRIES.values()) + " |")
+        print(
+            f"| `{spec}` | "
+            + " | ".join(cell(config, spec) for config in GEOMETRIES.values())
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """The gate's bounds, as the task they come from states them, and why some are missed.
 
-The drift bound is on a cache's growth over that of constant noise: a model can grow more sensitive as it goes on. Of
-several noises on the same rows that which grows most is taken.
+The drift bound is on a cache's growth over that of constant noise: a model can grow more sensitive
+as it goes on. Of several noises on the same rows that which grows most is taken.
 """
 
 from typing import NamedTuple
 
-BEST = ((2.3, 1.01), (3.3, 1.003), (4.3, 1.0005))  # bits of the codecs at most, best method's ratio at most
+BEST = (
+    (2.3, 1.01),
+    (3.3, 1.003),
+    (4.3, 1.0005),
+)  # bits of the codecs at most, best method's ratio at most
 QWEN_AT_3, NAIVE_FACTOR, DRIFT = 1.02, 5.0, 1.25
 DEFAULT_AT_3 = 1.05
 NAIVE = "uniform:bits=3,centre=none"
@@ -52,7 +56,9 @@ class Verdict(NamedTuple):
     def reason(self) -> str:
         """Why the bound is missed, as far as that is known; "" where it is not said."""
         reasons = (
-            reason for (name, cache), reason in MISSED.items() if self.name.startswith(name) and cache in self.by
+            reason
+            for (name, cache), reason in MISSED.items()
+            if self.name.startswith(name) and cache in self.by
         )
         return next(reasons, "")
 
@@ -66,13 +72,22 @@ def _best(rows: list[dict]) -> list[Verdict]:
             if fit:
                 best = min(fit, key=lambda r: r["ratio"])
                 name = f"{shape}, stress {stress}: best ratio at <= {most_bits} bits"
-                out.append(Verdict(name, bound, f"{best['ratio']:.5g}", best["ratio"] <= bound, f"`{best['cache']}`"))
+                out.append(
+                    Verdict(
+                        name,
+                        bound,
+                        f"{best['ratio']:.5g}",
+                        best["ratio"] <= bound,
+                        f"`{best['cache']}`",
+                    )
+                )
     return out
 
 
 def needs_offsets_handled(cache: str) -> bool:
-    """Whether a cache of about 3 bits is calibrated or per channel, so that the Qwen shape must not hurt it: keys per
-    channel (KIVI, KVQuant), keys without their mean, or X and its latents, which the bias never enters."""
+    """Whether a cache of about 3 bits is calibrated or per channel, so that the Qwen shape must not
+    hurt it: keys per channel (KIVI, KVQuant), keys without their mean, or X and its latents, which
+    the bias never enters."""
     if cache.endswith(",centre=none"):
         return False
     return cache.startswith(HANDLED) or cache.endswith("bits=3,centre=mean")
@@ -84,7 +99,9 @@ def _qwen(rows: list[dict]) -> list[Verdict]:
         if needs_offsets_handled(row["cache"]):
             name = f"qwen2, stress {row['stress']}: ratio at 3 bits"
             is_held = row["ratio"] <= QWEN_AT_3
-            out.append(Verdict(name, QWEN_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`"))
+            out.append(
+                Verdict(name, QWEN_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`")
+            )
     for row in qwen_rows:
         if row["cache"] == NAIVE:
             name = f"qwen2, stress {row['stress']}: ratio of the naive baseline at 3 bits, at least"
@@ -100,19 +117,27 @@ def defaults(rows: list[dict]) -> list[Verdict]:
         is_copy = (row["shape"], row["stress"], row["mode"]) == ("qwen2", "none", "copy")
         if is_copy and "bits=3" in row["cache"] and ",centre=" not in row["cache"]:
             is_held = row["ratio"] <= DEFAULT_AT_3
-            out.append(Verdict(name, DEFAULT_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`"))
+            out.append(
+                Verdict(name, DEFAULT_AT_3, f"{row['ratio']:.5g}", is_held, f"`{row['cache']}`")
+            )
     return out
 
 
 def _drift(rows: list[dict]) -> list[Verdict]:
     out, long = [], [r for r in rows if r["mode"] == "long decode"]
     for row in long:
-        noises = [r["growth"] for r in long if r["shape"] == row["shape"] and r["cache"].startswith("noise")]
+        noises = [
+            r["growth"]
+            for r in long
+            if r["shape"] == row["shape"] and r["cache"].startswith("noise")
+        ]
         if noises and not row["cache"].startswith("noise"):
             name = f"{row['shape']}: growth of KLD over that of constant noise"
             noise_growth, growth = max(noises), row["growth"]
             measured = f"{growth / noise_growth:.4g} ({growth:.3g} / {noise_growth:.3g})"
-            out.append(Verdict(name, DRIFT, measured, growth / noise_growth <= DRIFT, f"`{row['cache']}`"))
+            out.append(
+                Verdict(name, DRIFT, measured, growth / noise_growth <= DRIFT, f"`{row['cache']}`")
+            )
     return out
 
 

@@ -1,10 +1,12 @@
-"""Compile the GPU kernels ahead of time for Hopper and read what ptxas says of them: registers, spills, shared memory.
+"""Compile the GPU kernels ahead of time for Hopper and read what ptxas says of them: registers,
+spills, shared memory.
 
     python benchmarks/gpu_registers.py [--cases kivi-4,kvquant-3] [--write]
 
-Needs the CUDA plugin of this JAX (jax-cuda13-plugin, jax-cuda13-pjrt) and ptxas, no GPU. A multiprocessor has 65536
-registers and 227 KiB of shared memory for its programs of 128 threads each: what a program takes says how many fit.
-`--write` renews benchmarks/records/gpu_registers.json for what was compiled.
+Needs the CUDA plugin of this JAX (jax-cuda13-plugin, jax-cuda13-pjrt) and ptxas, no GPU. A
+multiprocessor has 65536 registers and 227 KiB of shared memory for its programs of 128 threads
+each: what a program takes says how many fit. `--write` renews benchmarks/records/gpu_registers.json
+for what was compiled.
 """
 
 import argparse
@@ -20,7 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
 # Form and bits; fewer than 8 query rows are padded to 8.
-CASES = {f"{form}-{bits}": (form, bits) for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)}
+CASES = {
+    f"{form}-{bits}": (form, bits)
+    for form in ("kivi", "kivi_star", "kvquant")
+    for bits in (2, 3, 4)
+}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -52,7 +58,11 @@ def _call(form: str, bits: int):
     bounds = shaped((BATCH, 1), jnp.int32)
     last = (shaped((), jnp.int32), bounds, bounds)
     spec = spec_of(form, bits, KV_HEADS, "sm90")
-    return lambda *args: gpu.packed_attention(*args, spec), (q, shapes(spec, LAYERS, BATCH, SLOTS), *last)
+    return lambda *args: gpu.packed_attention(*args, spec), (
+        q,
+        shapes(spec, LAYERS, BATCH, SLOTS),
+        *last,
+    )
 
 
 def _shared_bytes(form: str, bits: int) -> int:

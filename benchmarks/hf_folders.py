@@ -1,4 +1,5 @@
-"""A model of ours as a Hugging Face folder: `config_to_hf` and `save_params` of tests/hf_folders.py.
+"""A model of ours as a Hugging Face folder: `config_to_hf` and `save_params` of
+tests/hf_folders.py.
 
 The library writes no such folders, so their writer lies where most of its users are.
 """

@@ -1,10 +1,10 @@
-"""Compute the Gaussian-optimal grids shipped in kvqjax/codecs/grids.npz: `python benchmarks/make_grids.py OUT.npz
-[NAME ...]`.
+"""Compute the Gaussian-optimal grids shipped in kvqjax/codecs/grids.npz:
+`python benchmarks/make_grids.py OUT.npz [NAME ...]`.
 
-A grid [n, p] minimises E min_j |y - g_j|^2 / p for y ~ N(0, I_p). In one dimension Lloyd and Max's alternation is
-exact; in more dimensions competitive learning vector quantisation (CLVQ): each step draws fresh samples, finds every
-cell's mean and moves the points towards it, with steps of 1 at first and shrinking later, which averages the sampling
-noise.
+A grid [n, p] minimises E min_j |y - g_j|^2 / p for y ~ N(0, I_p). In one dimension Lloyd and Max's
+alternation is exact; in more dimensions competitive learning vector quantisation (CLVQ): each step
+draws fresh samples, finds every cell's mean and moves the points towards it, with steps of 1 at
+first and shrinking later, which averages the sampling noise.
 """
 
 import functools
@@ -20,7 +20,8 @@ import typer
 
 from kvqjax.codecs.higgs_grid import nearest
 
-# (p, n): (steps, random starts); small grids have poor local optima, so the best of several starts is kept.
+# (p, n): (steps, random starts); small grids have poor local optima, so the best of several starts
+# is kept.
 GRIDS = {
     (1, 4): (0, 0),
     (1, 8): (0, 0),
@@ -57,7 +58,11 @@ def cell_sums(points, key, chunks: int):
         index = nearest(points, samples)
         error = ((samples - points[index]) ** 2).sum(1)
         sums = jnp.zeros((count, dim)).at[index].add(samples)
-        return (total[0] + sums, total[1] + jnp.bincount(index, length=count), total[2] + error.mean() / dim), None
+        return (
+            total[0] + sums,
+            total[1] + jnp.bincount(index, length=count),
+            total[2] + error.mean() / dim,
+        ), None
 
     zero = (jnp.zeros((count, dim)), jnp.zeros(count, jnp.int32), jnp.zeros(()))
     (sums, counts, error), _ = jax.lax.scan(add, zero, jax.random.split(key, chunks))
@@ -66,7 +71,8 @@ def cell_sums(points, key, chunks: int):
 
 def clvq(dim: int, count: int, steps: int, seed: int = 0) -> np.ndarray:
     key = jax.random.key(seed)
-    # The optimal points of a Gaussian are themselves nearly Gaussian, with variance (p + 2)/p (Zador).
+    # The optimal points of a Gaussian are themselves nearly Gaussian, with variance (p + 2)/p
+    # (Zador).
     points = jax.random.normal(key, (count, dim)) * math.sqrt((dim + 2) / dim)
     chunks = max(16, 64 * count // CHUNK)
     for step in range(steps):
@@ -85,7 +91,9 @@ def error_of(grid: np.ndarray) -> float:
 
 def main(
     path: Annotated[Path, typer.Argument(help="the .npz to write")],
-    names: Annotated[list[str], typer.Argument(help="p2_n16 ...: only these; the file's others are kept")] = [],  # noqa: B006
+    names: Annotated[
+        list[str], typer.Argument(help="p2_n16 ...: only these; the file's others are kept")
+    ] = [],  # noqa: B006
 ) -> None:
     """Write float16 points: their rounding costs 1e-7 of MSE and halves the file."""
     grid_names = [f"p{dim}_n{count}" for dim, count in GRIDS]
@@ -96,12 +104,19 @@ def main(
         if names and f"p{dim}_n{count}" not in names:
             continue
         start = time.time()
-        fits = [clvq(dim, count, steps, seed) for seed in range(starts)] if dim > 1 else [lloyd_max(count)]
+        fits = (
+            [clvq(dim, count, steps, seed) for seed in range(starts)]
+            if dim > 1
+            else [lloyd_max(count)]
+        )
         grid = min(fits, key=error_of)
         grid = grid[np.lexsort(grid.T[::-1])].astype(np.float16)
         grids[f"p{dim}_n{count}"] = grid
         error = error_of(grid)
-        print(f"p={dim} n={count}: MSE {error:.5f} on fresh samples, {time.time() - start:.0f} s", flush=True)
+        print(
+            f"p={dim} n={count}: MSE {error:.5f} on fresh samples, {time.time() - start:.0f} s",
+            flush=True,
+        )
         np.savez_compressed(path, **grids)
 
 

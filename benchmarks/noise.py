@@ -1,12 +1,14 @@
-"""Caches that cannot drift: keys and values exact but for noise of one size, wherever the token stands.
+"""Caches that cannot drift: keys and values exact but for noise of one size, wherever the token
+stands.
 
-The noise of a channel is the cosine of a random combination of the token's channels, with a random phase. So it has
-mean 0 and hardly anything in common between two tokens or channels, yet is a continuous function of the token: sums in
-another order change it as little as they change the token, and a row measured on another processor comes out the same.
+The noise of a channel is the cosine of a random combination of the token's channels, with a random
+phase. So it has mean 0 and hardly anything in common between two tokens or channels, yet is a
+continuous function of the token: sums in another order change it as little as they change the
+token, and a row measured on another processor comes out the same.
 
-The size is relative to the token's root mean square; "of the spread": for keys, to that of what is left without their
-mean, which is calibrated as for centre=mean. The two put different shares into each layer. Qwen2's key bias makes the
-first kind large at any size.
+The size is relative to the token's root mean square; "of the spread": for keys, to that of what is
+left without their mean, which is calibrated as for centre=mean. The two put different shares into
+each layer. Qwen2's key bias makes the first kind large at any size.
 """
 
 import dataclasses
@@ -20,13 +22,15 @@ from kvqjax.methods import KeysAndValues, Method, parse
 
 __all__ = ["NOISES", "method_of"]
 
-# Radians per channel: tokens a hundredth apart have unlike noise at 64 channels, those a rounding apart the same.
+# Radians per channel: tokens a hundredth apart have unlike noise at 64 channels, those a rounding
+# apart the same.
 TURNS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Noisy:
-    """Vectors stored exactly, after noise of `size` times each token's root mean square was added."""
+    """Vectors stored exactly, after noise of `size` times each token's root mean square was
+    added."""
 
     size: float
 
@@ -35,7 +39,9 @@ class Noisy:
 
         def encode(constants, x):
             mixing = TURNS * jax.random.normal(jax.random.key(0), (width, width), x.dtype)
-            phases = jnp.broadcast_to(10 * jax.random.normal(jax.random.key(1), (width,), x.dtype), x.shape)
+            phases = jnp.broadcast_to(
+                10 * jax.random.normal(jax.random.key(1), (width,), x.dtype), x.shape
+            )
             spread = jnp.sqrt((x * x).mean(-1, keepdims=True))
             noise = 2**0.5 * jnp.cos(x / jnp.maximum(spread, 1e-6) @ mixing + phases)
             return plain.encode(constants, x + self.size * spread * noise)

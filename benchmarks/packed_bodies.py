@@ -1,4 +1,5 @@
-"""The forms of packed bodies that decode-attention kernels read, by name: descriptions and shapes."""
+"""The forms of packed bodies that decode-attention kernels read, by name: descriptions and
+shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,13 @@ STRETCH = 1024  # tokens that follow each other; a multiple of every layout's bl
 
 
 def spec_of(form: str, bits: int, kv_heads: int, target: str) -> PackedSpec:
-    """Keys and values of `bits`: KIVI's keys after RoPE, KIVI*'s before, KVQuant's signposts without outliers."""
-    rope = None if form == "kivi" else Rope(tuple(5e5 ** (-i / HEAD_DIM) for i in range(0, HEAD_DIM, 2)))
+    """Keys and values of `bits`: KIVI's keys after RoPE, KIVI*'s before, KVQuant's signposts
+    without outliers."""
+    rope = (
+        None
+        if form == "kivi"
+        else Rope(tuple(5e5 ** (-i / HEAD_DIM) for i in range(0, HEAD_DIM, 2)))
+    )
     groups = {"key_group": GROUP, "value_group": GROUP, "datatype": "uniform"}
     if form == "kvquant":
         groups = {"key_group": 0, "value_group": kv_heads * HEAD_DIM, "datatype": "nuq"}
@@ -25,7 +31,9 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
     shaped, lead = jax.ShapeDtypeStruct, (layers, batch)
 
     def words(bits):
-        return tuple(shaped((*lead, slots * part // 32, spec.width), jnp.uint32) for part in split_bits(bits))
+        return tuple(
+            shaped((*lead, slots * part // 32, spec.width), jnp.uint32) for part in split_bits(bits)
+        )
 
     def outliers(count):
         return shaped((*lead, slot_rows(count, spec.scales), slots), jnp.uint16) if count else None
@@ -42,10 +50,14 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         body = body._replace(positions=shaped((slots // STRETCH,), jnp.int32))
     if spec.datatype == "nuq":
         body = body._replace(
-            signposts=Signposts(*(shaped((2**b,), jnp.float32) for b in (spec.key_bits, spec.value_bits)))
+            signposts=Signposts(
+                *(shaped((2**b,), jnp.float32) for b in (spec.key_bits, spec.value_bits))
+            )
         )
     if spec.key_factors:
         body = body._replace(key_factor=shaped((*lead, spec.key_factors, slots), jnp.uint16))
     if spec.value_factors:
         body = body._replace(value_factor=key)
-    return body._replace(key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots))
+    return body._replace(
+        key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots)
+    )

@@ -31,10 +31,13 @@ def main(
         int,
         typer.Option(help="tokens of a row or a prompt, or before a chunk"),
     ] = 131072,
-    held: Annotated[int | None, typer.Option(min=1, help="tokens that a row holds, if fewer")] = None,
+    held: Annotated[
+        int | None, typer.Option(min=1, help="tokens that a row holds, if fewer")
+    ] = None,
     batch: int = 1,
     chunk: Annotated[
-        int | None, typer.Option(min=0, help="count a prompt's chunk of so many tokens; 0: a whole prompt")
+        int | None,
+        typer.Option(min=0, help="count a prompt's chunk of so many tokens; 0: a whole prompt"),
     ] = None,
     layers: Layers = "",
     dump: Dump = None,

@@ -12,7 +12,9 @@ __all__ = ["read", "standard_error", "table"]
 
 def read(name: str) -> Any:
     """A record by its name."""
-    return json.loads((Path(__file__).parent / "records" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (Path(__file__).parent / "records" / f"{name}.json").read_text(encoding="utf-8")
+    )
 
 
 def standard_error(values: np.ndarray) -> float:

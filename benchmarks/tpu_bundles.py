@@ -1,19 +1,22 @@
-"""Compile the TPU kernels ahead of time and count the bundles of their schedules: a compile-time estimate, not a speed.
+"""Compile the TPU kernels ahead of time and count the bundles of their schedules: a compile-time
+estimate, not a speed.
 
     python benchmarks/tpu_bundles.py [--chips v5e,v6e] [--cases k4v4-g128,k2v2-g128] [--write]
     python benchmarks/tpu_bundles.py --attempt 2048:4,2048:1:0 [--chips v5e] [--cases k2v2-g128-pre]
     python benchmarks/tpu_bundles.py --page 1024 --chips v6e --cases k2v2-g32,k4v4-g128
 
-Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048 tokens. Bundles of a
-loop count as often as it runs, branches in full. `marginal` is what 512 tokens of K and V of one KV head add, `fixed`
-what remains per tile and KV head, `total` both for 512 tokens in the tile that is used; head_dim is 128 and there are 8
-query rows per KV head unless a case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts
-(keys before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn` the factors
-of rotated methods, `oscar` keys per token. `--write` renews benchmarks/records/tpu_bundles.json for what was compiled.
-`--attempt` tries work ("tile:pieces", or "tile:pieces:ahead" if interleaved) other than that of
-kvqjax/pallas_kernels/support.py: total and spills. `--page` has bodies in pages of so many tokens beside bodies of
-their own, in the tile that is used: total and spills. benchmarks/kernels.md has the record as a table (`python -m
-benchmarks.figures`).
+Needs libtpu, no TPU. For every chip and case the kernel is compiled with tiles of 1024 and 2048
+tokens. Bundles of a loop count as often as it runs, branches in full. `marginal` is what 512 tokens
+of K and V of one KV head add, `fixed` what remains per tile and KV head, `total` both for 512
+tokens in the tile that is used; head_dim is 128 and there are 8 query rows per KV head unless a
+case's name says otherwise (d, r). `pre` are keys before RoPE, `nuq` KVQuant's signposts (keys
+before RoPE too), `o` the outlier slots of a token's keys and of its values, `omniscale` and `kvarn`
+the factors of rotated methods, `oscar` keys per token. `--write` renews
+benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
+"tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and
+spills. `--page` has bodies in pages of so many tokens beside bodies of
+their own, in the tile that is used: total and spills. benchmarks/kernels.md has the record as a
+table (`python -m benchmarks.figures`).
 """
 
 import argparse
@@ -32,8 +35,8 @@ from schedule import bundles, busy
 RECORD = Path(__file__).parent / "records" / "tpu_bundles.json"
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
 TILES = (1024, 2048)
-# bits of keys, bits of values, key group (0: one scale for all tokens), value group, and where they differ from the
-# usual head_dim and query rows
+# bits of keys, bits of values, key group (0: one scale for all tokens), value group, and where they
+# differ from the usual head_dim and query rows
 CASES = {
     "k2v2-g128": (2, 2, 128, 128),
     "k3v3-g128": (3, 3, 128, 128),
@@ -100,7 +103,10 @@ def _arguments(name: str, chip: str):
     from kvqjax.pallas_kernels.packed import PackedSpec, Rope
 
     case = CASES[name]
-    key_bits, value_bits, key_group, value_group, head_dim, query_rows = (*case, *USUAL[len(case) - 4 :])
+    key_bits, value_bits, key_group, value_group, head_dim, query_rows = (
+        *case,
+        *USUAL[len(case) - 4 :],
+    )
     nuq, before_rope = name.startswith("nuq"), name.startswith("nuq") or name.endswith("-pre")
     count = int((re.findall(r"-o(\d+)", name) or [0])[0])
     spec = PackedSpec(
@@ -111,7 +117,9 @@ def _arguments(name: str, chip: str):
         kv_heads=KV_HEADS,
         head_dim=head_dim,
         target=chip,
-        rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))) if before_rope else None,
+        rope=Rope(tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2)))
+        if before_rope
+        else None,
         datatype="nuq" if nuq else "uniform",
         key_slots=count,
         value_slots=count,
@@ -120,16 +128,21 @@ def _arguments(name: str, chip: str):
         key_channels=head_dim if name.endswith("-oscar") else 0,
     )
     shaped, place = jax.ShapeDtypeStruct, jax.sharding.SingleDeviceSharding(chip_devices(chip)[0])
-    q, bounds = shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16), shaped((BATCH, 1), jnp.int32)
+    q, bounds = (
+        shaped((BATCH, 1, KV_HEADS * query_rows, head_dim), jnp.bfloat16),
+        shaped((BATCH, 1), jnp.int32),
+    )
     arguments = (q, shapes(spec, LAYERS, BATCH, SLOTS), shaped((), jnp.int32), bounds, bounds)
     return jax.tree.map(lambda x: shaped(x.shape, x.dtype, sharding=place), arguments), spec
 
 
 def count(folder: Path) -> dict:
-    """Bundles of a grid step, what share of each unit's slots they fill, and vector spills, of the kernel last
-    compiled; its dump is emptied."""
+    """Bundles of a grid step, what share of each unit's slots they fill, and vector spills, of the
+    kernel last compiled; its dump is emptied."""
     listing = next(folder.glob("*packed_attention*-final_bundles.txt")).read_text()
-    slots = next(folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")).read_text()
+    slots = next(
+        folder.glob("*packed_attention*final_hlo-static-per-bundle-utilization.txt")
+    ).read_text()
     rows = [line.split() for line in slots.split("UTILIZATION:")[1].splitlines()]
     for file in folder.iterdir():
         if file.is_file():
@@ -169,9 +182,13 @@ def in_pages(page: int, chip: str, name: str, folder: Path) -> dict:
     figures = {}
     for label, stored, pages in (("rows", body, None), ("pages", paged, table)):
         call = jax.jit(
-            lambda q, stored, layer, bounds, pages: tpu.packed_attention(q, stored, layer, *bounds, spec, pages=pages)
+            lambda q, stored, layer, bounds, pages: tpu.packed_attention(
+                q, stored, layer, *bounds, spec, pages=pages
+            )
         )
-        call.trace(q, stored, layer, tuple(bounds), pages).lower(lowering_platforms=("tpu",)).compile()
+        call.trace(q, stored, layer, tuple(bounds), pages).lower(
+            lowering_platforms=("tpu",)
+        ).compile()
         counts = count(folder)
         tile = make_plan(q, stored, spec, slots=SLOTS).tile
         total = round(counts["bundles"] / KV_HEADS * 512 / tile, 1)
@@ -180,8 +197,9 @@ def in_pages(page: int, chip: str, name: str, folder: Path) -> dict:
 
 
 def measure(chip: str, name: str, folder: Path) -> dict:
-    """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills and temporaries of
-    the tile and pieces that the table chose; a tile of half or twice the size has half or twice as many pieces."""
+    """Marginal and all bundles per 512 tokens and KV head, fixed ones per tile and KV head, spills
+    and temporaries of the tile and pieces that the table chose; a tile of half or twice the size
+    has half or twice as many pieces."""
     from kvqjax.pallas_kernels.tpu.planning import make_plan
     from kvqjax.pallas_kernels.work import Work
 
@@ -191,12 +209,20 @@ def measure(chip: str, name: str, folder: Path) -> dict:
     for tile in {*TILES, plan.tile}:
         pieces = max(1, plan.pieces * tile // plan.tile)
         figures[tile] = compile_case(chip, name, Work(tile, pieces, plan.ahead), folder)
-    marginal = (figures[TILES[1]]["bundles"] - figures[TILES[0]]["bundles"]) / KV_HEADS * 512 / (TILES[1] - TILES[0])
+    marginal = (
+        (figures[TILES[1]]["bundles"] - figures[TILES[0]]["bundles"])
+        / KV_HEADS
+        * 512
+        / (TILES[1] - TILES[0])
+    )
     fixed = figures[TILES[1]]["bundles"] / KV_HEADS - marginal * TILES[1] / 512
     total = figures[plan.tile]["bundles"] / KV_HEADS * 512 / plan.tile
     numbers = {"marginal": round(marginal, 1), "fixed": round(fixed, 1), "total": round(total, 1)}
     numbers |= {"tile": plan.tile, "pieces": plan.pieces, "ahead": plan.ahead}
-    return {**numbers, **{name: figures[plan.tile][name] for name in ("busy", "spills", "temp_bytes")}}
+    return {
+        **numbers,
+        **{name: figures[plan.tile][name] for name in ("busy", "spills", "temp_bytes")},
+    }
 
 
 def options_of(description: str, cases) -> argparse.ArgumentParser:
@@ -208,8 +234,11 @@ def options_of(description: str, cases) -> argparse.ArgumentParser:
     return parser
 
 
-def measure_all(options: argparse.Namespace, path: Path, measured: Callable[[str, str, Path], dict]) -> None:
-    """Print `measured(chip, case, folder of dumps)` for every chip and case asked for; renew the record as asked."""
+def measure_all(
+    options: argparse.Namespace, path: Path, measured: Callable[[str, str, Path], dict]
+) -> None:
+    """Print `measured(chip, case, folder of dumps)` for every chip and case asked for; renew the
+    record as asked."""
     record = json.loads(path.read_text()) if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
@@ -244,7 +273,9 @@ def main() -> None:
     options = parser.parse_args()
     if (options.attempt or options.page) and options.write:
         parser.error("neither attempts nor pages are recorded: leave out --write")
-    measured = functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure
+    measured = (
+        functools.partial(attempt, options.attempt.split(",")) if options.attempt else measure
+    )
     if options.page:
         measured = functools.partial(in_pages, options.page)
     measure_all(options, RECORD, measured)

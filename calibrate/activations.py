@@ -1,10 +1,12 @@
-"""The data of calibrations: keys and values as a cache gets them. They come from a model that reads a text
-(`of_model`), or from tensors that any model's attention layers computed (`Captured`, `of_captured`).
+"""The data of calibrations: keys and values as a cache gets them. They come from a model that reads
+a text (`of_model`), or from tensors that any model's attention layers computed (`Captured`,
+`of_captured`).
 
-Calibrations that need it also get the diagonal Fisher information of keys and values (KVQuant, arXiv 2401.18079,
-section 3.2, equation 2): F_ii = g_i^2, where g is the gradient of a sequence's mean next-token loss. Keys and values
-are no parameters of a model. So zeros are added to them, and the loss is differentiated with respect to the zeros: one
-backward pass gives the gradients of all layers.
+Calibrations that need it also get the diagonal Fisher information of keys and values (KVQuant,
+arXiv 2401.18079, section 3.2, equation 2): F_ii = g_i^2, where g is the gradient of a sequence's
+mean next-token loss. Keys and values are no parameters of a model. So zeros are added to them, and
+the loss is differentiated with respect to the zeros: one backward pass gives the gradients of all
+layers.
 """
 
 import dataclasses
@@ -27,21 +29,14 @@ from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import positions_of_layer, rotate
 
-__all__ = [
-    "Activations",
-    "Captured",
-    "Sequences",
-    "activations",
-    "as_it_is",
-    "cached",
-    "loss",
-    "of_captured",
-    "of_model",
-    "positions_of",
-    "with_fisher",
-]
-
-FIELDS = ("keys", "values", "queries", "outputs", "key_gradients", "value_gradients")  # tensors of `Captured`
+FIELDS = (
+    "keys",
+    "values",
+    "queries",
+    "outputs",
+    "key_gradients",
+    "value_gradients",
+)  # tensors of `Captured`
 # One array a layer, or one array with layers in front.
 Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
 
@@ -52,7 +47,8 @@ class Activations(NamedTuple):
     Attributes:
         k: keys.
         v: values.
-        k_fisher: F of the keys, the squared gradients of the loss; None where no calibration needs it.
+        k_fisher: F of the keys, the squared gradients of the loss; None where no calibration needs
+            it.
         v_fisher: F of the values.
     """
 
@@ -63,12 +59,14 @@ class Activations(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """`count` sequences of `length` tokens for a calibration that reads one sequence of all layers at a time:
+    """`count` sequences of `length` tokens for a calibration that reads one sequence of all layers
+    at a time:
 
-        read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if `gradients`
+        read(number, rope, gradients, turn) -> Activations of one sequence (B = 1), with F if
+        `gradients`
 
-    `turn(source, x [L, B, T, W])` rotates keys ("k") and values ("v"), and their gradients, into the frame in which
-    they are encoded."""
+    `turn(source, x [L, B, T, W])` rotates keys ("k") and values ("v"), and their gradients, into
+    the frame in which they are encoded."""
 
     shape: KVShape
     count: int
@@ -84,7 +82,8 @@ def as_it_is(source: str, x: Float[Array, "L B T W"]) -> Float[Array, "L B T W"]
 
 
 def with_fisher(cached, slopes, turn: Callable) -> Activations:
-    """Rotate keys and values into the frame of `turn`, and compute F from their gradients in that frame.
+    """Rotate keys and values into the frame of `turn`, and compute F from their gradients in that
+    frame.
 
     Args:
         cached: keys and values, [L, B, T, W] each.
@@ -95,7 +94,8 @@ def with_fisher(cached, slopes, turn: Callable) -> Activations:
         Keys and values, with F where there are gradients.
     """
     k, v = (turn(source, x) for source, x in zip("kv", cached, strict=True))
-    # A gradient is rotated before it is squared: F of a rotated channel is no function of F of the unrotated ones.
+    # A gradient is rotated before it is squared: F of a rotated channel is no function of F of the
+    # unrotated ones.
     fisher = [turn(source, x) ** 2 for source, x in zip("kv", slopes, strict=False)]
     return Activations(k, v, *fisher)
 
@@ -103,11 +103,13 @@ def with_fisher(cached, slopes, turn: Callable) -> Activations:
 # --- A model that reads a text
 
 
-def _perturbed_loss(zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str):
+def _perturbed_loss(
+    zeros, params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig, rope: str
+):
     """Compute the mean next-token cross entropy, float32, and keys and values as they are cached.
 
-    `zeros` are two arrays [L, B, T, K, D] that are added to keys and values. The loss is differentiated with respect to
-    them."""
+    `zeros` are two arrays [L, B, T, K, D] that are added to keys and values. The loss is
+    differentiated with respect to them."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
     def step(h, xs):
@@ -136,7 +138,9 @@ def _zeros(tokens, config: ModelConfig):
     return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
-def loss(params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, ""]:
+def loss(
+    params: weight_trees.Params, tokens: Int[Array, "B T"], config: ModelConfig
+) -> Float[Array, ""]:
     """Compute the model's mean next-token cross entropy."""
     return _perturbed_loss(_zeros(tokens, config), params, tokens, config, "pre")[0]
 
@@ -152,7 +156,8 @@ def activations(
 ) -> Activations:
     """Compute keys and values of every layer.
 
-    F of sequences of different lengths cannot be compared, because the mean loss divides by the length.
+    F of sequences of different lengths cannot be compared, because the mean loss divides by the
+    length.
 
     Args:
         params: the model's weights.
@@ -170,7 +175,9 @@ def activations(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "rope", "gradients"))
-def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradients: bool) -> tuple[Array, ...]:
+def _cached_and_slopes(
+    params, tokens, config: ModelConfig, *, rope: str, gradients: bool
+) -> tuple[Array, ...]:
     """Compute keys and values [L, B, T, W], and their gradients if `gradients`."""
 
     def flat(x):
@@ -184,16 +191,21 @@ def _cached_and_slopes(params, tokens, config: ModelConfig, *, rope: str, gradie
 
 
 def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
-    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of another shape."""
+    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of
+    another shape."""
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
 
     def read(number: int, rope: str, gradients: bool, turn: Callable = as_it_is) -> Activations:
         row = jnp.asarray(tokens[number : number + 1], jnp.int32)
-        return activations(model.params, row, model.config, rope=rope, gradients=gradients, turn=turn)
+        return activations(
+            model.params, row, model.config, rope=rope, gradients=gradients, turn=turn
+        )
 
     count, length = tokens.shape
-    return Sequences(model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens))
+    return Sequences(
+        model.config.kv_shape, count, length, read, model.fingerprint, (repr(model.config), tokens)
+    )
 
 
 # --- Tensors of any model
@@ -201,8 +213,9 @@ def of_model(model: Model, tokens: Int[np.ndarray, "N T"]) -> Sequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Captured:
-    """Tensors that any model's attention layers computed for N sequences of T tokens. Every field of tensors is one
-    array with the layers in front, or a list of one array a layer, on the host or not.
+    """Tensors that any model's attention layers computed for N sequences of T tokens. Every field
+    of tensors is one array with the layers in front, or a list of one array a layer, on the host or
+    not.
 
     Attributes:
         shape: the model's.
@@ -210,8 +223,10 @@ class Captured:
         values: [L, N, T, K, D], as `kvq.attend_layer` takes them.
         queries: [L, N, T, H, D], as `kvq.attend_layer` takes them.
         outputs: the output projections, [L, H*D, E]; given if and only if `queries` are.
-        key_gradients: gradients of each sequence's mean loss with respect to `keys`, in the same shape.
-        value_gradients: gradients with respect to `values`; given if and only if `key_gradients` are.
+        key_gradients: gradients of each sequence's mean loss with respect to `keys`, in the same
+            shape.
+        value_gradients: gradients with respect to `values`; given if and only if `key_gradients`
+            are.
         dtype: the cache's.
 
     Raises:
@@ -232,18 +247,34 @@ class Captured:
             if (getattr(self, name) is None) != (getattr(self, partner) is None):
                 raise UserError(f"{name} and {partner} go together; give both or neither")
         for name in FIELDS:
-            if getattr(self, name) is not None and len(getattr(self, name)) != self.shape.num_layers:
+            if (
+                getattr(self, name) is not None
+                and len(getattr(self, name)) != self.shape.num_layers
+            ):
                 raise UserError(
                     f"{name} of {len(getattr(self, name))} layers given, the shape has {self.shape.num_layers}"
                 )
         if np.ndim(self.keys[0]) != 4:
-            raise UserError("keys: wanted an array [sequences, tokens, heads, head_dim] for every layer")
+            raise UserError(
+                "keys: wanted an array [sequences, tokens, heads, head_dim] for every layer"
+            )
         shape = self.shape
-        kv, head = (*self.size, shape.num_kv_heads, shape.head_dim), (*self.size, shape.num_heads, shape.head_dim)
-        shapes = {"keys": kv, "values": kv, "key_gradients": kv, "value_gradients": kv, "queries": head}
+        kv, head = (
+            (*self.size, shape.num_kv_heads, shape.head_dim),
+            (*self.size, shape.num_heads, shape.head_dim),
+        )
+        shapes = {
+            "keys": kv,
+            "values": kv,
+            "key_gradients": kv,
+            "value_gradients": kv,
+            "queries": head,
+        }
         if self.outputs is not None:
             # Any width of the model will do, as long as all layers have it.
-            shapes |= {"outputs": (shape.num_heads * shape.head_dim, *np.shape(self.outputs[0])[-1:])}
+            shapes |= {
+                "outputs": (shape.num_heads * shape.head_dim, *np.shape(self.outputs[0])[-1:])
+            }
         for name, expected in shapes.items():
             self._check_shapes(name, expected)
 
@@ -252,7 +283,9 @@ class Captured:
         arrays = getattr(self, name)
         for layer, array in enumerate(() if arrays is None else arrays):
             if np.shape(array) != shape:
-                raise UserError(f"{name} of layer {layer} have shape {np.shape(array)}, wanted {shape}")
+                raise UserError(
+                    f"{name} of layer {layer} have shape {np.shape(array)}, wanted {shape}"
+                )
 
     @property
     def size(self) -> tuple[int, int]:
@@ -276,7 +309,8 @@ def positions_of(rows: int, length: int) -> Int[Array, "N T"]:
 
 
 def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n T W"]]:
-    """Give keys and values of a run's layers, [n, T, K, D] each, as a cache stores them, in float32."""
+    """Give keys and values of a run's layers, [n, T, K, D] each, as a cache stores them, in
+    float32."""
     nothing: Any = None  # for the fields of `Projected` that `capture` does not read here
     projected = Projected(nothing, jnp.asarray(k), jnp.asarray(v), nothing, nothing)
     new = run.wiring.maps.capture({}, {}, projected, positions_of(*projected.k.shape[:2]))
@@ -284,12 +318,13 @@ def cached(run: RunLayout, k, v) -> tuple[Float[Array, "n T W"], Float[Array, "n
 
 
 def of_captured(data: Captured, method: Method) -> Sequences:
-    """Read tensors of any model, for a calibration that reads one sequence of all layers at a time."""
+    """Read tensors of any model, for a calibration that reads one sequence of all layers at a
+    time."""
     runs = runs_of(data.layout(method))
 
     def all_layers(number: int, keys, values) -> list:
-        """Give keys and values [L, 1, T, W] of one sequence as they are cached, or their gradients. RoPE is a rotation:
-        it turns gradients as it turns keys."""
+        """Give keys and values [L, 1, T, W] of one sequence as they are cached, or their gradients.
+        RoPE is a rotation: it turns gradients as it turns keys."""
         pairs = []
         for run in runs:
             layers = range(run.first, run.first + run.count)

@@ -1,13 +1,15 @@
-"""AQUA-KV's predictors from calibration text (arXiv 2501.19392, Algorithm 1), one layer after the other.
+"""AQUA-KV's predictors from calibration text (arXiv 2501.19392, Algorithm 1), one layer after the
+other.
 
-A layer's predictors are fitted to reconstructions of the layer below, as the cache will hold them. So they see the same
-quantisation errors in fitting and in reading. Hidden states are clean: no layer's attention sees compressed keys.
+A layer's predictors are fitted to reconstructions of the layer below, as the cache will hold them.
+So they see the same quantisation errors in fitting and in reading. Hidden states are clean: no
+layer's attention sees compressed keys.
 
-The hidden states, keys and values of one layer are held on the host, for all sequences. Linear predictors need only
-second moments. The state can be kept on disk after each layer.
+The hidden states, keys and values of one layer are held on the host, for all sequences. Linear
+predictors need only second moments. The state can be kept on disk after each layer.
 
-If the backbone is transform coding (kvqjax.codecs.klt), a transform is fitted to the predictors' errors. So second
-moments of the errors are taken after the layer's predictor is fitted.
+If the backbone is transform coding (kvqjax.codecs.klt), a transform is fitted to the predictors'
+errors. So second moments of the errors are taken after the layer's predictor is fitted.
 """
 
 import dataclasses
@@ -40,10 +42,20 @@ from kvqjax.model.loading import Model
 from kvqjax.step.prompt import Path as PromptPath
 from kvqjax.step.prompt import exact_layer
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Recipe", "calibrate", "fit", "fit_captured", "released", "work"]
+__all__ = [
+    "DEFAULT_LENGTH",
+    "DEFAULT_SEQUENCES",
+    "Recipe",
+    "calibrate",
+    "fit",
+    "fit_captured",
+    "released",
+    "work",
+]
 
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
-# Tokens of a sequence that attend at a time: 256 are the fastest on CPUs, and scores [T, T] never exist as a whole.
+# Tokens of a sequence that attend at a time: 256 are the fastest on CPUs, and scores [T, T] never
+# exist as a whole.
 CHUNK = 256
 
 
@@ -55,7 +67,8 @@ class Row(NamedTuple):
 
     k: Float[Array, "T W"]  # as cached
     v: Float[Array, "T W"]
-    # The mean square of every query channel. It has no rows where queries are not known or no transform needs it.
+    # The mean square of every query channel. It has no rows where queries are not known or no
+    # transform needs it.
     energy: Float[Array | np.ndarray, "H D"]
     above: Float[Array, "1 T E"] | None  # the input of the layer above; None for the last layer
 
@@ -63,30 +76,41 @@ class Row(NamedTuple):
 class Layers(NamedTuple):
     """N sequences of T tokens for a calibration that reads one layer after the other:
 
-    read(index, number, h [1, T, E]) -> the `Row` of layer `index` on sequence `number`, whose input is h
+    read(index, number, h [1, T, E]) -> the `Row` of layer `index` on sequence `number`, whose input
+    is h
     """
 
     layout: CacheLayout
     h: Float[np.ndarray, "N T E"]  # the input of the first layer
     read: Callable[[int, int, Any], Row]
-    outputs: Callable[[int], Any]  # outputs(index): a layer's output projection [H*D, E]; no rows if not known
+    outputs: Callable[
+        [int], Any
+    ]  # outputs(index): a layer's output projection [H*D, E]; no rows if not known
     fingerprint: str  # of the model
     parts: tuple[Any, ...]  # text and arrays that identify the data (`resume.identity`)
 
 
 def _run_of(layout: CacheLayout, index: int) -> int:
     """Find the number of the run that layer `index` is in."""
-    return next(number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count)
+    return next(
+        number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count
+    )
 
 
 def _transformed(layout: CacheLayout, index: int) -> list[str]:
     """List the sources of layer `index` that are coded by a transform."""
     layer = layout.method.layers(layout.shape)[index]
-    return [source for source in ("k", "v") if isinstance(layer, AquaLayer) and isinstance(layer.codec(source), Klt)]
+    return [
+        source
+        for source in ("k", "v")
+        if isinstance(layer, AquaLayer) and isinstance(layer.codec(source), Klt)
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "number", "last", "transformed"))
-def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: bool, transformed: bool) -> Row:
+def _layer_pass(
+    model: Model, layout: CacheLayout, number: int, index, h, last: bool, transformed: bool
+) -> Row:
     """Run one clean layer on one sequence.
 
     Args:
@@ -114,10 +138,16 @@ def _layer_pass(model: Model, layout: CacheLayout, number: int, index, h, last: 
     def keep(*captured):
         return captured
 
-    (new, finite), above = exact_layer(model, run, index - run.first, {}, padded, counts, path, keep)
-    # A cache stores 0 for a number that is not finite. Here it becomes NaN, so that no constant made of it looks sound.
+    (new, finite), above = exact_layer(
+        model, run, index - run.first, {}, padded, counts, path, keep
+    )
+    # A cache stores 0 for a number that is not finite. Here it becomes NaN, so that no constant
+    # made of it looks sound.
     is_finite = finite[0, :length, None]
-    k, v = (jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan) for name in ("k", "v"))
+    k, v = (
+        jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan)
+        for name in ("k", "v")
+    )
     return Row(k, v, energy, None if last else above[:, :length])
 
 
@@ -134,7 +164,9 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
     def read(index: int, number: int, h):
         run, last = _run_of(layout, index), index == config.num_layers - 1
         transformed = bool(_transformed(layout, index))
-        return _layer_pass(model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last, transformed)
+        return _layer_pass(
+            model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last, transformed
+        )
 
     def outputs(index: int):
         return decoder.layer(model.params, index)["o"]
@@ -143,14 +175,20 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
 
 
 def _of_captured(data: Captured, method: Method) -> Layers:
-    """Read tensors that the layers of any model computed. All of them are known, so no hidden states are passed on."""
+    """Read tensors that the layers of any model computed. All of them are known, so no hidden
+    states are passed on."""
     layout = data.layout(method)
 
     def read(index: int, number: int, h):
         run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
         k, v = cached(run, data.keys[index][rows], data.values[index][rows])
-        # Queries may be rotated by RoPE or not: `key_costs` reads only the energy of rotary pairs, which RoPE keeps.
-        energy = np.zeros((0, 1)) if data.queries is None else energy_of(jnp.asarray(data.queries[index][rows]))
+        # Queries may be rotated by RoPE or not: `key_costs` reads only the energy of rotary pairs,
+        # which RoPE keeps.
+        energy = (
+            np.zeros((0, 1))
+            if data.queries is None
+            else energy_of(jnp.asarray(data.queries[index][rows]))
+        )
         return Row(k[0], v[0], energy, None)
 
     def outputs(index: int):
@@ -176,23 +214,32 @@ class _Task(NamedTuple):
 
 
 def _prepare(data: Layers, recipe: Recipe) -> _Task:
-    """Describe one calibration. Raises UserError for layers of other methods and for sequences that are too short."""
+    """Describe one calibration. Raises UserError for layers of other methods and for sequences that
+    are too short."""
     method, shape, size = data.layout.method, data.layout.shape, data.h.shape[:2]
-    layers = tuple(layer.sized(shape) for layer in method.layers(shape) if isinstance(layer, AquaLayer))
+    layers = tuple(
+        layer.sized(shape) for layer in method.layers(shape) if isinstance(layer, AquaLayer)
+    )
     if len(layers) != shape.num_layers:
-        raise UserError(f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7")
+        raise UserError(
+            f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7"
+        )
     first = layers[0]
-    # Sinks at the start and the window at the end of a sequence are never encoded. The rest is encoded in whole units.
+    # Sinks at the start and the window at the end of a sequence are never encoded. The rest is
+    # encoded in whole units.
     start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
     length = (size[1] - start - spare) // first.unit * first.unit
     if length < 1:
         least = start + spare + first.unit
-        raise UserError(f"calibration tokens are {size}; wanted [sequences, {least} tokens or more]")
+        raise UserError(
+            f"calibration tokens are {size}; wanted [sequences, {least} tokens or more]"
+        )
     return _Task(data, layers, recipe, slice(start, start + length))
 
 
 def _fresh_state(task: _Task) -> dict:
-    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk needs."""
+    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk
+    needs."""
     shape, h = task.data.layout.shape, task.data.h
     length = task.span.stop - task.span.start
 
@@ -206,7 +253,10 @@ def _fresh_state(task: _Task) -> dict:
     for layer in task.layers:
         needs = {source: layer.needs(source, shape.kv_width) for source in ("k", "v")}
         constants.append(
-            {source: {name: blank(name, size) for name, size in sizes.items()} for source, sizes in needs.items()}
+            {
+                source: {name: blank(name, size) for name, size in sizes.items()}
+                for source, sizes in needs.items()
+            }
         )
     below = pair(len(h))
     return {
@@ -215,14 +265,21 @@ def _fresh_state(task: _Task) -> dict:
         "recon": below,  # reconstructions of the layer below
         "constants": constants,
         "measures": np.zeros((shape.num_layers, 2, len(MEASURES))),
-        "exact": below if task.recipe.clean else pair(0),  # exact keys and values of the layer below, for a clean fit
+        "exact": below
+        if task.recipe.clean
+        else pair(0),  # exact keys and values of the layer below, for a clean fit
     }
 
 
-def _costs(data: Layers, index: int, energy: Float[np.ndarray, "H D"]) -> dict[str, Float[np.ndarray, "W W"]]:
+def _costs(
+    data: Layers, index: int, energy: Float[np.ndarray, "H D"]
+) -> dict[str, Float[np.ndarray, "W W"]]:
     """Compute what errors cost, for the sources of a layer that are coded by a transform."""
     sources = _transformed(data.layout, index)
-    return {source: costs_of(source, energy, data.outputs(index), data.layout.shape) for source in sources}
+    return {
+        source: costs_of(source, energy, data.outputs(index), data.layout.shape)
+        for source in sources
+    }
 
 
 def _advance_layer(task: _Task, state: dict) -> dict:
@@ -256,14 +313,18 @@ def _advance_layer(task: _Task, state: dict) -> dict:
 
 
 def _stacked(shape: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
-    """Stack constants by runs of layers, in the dtypes of a model, without sources that need none."""
-    of_layers = [{source: cast(arrays, dtype) for source, arrays in layer.items() if arrays} for layer in constants]
+    """Stack constants by runs of layers, in the dtypes of a model, without sources that need
+    none."""
+    of_layers = [
+        {source: cast(arrays, dtype) for source, arrays in layer.items() if arrays}
+        for layer in constants
+    ]
     return by_run(method, shape, of_layers)
 
 
 def _report(measures: np.ndarray) -> list[dict]:
-    """Make a row of measures for every layer and source: errors of the predictor alone, and of predictor and codes. A
-    measure that a layer does not have is None."""
+    """Make a row of measures for every layer and source: errors of the predictor alone, and of
+    predictor and codes. A measure that a layer does not have is None."""
     rows = []
     for layer, sources in enumerate(measures):
         for source, values in zip(("k", "v"), sources, strict=True):
@@ -274,8 +335,9 @@ def _report(measures: np.ndarray) -> list[dict]:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens: those of an exact
-    pass, and for each layer those of the predictors' second moments and predictions."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens:
+    those of an exact pass, and for each layer those of the predictors' second moments and
+    predictions."""
     rows, width = count * length, model.config.kv_width
     of_layer = 0
     for inputs in (width, 2 * width):  # of the predictors of keys and of values
@@ -289,11 +351,14 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Fit the predictors of `method` for `model` to N sequences of T tokens; `options` as in `fit`."""
+    """Fit the predictors of `method` for `model` to N sequences of T tokens; `options` as in
+    `fit`."""
     return fit(_of_model(model, method, np.asarray(tokens)), **options)
 
 
-def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
+def fit_captured(
+    data: Captured, method: Method, recipe: Recipe | None = None, **options
+) -> Artifact:
     """Fit the predictors of `method` to tensors of any model; `options` as in `fit`."""
     return fit(_of_captured(data, method), recipe=recipe or Recipe(), **options)
 
@@ -310,14 +375,16 @@ def fit(
     Args:
         data: the activations of the layers.
         recipe: the settings.
-        state: a file that keeps the progress after every layer. A run that was killed continues from it.
+        state: a file that keeps the progress after every layer. A run that was killed continues
+            from it.
         advance: advance(steps, total) is called after every layer.
 
     Returns:
         The method with its constants.
 
     Raises:
-        UserError: for a method with layers other than AQUA-KV's, and for sequences that are too short.
+        UserError: for a method with layers other than AQUA-KV's, and for sequences that are too
+            short.
     """
     task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
@@ -325,15 +392,18 @@ def fit(
     progress = stepped(_fresh_state(task), shape.num_layers, step, state, owner, advance)
     about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
     about |= {"report": _report(progress["measures"])}
-    return Artifact(method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about)
+    return Artifact(
+        method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about
+    )
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) -> Artifact:
     """Take the released predictors as the constants of a method.
 
     Args:
-        arrays: "key_predictors.3.weight" [O, I] and "key_predictors.3.bias" [O], and "value_predictors" in the same
-            way, for layers 1 and up. `safetensors.numpy.load_file` gives them so; nothing is unpickled.
+        arrays: "key_predictors.3.weight" [O, I] and "key_predictors.3.bias" [O], and
+            "value_predictors" in the same way, for layers 1 and up. `safetensors.numpy.load_file`
+            gives them so; nothing is unpickled.
         model: the model that they were fitted to.
         method: AQUA-KV with linear predictors.
 
@@ -341,14 +411,17 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) ->
         The method with its constants.
 
     Raises:
-        UserError: for an array that is missing or of the wrong shape, and for a method with other layers.
+        UserError: for an array that is missing or of the wrong shape, and for a method with other
+            layers.
     """
     method = parse(method)
     layers: tuple[Any, ...] = method.layers(model.config)
     if not all(isinstance(layer, AquaLayer) for layer in layers):
         raise UserError(f"{method}: predictors were released for AQUA-KV; wanted it in every layer")
     if model.config.known_key_bias and any(layer.unbiased for layer in layers):
-        raise UserError(f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean")
+        raise UserError(
+            f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean"
+        )
     constants = []
     for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
@@ -356,7 +429,9 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) ->
             for name, shape in layer.needs(source, model.config.kv_width).items():
                 key = f"{prefix}.{index}.{name}"
                 if name not in ("weight", "bias"):
-                    raise UserError(f"{method}: only linear predictors were released; {key} has no counterpart")
+                    raise UserError(
+                        f"{method}: only linear predictors were released; {key} has no counterpart"
+                    )
                 # PyTorch's weight is [O, I], ours [I, O].
                 array = np.asarray(arrays[key], np.float32).T if key in arrays else None
                 if array is None or array.shape != shape:

@@ -1,10 +1,10 @@
-"""One layer of AQUA-KV's calibration (arXiv 2501.19392, Algorithm 1 and Appendix B): fit the predictors of keys and
-values, then reconstruct as the cache will.
+"""One layer of AQUA-KV's calibration (arXiv 2501.19392, Algorithm 1 and Appendix B): fit the
+predictors of keys and values, then reconstruct as the cache will.
 
-Linear predictors are fitted to second moments. X [n, I] are inputs and Y [n, O] outputs of n rows (tokens), and Xa =
-[X, 1]. Rows are read in chunks, and only the sums Xa^T Xa, Xa^T Y and the squares of Y are kept, in float64. Ridge
-regression, reduced-rank regression, 4-bit weights and all errors are computed from these sums. The two-layer predictor
-(section 4.3) is trained by optax.
+Linear predictors are fitted to second moments. X [n, I] are inputs and Y [n, O] outputs of n rows
+(tokens), and Xa = [X, 1]. Rows are read in chunks, and only the sums Xa^T Xa, Xa^T Y and the
+squares of Y are kept, in float64. Ridge regression, reduced-rank regression, 4-bit weights and all
+errors are computed from these sums. The two-layer predictor (section 4.3) is trained by optax.
 """
 
 import dataclasses
@@ -31,24 +31,6 @@ from kvqjax.methods.papers.aqua import (
 )
 from kvqjax.model.weight_codes import pack_nibbles
 
-__all__ = [
-    "MEASURES",
-    "Moments",
-    "Pair",
-    "Recipe",
-    "Score",
-    "add",
-    "cast",
-    "fit_layer",
-    "fit_linear",
-    "gptq",
-    "low_rank",
-    "refit_bias",
-    "ridge",
-    "score",
-    "train_mlp",
-]
-
 Matrix = np.ndarray
 Pair = dict[str, np.ndarray]  # "k" and "v": [N, n, W] float32 on the host
 MEASURES = ("relative_mse", "explained", "bits_saved", "held_out_mse", "reconstruction_mse")
@@ -65,10 +47,11 @@ class Recipe:
     Attributes:
         damping: of the ridge regression, relative to the mean of the moments' diagonal.
         centred: whether means are subtracted from X and Y; else the released rule (see `ridge`).
-        held_out: the share of the sequences, taken from the end, that predictors are measured on but not fitted to.
+        held_out: the share of the sequences, taken from the end, that predictors are measured on
+            but not fitted to.
         body_only: whether tokens that the cache keeps exact (sinks, window) are left out.
-        clean: whether predictors see the exact layer below, as in the paper's quantiser-agnostic ablation, instead of
-            its reconstruction.
+        clean: whether predictors see the exact layer below, as in the paper's quantiser-agnostic
+            ablation, instead of its reconstruction.
         mlp_steps: of the two-layer predictor's training.
     """
 
@@ -80,7 +63,8 @@ class Recipe:
     mlp_steps: int = 2000
 
     def training(self, sequences: int) -> int:
-        """Count the sequences, of `sequences` in all, that predictors are fitted to: one at least."""
+        """Count the sequences, of `sequences` in all, that predictors are fitted to: one at
+        least."""
         return max(1, sequences - int(sequences * self.held_out))
 
 
@@ -118,13 +102,15 @@ class Score(NamedTuple):
 
     @property
     def bits_saved(self) -> float:
-        """Compute the bits per number that the prediction saves, -log4(relative MSE): an ideal quantiser of a Gaussian
-        needs so many bits for the same error."""
+        """Compute the bits per number that the prediction saves, -log4(relative MSE): an ideal
+        quantiser of a Gaussian needs so many bits for the same error."""
         return float(-np.log(max(self.relative_mse, TINY)) / np.log(4.0))
 
 
 @jax.jit
-def _products(x: Float[Array, "N I"], y: Float[Array, "N O"], keep: Float[Array, " N"]) -> tuple[Array, Array, Array]:
+def _products(
+    x: Float[Array, "N I"], y: Float[Array, "N O"], keep: Float[Array, " N"]
+) -> tuple[Array, Array, Array]:
     """Compute the moments of one chunk in float32; `keep` is 1 for rows that count, else 0."""
     ones = jnp.ones((x.shape[0], 1), jnp.float32)
     xa = jnp.concatenate([x.astype(jnp.float32), ones], axis=1) * keep[:, None]
@@ -141,7 +127,8 @@ def add(
 ) -> Moments:
     """Add the rows of one chunk to moments.
 
-    A chunk's products are summed in float32, and chunks in float64. So a chunk should have a few thousand rows at most.
+    A chunk's products are summed in float32, and chunks in float64. So a chunk should have a few
+    thousand rows at most.
 
     Args:
         total: the moments so far; None where there are no rows yet.
@@ -187,10 +174,11 @@ def ridge(
 ) -> tuple[Matrix, Matrix]:
     """Find the W and b that minimise |Xa [W; b] - Y|^2 plus damping.
 
-    The released rule adds `damping` times the mean of C's diagonal to every diagonal entry of C = Xa^T Xa. The column
-    of ones counts in that mean, and the intercept is damped too. So the damping grows with the square of an offset of
-    X. Qwen's keys have offsets of 50 times their spread: with so much damping W would stay near 0. `centred` subtracts
-    the means of X and Y first, which removes the offsets.
+    The released rule adds `damping` times the mean of C's diagonal to every diagonal entry of C =
+    Xa^T Xa. The column of ones counts in that mean, and the intercept is damped too. So the damping
+    grows with the square of an offset of X. Qwen's keys have offsets of 50 times their spread: with
+    so much damping W would stay near 0. `centred` subtracts the means of X and Y first, which
+    removes the offsets.
 
     Args:
         moments: of X and Y.
@@ -212,15 +200,18 @@ def ridge(
     return solution[:-1], solution[-1]
 
 
-def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True) -> tuple[Matrix, Matrix, Matrix]:
-    """Fit Y ~ (X A) B + b by reduced-rank regression: the ridge fit X W, projected on the leading eigenvectors of its
-    covariance.
+def low_rank(
+    moments: Moments, rank: int, damping: float = 1e-3, centred: bool = True
+) -> tuple[Matrix, Matrix, Matrix]:
+    """Fit Y ~ (X A) B + b by reduced-rank regression: the ridge fit X W, projected on the leading
+    eigenvectors of its covariance.
 
     Args:
         moments: of X and Y.
         rank: R.
         damping: as in `ridge`.
-        centred: subtract the mean of X, and fit b afterwards; else b is the mean of Y, as in the released code.
+        centred: subtract the mean of X, and fit b afterwards; else b is the mean of Y, as in the
+            released code.
 
     Returns:
         A [I, R], B [R, O] and b [O], float64.
@@ -243,13 +234,14 @@ def low_rank(moments: Moments, rank: int, damping: float = 1e-3, centred: bool =
 
 
 def refit_bias(moments: Moments, weight: Matrix) -> Matrix:
-    """Compute the bias [O] for which the mean error of X weight + bias is zero. Rounding a weight [I, O] after the fit
-    shifts that mean."""
+    """Compute the bias [O] for which the mean error of X weight + bias is zero. Rounding a weight
+    [I, O] after the fit shifts that mean."""
     return (moments.xy[-1] - moments.xx[-1, :-1] @ weight) / moments.rows
 
 
 def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
-    """Measure Y ~ X weight + bias on the rows that the moments were taken from, for a weight [I, O] and a bias [O]."""
+    """Measure Y ~ X weight + bias on the rows that the moments were taken from, for a weight [I, O]
+    and a bias [O]."""
     solution = np.concatenate([weight, bias[None]])  # S [I+1, O]
     energy = moments.yy.sum()
     # |Y - Xa S|^2 = |Y|^2 - 2 <S, Xa^T Y> + <S, Xa^T Xa S>
@@ -262,19 +254,22 @@ def score(moments: Moments, weight: Matrix, bias: Matrix) -> Score:
 
 
 def _group_range(weight: Matrix) -> tuple[Matrix, Matrix]:
-    """Choose scale and minimum [O] for the 4-bit codes of one group of inputs [g, O]. Both are rounded to bfloat16, as
-    they are stored. The range always contains 0."""
+    """Choose scale and minimum [O] for the 4-bit codes of one group of inputs [g, O]. Both are
+    rounded to bfloat16, as they are stored. The range always contains 0."""
     low = np.minimum(weight.min(0), 0).astype(jnp.bfloat16).astype(np.float64)
     scale = ((np.maximum(weight.max(0), 0) - low) / CODES).astype(jnp.bfloat16).astype(np.float64)
-    return np.where(scale > 0, scale, 1.0), low  # a group of zeros has scale 1, so that nothing is divided by 0
+    return np.where(
+        scale > 0, scale, 1.0
+    ), low  # a group of zeros has scale 1, so that nothing is divided by 0
 
 
 def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) -> dict[str, Matrix]:
     """Round a weight to 4 bits by GPTQ's rule (arXiv 2210.17323).
 
-    Inputs are rounded one by one. The weights of the inputs that are not yet rounded are changed so that they
-    compensate the rounding error. The change follows from the Cholesky factor of the inverse covariance of X. GPTQ
-    takes X^T X; the covariance is right here, because the bias is fitted again afterwards (`refit_bias`).
+    Inputs are rounded one by one. The weights of the inputs that are not yet rounded are changed so
+    that they compensate the rounding error. The change follows from the Cholesky factor of the
+    inverse covariance of X. GPTQ takes X^T X; the covariance is right here, because the bias is
+    fitted again afterwards (`refit_bias`).
 
     Args:
         moments: of X and Y.
@@ -299,7 +294,8 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
     scales, lows = [], []
     for i in range(inputs):
         if i % group == 0:
-            # The range of weights as they now are, changed by the rounding of the inputs before them.
+            # The range of weights as they now are, changed by the rounding of the inputs before
+            # them.
             scale, low = _group_range(weight[i : i + group])
             scales.append(scale)
             lows.append(low)
@@ -313,8 +309,9 @@ def gptq(moments: Moments, weight: Matrix, group: int, damping: float = 1e-2) ->
 
 
 def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """Draw the weights that training begins with. Those of the first layer have variance 1 / inputs. Those of the last
-    layer are zero, so that the first prediction is the mean of the outputs."""
+    """Draw the weights that training begins with. Those of the first layer have variance 1 /
+    inputs. Those of the last layer are zero, so that the first prediction is the mean of the
+    outputs."""
     sizes = predictor_shapes("mlp", inputs, outputs)
     start = {name: jnp.zeros(shape, jnp.float32) for name, shape in sizes.items()}
     down = jax.random.normal(key, sizes["down"], jnp.float32) * inputs**-0.5
@@ -322,7 +319,9 @@ def _start(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def _train(key: Array, x: Float[Array, "N I"], y: Float[Array, "N O"], steps: int) -> dict[str, jax.Array]:
+def _train(
+    key: Array, x: Float[Array, "N I"], y: Float[Array, "N O"], steps: int
+) -> dict[str, jax.Array]:
     """Train the predictor of standardised outputs y. The arguments are those of `train_mlp`."""
     start_key, order_key = jax.random.split(key)
     optimizer = optax.adam(optax.cosine_decay_schedule(PEAK_RATE, steps))
@@ -348,8 +347,8 @@ def _train(key: Array, x: Float[Array, "N I"], y: Float[Array, "N O"], steps: in
 def train_mlp(
     key: Array, x: Float[np.ndarray, "N I"], y: Float[np.ndarray, "N O"], steps: int
 ) -> dict[str, np.ndarray]:
-    """Train an `mlp` predictor. Outputs are standardised for training and scaled back afterwards, so that one learning
-    rate suits outputs of any size.
+    """Train an `mlp` predictor. Outputs are standardised for training and scaled back afterwards,
+    so that one learning rate suits outputs of any size.
 
     Args:
         key: of the first weights and of the order of rows.
@@ -361,10 +360,15 @@ def train_mlp(
         The predictor's constants, float32.
     """
     mean = y.mean(0)
-    spread = max(float(y.std(0).mean()), 1e-20)  # one for all outputs, so that large ones still weigh more
+    spread = max(
+        float(y.std(0).mean()), 1e-20
+    )  # one for all outputs, so that large ones still weigh more
     weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
     out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
-    return out | {"up": out["up"] * np.float32(spread), "bias": out["bias"] * np.float32(spread) + mean}
+    return out | {
+        "up": out["up"] * np.float32(spread),
+        "bias": out["bias"] * np.float32(spread) + mean,
+    }
 
 
 # --- One predictor, and one layer
@@ -375,9 +379,11 @@ def cast(constants: dict, dtype) -> dict[str, jax.Array]:
     return {name: jnp.asarray(a, CONSTANT_DTYPES.get(name, dtype)) for name, a in constants.items()}
 
 
-def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Fit a predictor of kind "linear", "low_rank" or "int4", all of which multiply by one matrix. If the weight is
-    rounded, to `dtype` or to 4 bits, the bias is fitted after the rounding.
+def fit_linear(
+    layer: AquaLayer, moments: Moments, recipe: Recipe, dtype
+) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Fit a predictor of kind "linear", "low_rank" or "int4", all of which multiply by one matrix.
+    If the weight is rounded, to `dtype` or to 4 bits, the bias is fitted after the rounding.
 
     Args:
         layer: its `predictor` is the kind, its `rank` that of "low_rank".
@@ -402,24 +408,33 @@ def fit_linear(layer: AquaLayer, moments: Moments, recipe: Recipe, dtype) -> tup
         group = inputs // groups  # inputs that share a scale
         exact, _ = ridge(moments, recipe.damping, centred=recipe.centred)
         parts = gptq(moments, exact, group)
-        weight = parts["codes"] * np.repeat(parts["scale"], group, axis=0) + np.repeat(parts["low"], group, axis=0)
+        weight = parts["codes"] * np.repeat(parts["scale"], group, axis=0) + np.repeat(
+            parts["low"], group, axis=0
+        )
         parts["codes"] = np.asarray(pack_nibbles(jnp.asarray(parts["codes"])))
     else:
         exact, bias = ridge(moments, recipe.damping, centred=recipe.centred)
         weight = rounded(exact)
         parts = {"weight": weight}
         if dtype == jnp.float32:
-            # Rounding to float32 shifts the mean error by nothing that counts. So the bias of `ridge` is kept, which
-            # the released rule damps.
-            return {"weight": weight.astype(np.float32), "bias": bias.astype(np.float32)}, weight, bias
+            # Rounding to float32 shifts the mean error by nothing that counts. So the bias of
+            # `ridge` is kept, which the released rule damps.
+            return (
+                {"weight": weight.astype(np.float32), "bias": bias.astype(np.float32)},
+                weight,
+                bias,
+            )
     bias = refit_bias(moments, weight)
     parts = parts | {"bias": bias}
-    constants = {name: a if a.dtype == np.uint32 else a.astype(np.float32) for name, a in parts.items()}
+    constants = {
+        name: a if a.dtype == np.uint32 else a.astype(np.float32) for name, a in parts.items()
+    }
     return constants, weight, bias
 
 
 def _measured(constants: dict, inputs, y: np.ndarray, span: range) -> Score:
-    """Measure an MLP on the sequences of `span`. Moments do not suffice for its errors, so that it is evaluated."""
+    """Measure an MLP on the sequences of `span`. Moments do not suffice for its errors, so that it
+    is evaluated."""
     error = sum(float(((predict("mlp", constants, inputs(i)) - y[i]) ** 2).sum()) for i in span)
     rows = y[span.start : span.stop]
     energy = float((rows**2).sum())
@@ -435,7 +450,9 @@ def _totals(inputs, y: np.ndarray, span: range) -> Moments:
     return total
 
 
-def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, seed: int) -> tuple[dict, dict]:
+def _fit_source(
+    layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, seed: int
+) -> tuple[dict, dict]:
     """Fit one predictor.
 
     Args:
@@ -454,7 +471,9 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
     spans = [span for span in (range(train), range(train, len(y))) if span]
     if layer.predictor == "mlp":
         rows = np.concatenate([np.asarray(inputs(i), np.float32) for i in spans[0]])
-        constants = train_mlp(jax.random.key(seed), rows, y[:train].reshape(-1, y.shape[-1]), recipe.mlp_steps)
+        constants = train_mlp(
+            jax.random.key(seed), rows, y[:train].reshape(-1, y.shape[-1]), recipe.mlp_steps
+        )
         scores = [_measured(cast(constants, dtype), inputs, y, span) for span in spans]
     else:
         totals = [_totals(inputs, y, span) for span in spans]
@@ -473,7 +492,8 @@ def _fit_source(layer: AquaLayer, inputs, y: np.ndarray, recipe: Recipe, dtype, 
 
 @functools.partial(jax.jit, static_argnames=("layer", "source"))
 def _reconstruct(layer: AquaLayer, source: str, constants, x, carry, keys):
-    """Compute what the cache will hold of one sequence [n, W], tile by tile, in the carry's dtype."""
+    """Compute what the cache will hold of one sequence [n, W], tile by tile, in the carry's
+    dtype."""
     codec = layer.codec(source).build(x.shape[-1])
     tiles = jax.tree.map(lambda a: a.reshape(-1, layer.unit, a.shape[-1]), (x, carry, keys))
 
@@ -492,7 +512,8 @@ def _inputs(names: str, keys: np.ndarray, values: np.ndarray, i: int) -> jax.Arr
 def _cache_inputs(
     exact: np.ndarray, below: Pair, keys: np.ndarray, dtype, i: int
 ) -> tuple[Array, dict[str, Array], Array]:
-    """Give the arrays that `encode_source` takes for sequence i: one source, the carry and the keys of this layer."""
+    """Give the arrays that `encode_source` takes for sequence i: one source, the carry and the keys
+    of this layer."""
     carry = {name: jnp.asarray(below[name][i], dtype) for name in ("k", "v")}
     return jnp.asarray(exact[i]), carry, jnp.asarray(keys[i], dtype)
 
@@ -521,7 +542,8 @@ def fit_layer(
         below: the reconstructions of the layer below for the same tokens.
         recipe: the settings.
         dtype: the model's compute dtype.
-        exact_below: the exact keys and values of the layer below, used only where `recipe.clean` is set.
+        exact_below: the exact keys and values of the layer below, used only where `recipe.clean` is
+            set.
         seed: of an MLP's first weights.
         costs: for each source that is coded by a transform, the cost of its errors (`costs_of` of
             kvqjax.calibrate.klt).
@@ -540,16 +562,25 @@ def fit_layer(
             seen_keys = exact["k"] if recipe.clean else recon["k"]
         if layer.inputs(source) != "none":
             inputs = functools.partial(_inputs, layer.inputs(source), seen_keys, seen_below["v"])
-            constants[source], report[source] = _fit_source(layer, inputs, exact[source], recipe, dtype, seed)
+            constants[source], report[source] = _fit_source(
+                layer, inputs, exact[source], recipe, dtype, seed
+            )
         elif isinstance(layer.codec(source), Centred):
-            constants[source] = {"mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)}
-        # A cache only has reconstructions, whatever predictors were fitted to. For keys, this layer's keys are unused.
-        inputs_of = functools.partial(_cache_inputs, exact[source], below, recon.get("k", below["k"]), dtype)
+            constants[source] = {
+                "mean": exact[source].mean((0, 1), dtype=np.float64).astype(np.float32)
+            }
+        # A cache only has reconstructions, whatever predictors were fitted to. For keys, this
+        # layer's keys are unused.
+        inputs_of = functools.partial(
+            _cache_inputs, exact[source], below, recon.get("k", below["k"]), dtype
+        )
         if isinstance(layer.codec(source), Klt):
             # A transform is fitted to the predictor's errors, which it codes.
             predictor, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
             residuals = [_missed(layer, source, predictor, *inputs_of(i)) for i in range(train)]
-            kept = layer.needs(source, exact[source].shape[-1])["into"][1]  # coefficients that get bits
+            kept = layer.needs(source, exact[source].shape[-1])["into"][
+                1
+            ]  # coefficients that get bits
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
             constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
         fixed = cast(constants[source], dtype)

@@ -1,7 +1,8 @@
-"""The mean of every key channel, for methods that subtract it before they encode (kvqjax.codecs.centring).
+"""The mean of every key channel, for methods that subtract it before they encode
+(kvqjax.codecs.centring).
 
-The text is read once, a sequence at a time. Sums are float64. Attention sinks are left out, because the cache keeps
-them exact. Keys are taken as the method caches them, before or after RoPE.
+The text is read once, a sequence at a time. Sums are float64. Attention sinks are left out, because
+the cache keeps them exact. Keys are taken as the method caches them, before or after RoPE.
 """
 
 from collections.abc import Callable
@@ -24,40 +25,43 @@ from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "calibrate", "fit", "fit_captured", "in_frame", "work"]
-
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens: a mean needs few
 
 
 def _rope(method: Method, shape: KVShape) -> str:
-    """Say whether the method's centred keys are cached before RoPE ("pre") or after it ("post"). Raises UserError where
-    it has both."""
+    """Say whether the method's centred keys are cached before RoPE ("pre") or after it ("post").
+    Raises UserError where it has both."""
     layers: tuple[Any, ...] = method.layers(shape)
     ropes = {layers[run.first].rope for run in runs_for(method, shape) if run.wiring.wanted()}
     if len(ropes) != 1:
-        raise UserError(f"{method}: centred keys both before and after RoPE; one kind is wanted for calibration")
+        raise UserError(
+            f"{method}: centred keys both before and after RoPE; one kind is wanted for calibration"
+        )
     return ropes.pop()
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length`
+    tokens."""
     return count * prompt_operations(model.config, 0, length)
 
 
 def in_frame(run: RunLayout, constants: dict, mean: Float[Array, "n W"]) -> Float[Array, "n W"]:
-    """Rotate the key means of a run's n layers into the frame of the body, in which codecs subtract them. `constants`
-    has the matrices of a fitted rotation."""
+    """Rotate the key means of a run's n layers into the frame of the body, in which codecs subtract
+    them. `constants` has the matrices of a fitted rotation."""
     frame = run.wiring.maps.frame
     return mean if frame is None else frame.turn(constants, "k", mean)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Find the key means of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the key means of `method` for `model` from N sequences of T tokens; `options` as in
+    `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
-    """Find the key means of `method` from tensors of any model; `options` as in `fit`. There is no recipe."""
+    """Find the key means of `method` from tensors of any model; `options` as in `fit`. There is no
+    recipe."""
     return fit(of_captured(data, method), method, **options)
 
 
@@ -72,16 +76,18 @@ def fit(
 
     Args:
         data: the sequences.
-        method: says which layers' keys are centred, and whether they are cached before RoPE or after it.
-        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        method: says which layers' keys are centred, and whether they are cached before RoPE or
+            after it.
+        state: a file that keeps the progress after every sequence. A run that was killed continues
+            from it.
         advance: advance(steps, total) is called after every sequence.
 
     Returns:
         The method with the `mean` of every layer that needs one, float32.
 
     Raises:
-        UserError: sequences that are no longer than the sinks, and a method that centres keys both before and after
-            RoPE.
+        UserError: sequences that are no longer than the sinks, and a method that centres keys both
+            before and after RoPE.
     """
     shape, sinks = data.shape, method.sinks
     if data.length <= sinks:

@@ -1,11 +1,12 @@
 """CommVQ's codebooks and value encoders from calibration text (arXiv 2506.18879), layer by layer.
 
-A layer's codebook is fitted by EM to its keys before RoPE (commvq_em.py), its value encoder is trained on its values
-(commvq_values.py). Then the exact layer is applied, so that no layer sees compressed keys or values of another. The
-hidden states and activations of one layer are held, for all sequences.
+A layer's codebook is fitted by EM to its keys before RoPE (commvq_em.py), its value encoder is
+trained on its values (commvq_values.py). Then the exact layer is applied, so that no layer sees
+compressed keys or values of another. The hidden states and activations of one layer are held, for
+all sequences.
 
-A layer's random numbers come from the seed and the layer's number, and the state can be kept on disk after every layer.
-So a calibration that continues from its state ends with the same bytes.
+A layer's random numbers come from the seed and the layer's number, and the state can be kept on
+disk after every layer. So a calibration that continues from its state ends with the same bytes.
 """
 
 import dataclasses
@@ -32,9 +33,21 @@ from kvqjax.methods.papers.commvq import CommVQLayer
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = ["DEFAULT_LENGTH", "DEFAULT_SEQUENCES", "Layers", "Recipe", "calibrate", "fit", "fit_captured", "work"]
+__all__ = [
+    "DEFAULT_LENGTH",
+    "DEFAULT_SEQUENCES",
+    "Layers",
+    "Recipe",
+    "calibrate",
+    "fit",
+    "fit_captured",
+    "work",
+]
 
-DEFAULT_SEQUENCES, DEFAULT_LENGTH = 32, 512  # for small models; the paper takes 1024 documents of up to 8192 tokens
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
+    32,
+    512,
+)  # for small models; the paper takes 1024 documents of up to 8192 tokens
 PARTS = 10  # reports of a value encoder's training
 
 
@@ -43,7 +56,8 @@ class Recipe:
     """How a layer is calibrated.
 
     Attributes:
-        key_tokens: most tokens that EM sees, evenly spread over the text. The value encoder is trained on all tokens.
+        key_tokens: most tokens that EM sees, evenly spread over the text. The value encoder is
+            trained on all tokens.
         keys: the settings of EM.
         values: the settings of the value encoder's training.
         seed: of all random numbers.
@@ -59,8 +73,8 @@ class Recipe:
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
-    """Fit the codebook of one layer. Also give for each round the error, a mean over groups, and the largest number of
-    iterations of a group."""
+    """Fit the codebook of one layer. Also give for each round the error, a mean over groups, and
+    the largest number of iterations of a group."""
     k = k[:, sinks:].reshape(-1, k.shape[-1])
     chosen = np.linspace(0, len(k) - 1, min(recipe.key_tokens, len(k))).astype(int)
     rounds = []
@@ -74,8 +88,8 @@ def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
 
 
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
-    """Train one layer's value codec. Give its constants, and (loss, plain error) averaged over each part of the
-    training."""
+    """Train one layer's value codec. Give its constants, and (loss, plain error) averaged over each
+    part of the training."""
     start_key, run_key = jax.random.split(key)
     state = values.start(start_key, data.v, spec, settings)
     attention = values.Seen(shape.window, shape.softcap, shape.common_chunked)
@@ -90,7 +104,8 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, sha
 
 
 def _fresh_state(data: Layers, layers) -> dict:
-    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk needs."""
+    """Make the state before the first layer. Its arrays have their final shapes, as a state on disk
+    needs."""
     constants, reports = [], []
     for number, layer in enumerate(layers):
         if not isinstance(layer, CommVQLayer):
@@ -116,7 +131,9 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
     k, activations, h = data.read(index, state["h"])
     constants, reports = list(state["constants"]), list(state["reports"])
     if isinstance(layer, CommVQLayer):
-        em_key, training_key = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), index))
+        em_key, training_key = jax.random.split(
+            jax.random.fold_in(jax.random.key(recipe.seed), index)
+        )
         book, rounds = _fit_keys(em_key, k, layer.key(data.shape), recipe, method.sinks, tell)
         learnt, losses = _fit_values(
             training_key, activations, layer.value(), recipe.values, tell, data.shape.layer(index)
@@ -130,8 +147,9 @@ def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, te
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations that `calibrate` takes at least on `count` sequences of `length` tokens. They
-    are an exact pass, and for each layer a training and EM whose rounds all end as early as they may."""
+    """Count the floating point operations that `calibrate` takes at least on `count` sequences of
+    `length` tokens. They are an exact pass, and for each layer a training and EM whose rounds all
+    end as early as they may."""
     recipe, config = Recipe(), model.config
     layers = [layer for layer in method.layers(config) if isinstance(layer, CommVQLayer)]
     key_tokens = min(recipe.key_tokens, count * length)
@@ -141,16 +159,21 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Fit codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Fit codebooks and encoders of `method` for `model` from N sequences of T tokens; `options` as
+    in `fit`."""
     return fit(of_model(model, method, np.asarray(tokens)), method, **options)
 
 
-def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
-    """Fit codebooks and encoders of `method` from tensors of any model; `options` as in `fit`. Without queries the
-    value encoders learn from errors of the values alone."""
+def fit_captured(
+    data: Captured, method: Method, recipe: Recipe | None = None, **options
+) -> Artifact:
+    """Fit codebooks and encoders of `method` from tensors of any model; `options` as in `fit`.
+    Without queries the value encoders learn from errors of the values alone."""
     recipe = recipe or Recipe()
     if data.queries is None:
-        recipe = dataclasses.replace(recipe, values=dataclasses.replace(recipe.values, attention=0.0))
+        recipe = dataclasses.replace(
+            recipe, values=dataclasses.replace(recipe.values, attention=0.0)
+        )
     return fit(of_captured(data, method), method, recipe=recipe, **options)
 
 
@@ -169,8 +192,10 @@ def fit(
         data: the activations of the layers.
         method: says which layers are CommVQ's, and how many rounds and bits they have.
         recipe: the settings.
-        state: a file that keeps the progress after every layer. A run that was killed continues from it.
-        advance: advance(number, total) is called after each round of EM and each part of a training.
+        state: a file that keeps the progress after every layer. A run that was killed continues
+            from it.
+        advance: advance(number, total) is called after each round of EM and each part of a
+            training.
         note: note(text) is called with a line of errors and losses for each of these.
 
     Returns:
@@ -182,7 +207,10 @@ def fit(
     layers = method.layers(data.shape)
     count, length = data.h.shape[:2]
     # How often `advance` is called for every layer.
-    steps = [layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0 for layer in layers]
+    steps = [
+        layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0
+        for layer in layers
+    ]
     if not sum(steps):
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
     if count * (length - method.sinks) < recipe.keys.batch:
@@ -203,5 +231,9 @@ def fit(
 
     progress = stepped(_fresh_state(data, layers), len(layers), step, state, owner)
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
-    about["layers"] = [{name: rows.tolist() for name, rows in report.items()} for report in progress["reports"]]
-    return Artifact(method, by_run(method, data.shape, progress["constants"]), data.fingerprint, about)
+    about["layers"] = [
+        {name: rows.tolist() for name, rows in report.items()} for report in progress["reports"]
+    ]
+    return Artifact(
+        method, by_run(method, data.shape, progress["constants"]), data.fingerprint, about
+    )

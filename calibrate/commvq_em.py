@@ -1,19 +1,20 @@
 """EM for CommVQ's key codebooks, one group of one layer at a time (arXiv 2506.18879, appendix A.2).
 
-Tokens are divided by their norm over all heads. Each round fits the residual that the earlier rounds leave, so the
-first rounds of a codebook are a codebook too. x_n is the residual of token n in one group: g channel pairs, read as g
-complex numbers. A group has L levels C_A and L^2 centres c(A, B) = C_A + j C_B, where j is the imaginary unit.
+Tokens are divided by their norm over all heads. Each round fits the residual that the earlier
+rounds leave, so the first rounds of a codebook are a codebook too. x_n is the residual of token n
+in one group: g channel pairs, read as g complex numbers. A group has L levels C_A and L^2 centres
+c(A, B) = C_A + j C_B, where j is the imaginary unit.
 
     E:  w_n,AB = softmax_AB( -|x_n - c(A,B)| / T )                               (equation 34; distance, not its square)
     M:  ( diag(N 1 + N^T 1) + j (N - N^T) ) C = sum_B S_AB - j sum_A S_AB,       N_AB = sum_n w_n,AB,  S = sum_n w_n x_n
 
-The M-step is equation 33 written as an L x L Hermitian system. It needs no single weight: the counts N, and for each
-token the weights' sums over A and over B, suffice. So one iteration takes N L (L + 4g) multiplications for N tokens,
-and only one minibatch of weights is in memory.
+The M-step is equation 33 written as an L x L Hermitian system. It needs no single weight: the
+counts N, and for each token the weights' sums over A and over B, suffice. So one iteration takes N
+L (L + 4g) multiplications for N tokens, and only one minibatch of weights is in memory.
 
-The temperature T falls exponentially (equation 35). It is a fraction of the residual's root mean square, so that one
-schedule fits every round, group size and model. Of all codebooks seen, the one is kept whose hard assignment has the
-least error, measured after the tokens' norms are restored.
+The temperature T falls exponentially (equation 35). It is a fraction of the residual's root mean
+square, so that one schedule fits every round, group size and model. Of all codebooks seen, the one
+is kept whose hard assignment has the least error, measured after the tokens' norms are restored.
 """
 
 import dataclasses
@@ -26,10 +27,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvqjax.codecs.commvq_keys import CommVQKeys, centre, group_pairs, nearest, quarter_turn, split_distances
+from kvqjax.codecs.commvq_keys import (
+    CommVQKeys,
+    centre,
+    group_pairs,
+    nearest,
+    quarter_turn,
+    split_distances,
+)
 from kvqjax.model.config import KVShape
-
-__all__ = ["EMSettings", "Fit", "Statistics", "e_step", "em_work", "fit_keys", "fit_round", "initial_book", "m_step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +44,15 @@ class EMSettings:
 
     Attributes:
         steps: iterations, at most.
-        hot: the temperature of the first iteration, as a fraction of the residual's root mean square.
+        hot: the temperature of the first iteration, as a fraction of the residual's root mean
+            square.
         cold: the temperature of the last of `steps` iterations, as the same fraction.
-        gain: a round ends once two iterations together improve the best error by less than this share.
+        gain: a round ends once two iterations together improve the best error by less than this
+            share.
         patience: iterations before a round may end.
         batch: tokens of a minibatch. 32 suit a CPU core's cache; an accelerator takes hundreds.
-        inertia: (fractional) tokens that are added at every old centre, so that centres without data stay in place.
+        inertia: (fractional) tokens that are added at every old centre, so that centres without
+            data stay in place.
     """
 
     steps: int = 24
@@ -85,13 +94,14 @@ class Fit(NamedTuple):
     steps: Int[Array, "*C"]
 
 
-# Operations of one token and pair of levels that are no matrix products: root, exponential, sums, comparisons.
+# Operations of one token and pair of levels that are no matrix products: root, exponential, sums,
+# comparisons.
 PAIR_WORK = 60
 
 
 def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings) -> float:
-    """Count the floating point operations that fitting one layer takes at least: every round has `patience` iterations
-    or more."""
+    """Count the floating point operations that fitting one layer takes at least: every round has
+    `patience` iterations or more."""
     groups = shape.kv_width // (2 * spec.pairs)
     products = 16 * spec.levels * spec.pairs
     of_token = spec.levels**2 * PAIR_WORK + products  # in one iteration, for one group
@@ -99,7 +109,10 @@ def em_work(spec: CommVQKeys, shape: KVShape, tokens: int, settings: EMSettings)
 
 
 def e_step(
-    x: Float[Array, "n g2"], book: Float[Array, "L g2"], temperature: Float[Array, ""], weight: Float[Array, " n"]
+    x: Float[Array, "n g2"],
+    book: Float[Array, "L g2"],
+    temperature: Float[Array, ""],
+    weight: Float[Array, " n"],
 ) -> Statistics:
     """Assign the tokens of one minibatch to centres, softly.
 
@@ -107,8 +120,8 @@ def e_step(
         x: residuals of one group.
         book: the group's codebook.
         temperature: T, in the unit of a distance.
-        weight: each token's squared norm. It weighs the token's error, but not its residual: a token of weight 0 counts
-            nowhere, all others count alike.
+        weight: each token's squared norm. It weighs the token's error, but not its residual: a
+            token of weight 0 counts nowhere, all others count alike.
 
     Returns:
         The sums that the M-step needs, and the error.
@@ -119,7 +132,9 @@ def e_step(
     squared = jnp.maximum(a[:, :, None] + b[:, None, :] + cross[None] + energy, 0.0)
     distance = jnp.sqrt(squared)
     least = distance.min((1, 2), keepdims=True)
-    soft = jnp.exp((least - distance) / temperature)  # 1 for the nearest centre, so that no sum is 0
+    soft = jnp.exp(
+        (least - distance) / temperature
+    )  # 1 for the nearest centre, so that no sum is 0
     soft = soft * ((weight > 0).astype(x.dtype) / soft.sum((1, 2)))[:, None, None]
     exact = {"precision": "highest"}
     by_a = jnp.einsum("na,nd->ad", soft.sum(2), x, **exact)
@@ -127,14 +142,17 @@ def e_step(
     return Statistics(soft.sum(0), by_a, by_b, (weight * squared.min((1, 2))).sum())
 
 
-def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) -> Float[Array, "L g2"]:
+def m_step(
+    statistics: Statistics, old: Float[Array, "L g2"], inertia: float
+) -> Float[Array, "L g2"]:
     """Find the codebook that minimises the weighted squared error.
 
     Args:
         statistics: of all minibatches.
         old: the codebook before.
-        inertia: tokens that are added at every old centre. They add r = 2 L inertia to the diagonal of the system, and
-            r times the old codebook to its right side. Off the diagonal they cancel.
+        inertia: tokens that are added at every old centre. They add r = 2 L inertia to the diagonal
+            of the system, and r times the old codebook to its right side. Off the diagonal they
+            cancel.
 
     Returns:
         The new codebook.
@@ -142,7 +160,8 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
     counts, by_a, by_b, _ = statistics
     ridge = 2 * counts.shape[0] * inertia
     diagonal = counts.sum(0) + counts.sum(1) + ridge
-    # Rows and columns are scaled so that the diagonal is 1. Without it, very different counts cost digits.
+    # Rows and columns are scaled so that the diagonal is 1. Without it, very different counts cost
+    # digits.
     scale = jax.lax.rsqrt(diagonal)
     skew = (counts - counts.T) * scale[:, None] * scale[None]
     system = jax.lax.complex(jnp.eye(counts.shape[0], dtype=counts.dtype), skew)
@@ -154,8 +173,9 @@ def m_step(statistics: Statistics, old: Float[Array, "L g2"], inertia: float) ->
 
 
 def initial_book(key: Array, x: Float[Array, "N g2"], levels: int) -> Float[Array, "L g2"]:
-    """Choose the codebook that EM begins with: C_l = m / (1 + j) + (x_l - m) / sqrt(2), where m is the mean of all
-    tokens and x_l are random ones. The centres C_A + j C_B then have the mean and the spread of the data."""
+    """Choose the codebook that EM begins with: C_l = m / (1 + j) + (x_l - m) / sqrt(2), where m is
+    the mean of all tokens and x_l are random ones. The centres C_A + j C_B then have the mean and
+    the spread of the data."""
     mean = x.mean(0)
     rows = x[jax.random.choice(key, x.shape[0], (levels,), replace=x.shape[0] < levels)]
     half = (mean - quarter_turn(mean)) / 2  # m / (1 + j)
@@ -185,7 +205,11 @@ def _sweep(batches, weights, book, temperature) -> Statistics:
 
 
 def fit_round(
-    key: Array, x: Float[Array, "N g2"], weight: Float[Array, " N"], levels: int, settings: EMSettings
+    key: Array,
+    x: Float[Array, "N g2"],
+    weight: Float[Array, " N"],
+    levels: int,
+    settings: EMSettings,
 ) -> Fit:
     """Fit one codebook to the residuals of one group.
 
@@ -197,14 +221,16 @@ def fit_round(
         settings: of the iterations.
 
     Returns:
-        The codebook of least error among those of all iterations. If all residuals are 0 it is the initial codebook,
-        with error 0.
+        The codebook of least error among those of all iterations. If all residuals are 0 it is the
+        initial codebook, with error 0.
     """
     batches = x.reshape(-1, settings.batch, x.shape[-1])
     weights = weight.reshape(batches.shape[:2])
     count = jnp.maximum((weight > 0).sum(), 1).astype(jnp.float32)
     spread = jnp.sqrt((x * x).sum() / count)
-    rate = math.log(settings.cold / settings.hot) / max(settings.steps - 1, 1)  # of the temperature, per iteration
+    rate = math.log(settings.cold / settings.hot) / max(
+        settings.steps - 1, 1
+    )  # of the temperature, per iteration
 
     def iterate(state: _Search) -> _Search:
         step = state.best.steps
@@ -212,7 +238,11 @@ def fit_round(
         statistics = _sweep(batches, weights, state.book, temperature)
         error = statistics.error / (count * x.shape[-1])  # of `state.book`
         better = error < state.best.error
-        best = Fit(jnp.where(better, state.book, state.best.book), jnp.minimum(error, state.best.error), step + 1)
+        best = Fit(
+            jnp.where(better, state.book, state.best.book),
+            jnp.minimum(error, state.best.error),
+            step + 1,
+        )
         slow = best.error > (1 - settings.gain) * state.earlier[1]
         book = m_step(statistics, state.book, settings.inertia)
         earlier = jnp.stack([best.error, state.earlier[0]])
@@ -231,8 +261,8 @@ def fit_round(
 
 @functools.partial(jax.jit, static_argnames=("levels", "settings"))
 def _fit_groups(key, residual, weight, levels: int, settings: EMSettings):
-    """Fit one round of every group [C, N, 2g], one group after the other. Gives the fits, and the residuals after this
-    round."""
+    """Fit one round of every group [C, N, 2g], one group after the other. Gives the fits, and the
+    residuals after this round."""
 
     def fit_group(entry):
         key, x = entry
@@ -262,7 +292,8 @@ def fit_keys(
         k: keys before RoPE, all heads. Tokens beyond a multiple of `settings.batch` are left out.
         spec: the codec's sizes.
         settings: of every round.
-        report: `report(round, fit)` is called after each round, with errors and iterations of all C groups.
+        report: `report(round, fit)` is called after each round, with errors and iterations of all C
+            groups.
 
     Returns:
         The codebook, float32.
@@ -278,7 +309,9 @@ def fit_keys(
     residual = jnp.swapaxes(group_pairs(unit, spec.head_dim, spec.pairs), 0, 1)  # [C, N, 2g]
     books = []
     for index in range(spec.rounds):
-        fit, residual = _fit_groups(jax.random.fold_in(key, index), residual, norm * norm, spec.levels, settings)
+        fit, residual = _fit_groups(
+            jax.random.fold_in(key, index), residual, norm * norm, spec.levels, settings
+        )
         books.append(fit.book)
         if report is not None:
             report(index, fit)

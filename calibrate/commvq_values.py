@@ -1,19 +1,23 @@
-"""Training of CommVQ's value encoder and codebook, one layer at a time (arXiv 2506.18879, section 4.1).
+"""Training of CommVQ's value encoder and codebook, one layer at a time (arXiv 2506.18879, section
+4.1).
 
-The encoder chooses one of four values for every two bits. In training the choices are drawn from a Gumbel softmax with
-a straight-through gradient (temperature 1); at inference they are the argmax. Every layer is trained on the exact
+The encoder chooses one of four values for every two bits. In training the choices are drawn from a
+Gumbel softmax with a straight-through gradient (temperature 1); at inference they are the argmax.
+Every layer is trained on the exact
 inputs of the model, as released: no error passes from layer to layer. Its loss is
 
     mean |v_hat - v|^2 / mean |v|^2 / 2  +  attention * mean |o_hat - o|^2 / mean |o|^2
 
-where o and o_hat are the layer's attention outputs, after the output projection, of values v and v_hat. The paper
-states the first term only (`attention=0`); the released code uses both. The divisions by mean squares are ours: they
-give the two terms and the gradient clipping the same scale in every layer and model.
+where o and o_hat are the layer's attention outputs, after the output projection, of values v and
+v_hat. The paper states the first term only (`attention=0`); the released code uses both. The
+divisions by mean squares are ours: they give the two terms and the gradient clipping the same scale
+in every layer and model.
 
-Training begins with a transform coder (commvq_start.py). The released training begins with random numbers and takes
-100 000 steps. The optimizer is AdamW with the released coefficients. Its learning rate follows a cosine schedule after
-a linear warm-up, and the global norm of the gradient is clipped. The random numbers of step i come from the key and i
-alone, so a resumed training ends with the same bytes.
+Training begins with a transform coder (commvq_start.py). The released training begins with random
+numbers and takes 100 000 steps. The optimizer is AdamW with the released coefficients. Its learning
+rate follows a cosine schedule after a linear warm-up, and the global norm of the gradient is
+clipped. The random numbers of step i come from the key and i alone, so a resumed training ends with
+the same bytes.
 """
 
 import dataclasses
@@ -32,19 +36,6 @@ from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, lo
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import segment_attention, visible, with_sinks
 
-__all__ = [
-    "Training",
-    "ValueSettings",
-    "channel_scale",
-    "constants",
-    "output_energy",
-    "output_error",
-    "random_encoder",
-    "start",
-    "train",
-    "work",
-]
-
 Params = dict  # trained arrays of one layer: the codec's constants but "scale", with the codebook not yet folded
 
 
@@ -55,16 +46,18 @@ class ValueSettings:
     Attributes:
         steps: of the training.
         batch: sequences of a step.
-        queries: number of places at which attention outputs are compared. They are drawn anew at every step; 0: all.
+        queries: number of places at which attention outputs are compared. They are drawn anew at
+            every step; 0: all.
         rate: AdamW's largest learning rate.
         warmup: steps until the largest learning rate is reached.
         decay: AdamW's weight decay.
         clip: the largest norm of a gradient.
-        attention: weighs the term of the attention output; 0: the paper's plain squared error of the values.
+        attention: weighs the term of the attention output; 0: the paper's plain squared error of
+            the values.
     """
 
-    # 200 steps take about 40 processor seconds a layer of SmolLM2-135M (2026-11-27). `rate`, `decay`,
-    # `clip` and `attention` are the released ones.
+    # 200 steps take about 40 processor seconds a layer of SmolLM2-135M (2026-11-27). `rate`,
+    # `decay`, `clip` and `attention` are the released ones.
     steps: int = 200
     batch: int = 2
     queries: int = 128
@@ -90,7 +83,8 @@ class Seen(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The state between two steps: everything that a resumed training needs, except for the key and the data."""
+    """The state between two steps: everything that a resumed training needs, except for the key and
+    the data."""
 
     params: Params
     optimizer: tuple
@@ -99,8 +93,8 @@ class Training(NamedTuple):
 
 
 def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSettings) -> float:
-    """Estimate the floating point operations of one layer's training: forward and backward through encoder, codebook,
-    attention and output projection.
+    """Estimate the floating point operations of one layer's training: forward and backward through
+    encoder, codebook, attention and output projection.
 
     Args:
         spec: the codec.
@@ -115,9 +109,12 @@ def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSetting
     shapes = spec.shapes(shape.kv_width)
     coder = sum(math.prod(shapes[name]) for name in ("w1", "w2", "codebook"))
     width = shape.num_heads * shape.head_dim
-    attention = width * (2 * length + width)  # scores and sums over `length` tokens, and the output projection
+    attention = width * (
+        2 * length + width
+    )  # scores and sums over `length` tokens, and the output projection
     attention *= min(settings.queries or length, length) / length  # only some tokens are queries
-    # A multiply-accumulate is 2 operations, and going backward takes twice as many as going forward: 6 in all.
+    # A multiply-accumulate is 2 operations, and going backward takes twice as many as going
+    # forward: 6 in all.
     return 6.0 * settings.steps * settings.batch * length * (coder + attention)
 
 
@@ -134,10 +131,15 @@ def _optimizer(settings: ValueSettings):
 
 
 def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
-    """Draw an encoder of values of `width` channels. Weights and biases of a linear layer are uniform in
-    +-1/sqrt(inputs), as PyTorch draws them."""
+    """Draw an encoder of values of `width` channels. Weights and biases of a linear layer are
+    uniform in +-1/sqrt(inputs), as PyTorch draws them."""
     shapes = spec.shapes(width)
-    matrix_of = {"w1": "w1", "b1": "w1", "w2": "w2", "b2": "w2"}  # parameter -> the matrix of its layer
+    matrix_of = {
+        "w1": "w1",
+        "b1": "w1",
+        "w2": "w2",
+        "b2": "w2",
+    }  # parameter -> the matrix of its layer
     keys = dict(zip(matrix_of, jax.random.split(key, len(matrix_of)), strict=True))
     params = {"norm_weight": jnp.ones((width,)), "norm_bias": jnp.zeros((width,))}
     for name, matrix in matrix_of.items():
@@ -147,7 +149,9 @@ def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
     return params
 
 
-def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings) -> Training:
+def start(
+    key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: ValueSettings
+) -> Training:
     """Make the state before training: a transform coder of a layer's values (commvq_start.py).
 
     Args:
@@ -172,7 +176,8 @@ def start(key: Array, v: Float[Array, "*n W"], spec: CommVQValues, settings: Val
 def reconstruct(
     params: Params, scale: Float[Array, " W"], key: Array, v: Float[Array, "N T W"]
 ) -> Float[Array, "N T W"]:
-    """Compute v_hat with choices drawn from the Gumbel softmax, differentiable by the straight-through estimator."""
+    """Compute v_hat with choices drawn from the Gumbel softmax, differentiable by the
+    straight-through estimator."""
     unit, norm = normalise(v, scale)
     z = logits(params, unit)
     soft = jax.nn.softmax(z + jax.random.gumbel(key, z.shape), -1)
@@ -188,20 +193,25 @@ def reconstruct(
 def _attended(
     batch: Activations, v: Float[Array, "N T W"], seen: Seen, places: Int[Array, " Q"] | None = None
 ) -> Float[Array, "N Q E"]:
-    """Compute the causal attention output after the output projection, of the queries at `places` (None: of all)."""
+    """Compute the causal attention output after the output projection, of the queries at `places`
+    (None: of all)."""
     count, length = v.shape[:2]
     key_places = jnp.arange(length)
     query_places = key_places if places is None else places
     key_positions = jnp.broadcast_to(key_places[None], (count, length))
     query_positions = jnp.broadcast_to(query_places[None], (count, query_places.shape[0]))
     q = batch.q if places is None else batch.q[:, places]
-    mask = visible(query_positions, key_positions, jnp.ones((count, length), bool), seen.sliding, seen.chunked)
+    mask = visible(
+        query_positions, key_positions, jnp.ones((count, length), bool), seen.sliding, seen.chunked
+    )
     part = segment_attention(q, batch.k, v.reshape(batch.k.shape), mask, seen.softcap)
     out = with_sinks(part, batch.sinks).out
     return jnp.einsum("ntf,fe->nte", out.reshape(*q.shape[:2], -1), batch.o)
 
 
-def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = Seen()) -> Float[Array, ""]:
+def output_error(
+    data: Activations, errors: Float[Array, "N T W"], seen: Seen = Seen()
+) -> Float[Array, ""]:
     """Compute the mean squared error of attention outputs, where the values have these `errors`.
 
     Attention is linear in the values, so the error of an output is the output of the errors."""
@@ -209,7 +219,9 @@ def output_error(data: Activations, errors: Float[Array, "N T W"], seen: Seen = 
     # One sequence at a time, because the scores of all sequences would take much memory.
     def error(sequence):
         v, q, k = (x[None].astype(jnp.float32) for x in sequence)
-        return jnp.mean(_attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2)
+        return jnp.mean(
+            _attended(Activations(v, q, k, data.o.astype(jnp.float32), data.sinks), v, seen) ** 2
+        )
 
     return jax.lax.map(error, (errors, *data[1:3])).mean()
 
@@ -239,7 +251,8 @@ def loss(
         energy: the data's `output_energy`.
         attention: weighs the term of the attention output; 0 leaves it out.
         seen: what the layer's attention does.
-        queries: number of places at which attention outputs are compared; 0: all. The loss's expectation is the same.
+        queries: number of places at which attention outputs are compared; 0: all. The loss's
+            expectation is the same.
 
     Returns:
         The training loss, and the plain mean squared error of the values.
@@ -286,21 +299,36 @@ def train(
     def step(_, loop):
         state, sums = loop
         pick, noise = jax.random.split(jax.random.fold_in(key, state.step))
-        rows = jax.random.choice(pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch)
+        rows = jax.random.choice(
+            pick, data.v.shape[0], (settings.batch,), replace=data.v.shape[0] < settings.batch
+        )
         v, q, k = (x[rows].astype(jnp.float32) for x in data[:3])
         batch = Activations(v, q, k, data.o.astype(jnp.float32), data.sinks)
         losses, gradient = jax.value_and_grad(loss, has_aux=True)(
-            state.params, state.scale, noise, batch, energy, settings.attention, seen, settings.queries
+            state.params,
+            state.scale,
+            noise,
+            batch,
+            energy,
+            settings.attention,
+            seen,
+            settings.queries,
         )
         with jax.numpy_dtype_promotion("standard"):  # optax's updates mix float32 and weak types
             updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-        return Training(params, optimizer_state, state.scale, state.step + 1), sums + jnp.stack(losses)
+        return Training(params, optimizer_state, state.scale, state.step + 1), sums + jnp.stack(
+            losses
+        )
 
     state, sums = jax.lax.fori_loop(0, count, step, (state, jnp.zeros(2)))
     return state, sums / count.astype(jnp.float32)
 
 
 def constants(state: Training) -> dict[str, Float[Array, "..."]]:
-    """Give the codec's constants of this layer, with the channels' scale folded into the codebook."""
-    return state.params | {"scale": state.scale, "codebook": fold(state.params["codebook"], state.scale)}
+    """Give the codec's constants of this layer, with the channels' scale folded into the
+    codebook."""
+    return state.params | {
+        "scale": state.scale,
+        "codebook": fold(state.params["codebook"], state.scale),
+    }

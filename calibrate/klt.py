@@ -1,13 +1,15 @@
-"""The constants of transform coding (kvqjax.codecs.klt), in closed form from second moments of keys and values.
+"""The constants of transform coding (kvqjax.codecs.klt), in closed form from second moments of keys
+and values.
 
 An error e of a vector costs e^T M e:
 
     keys     (q . e)^2, summed over the queries of a KV head. M is diagonal, because RoPE rotates q against e by every
-             angle. Both channels of a rotary pair cost the same: the mean of the squares of q in the two channels.
+             angle. Both channels of a rotary pair cost the same: the mean of the squares of q in
+             the two channels.
     values   |W_o^T e|^2, summed over the query heads that read them. M = sum_h W_o,h W_o,h^T has a block per KV head.
 
-The text is read once, all sequences of a layer at a time. Sums and eigenvectors are float64 on the host. Attention
-sinks are left out, because the cache keeps them exact.
+The text is read once, all sequences of a layer at a time. Sums and eigenvectors are float64 on the
+host. Attention sinks are left out, because the cache keeps them exact.
 """
 
 from collections.abc import Callable
@@ -30,41 +32,31 @@ from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = [
-    "DEFAULT_LENGTH",
-    "DEFAULT_SEQUENCES",
-    "calibrate",
-    "constants_of",
-    "costs_of",
-    "covariance_of",
-    "energy_of",
-    "fit",
-    "fit_captured",
-    "key_costs",
-    "transform_of",
-    "value_costs",
-    "work",
-]
-
-DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 1024  # 16384 tokens: the covariance of 1024 channels has a million entries
-FLOOR = 1e-6  # the share of the largest eigenvalue below which an eigenvalue is only a rounding error
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
+    16,
+    1024,
+)  # 16384 tokens: the covariance of 1024 channels has a million entries
+FLOOR = (
+    1e-6  # the share of the largest eigenvalue below which an eigenvalue is only a rounding error
+)
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances
-    included."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens,
+    covariances included."""
     covariances = 4 * model.config.kv_width**2 * model.config.num_layers
     return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Find the transforms of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the transforms of `method` for `model` from N sequences of T tokens; `options` as in
+    `fit`."""
     return fit(of_model(model, method, np.asarray(tokens)), method, **options)
 
 
 def fit_captured(data: Captured, method: Method, recipe=None, **options) -> Artifact:
-    """Find the transforms of `method` from tensors of any model; `options` as in `fit`. There is no recipe. Without
-    queries and outputs all errors cost the same."""
+    """Find the transforms of `method` from tensors of any model; `options` as in `fit`. There is no
+    recipe. Without queries and outputs all errors cost the same."""
     return fit(of_captured(data, method), method, **options)
 
 
@@ -75,7 +67,9 @@ def _moments(x: Float[Array, "n W"]) -> tuple[Float[Array, " W"], Float[Array, "
     return x.sum(0), jnp.einsum("ni,nj->ij", x, x, precision="highest")
 
 
-def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
+def covariance_of(
+    x: Float[Array | np.ndarray, "N T W"],
+) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
     """Compute mean and covariance over all tokens, float64."""
     sums, squares = zip(*(_moments(row) for row in x), strict=True)
     count = x.shape[0] * x.shape[1]
@@ -85,9 +79,11 @@ def covariance_of(x: Float[Array | np.ndarray, "N T W"]) -> tuple[Float[np.ndarr
 
 
 def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
-    """Compute the diagonal of the keys' M from the mean square of every query channel. Channels i and i + D/2 of a head
-    are a rotary pair."""
-    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)  # [K, D], summed over query heads
+    """Compute the diagonal of the keys' M from the mean square of every query channel. Channels i
+    and i + D/2 of a head are a rotary pair."""
+    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(
+        1
+    )  # [K, D], summed over query heads
     pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)  # [K, D/2]
     return np.concatenate([pairs, pairs], 1).reshape(-1)
 
@@ -106,7 +102,8 @@ def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.
 def transform_of(
     covariance: Float[np.ndarray, "W W"], costs: Float[np.ndarray, "W W"], kept: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the transform of one layer's keys or values and its inverse (A and B of kvqjax.codecs.klt).
+    """Find the transform of one layer's keys or values and its inverse (A and B of
+    kvqjax.codecs.klt).
 
     Args:
         covariance: of the vectors.
@@ -145,7 +142,11 @@ def constants_of(
     """
     mean, covariance = covariance_of(x)
     into, back = transform_of(covariance, costs, kept)
-    return {"mean": mean.astype(np.float32), "into": into.astype(np.float32), "back": back.astype(np.float32)}
+    return {
+        "mean": mean.astype(np.float32),
+        "into": into.astype(np.float32),
+        "back": back.astype(np.float32),
+    }
 
 
 def fit(
@@ -160,7 +161,8 @@ def fit(
     Args:
         data: the activations of the layers.
         method: says which layers' keys and values are transformed, and by how many coefficients.
-        state: a file that keeps the progress after every layer. A run that was killed continues from it.
+        state: a file that keeps the progress after every layer. A run that was killed continues
+            from it.
         advance: advance(steps, total) is called after every layer.
 
     Returns:
@@ -171,15 +173,21 @@ def fit(
     """
     shape, sinks = data.shape, method.sinks
     if data.h.shape[1] <= sinks:
-        raise UserError(f"calibration tokens are {data.h.shape[:2]}; wanted [sequences, more than {sinks} tokens]")
+        raise UserError(
+            f"calibration tokens are {data.h.shape[:2]}; wanted [sequences, more than {sinks} tokens]"
+        )
     runs = runs_for(method, shape)
     run_of = {number: run for run in runs for number in range(run.first, run.first + run.count)}
     owner = identity(data.fingerprint, repr(method), *data.parts)
-    # The state between two layers: "h", the input of the next layer, and "LAYER.SOURCE.NAME", the constants.
+    # The state between two layers: "h", the input of the next layer, and "LAYER.SOURCE.NAME", the
+    # constants.
     start = {"done": np.int64(0), "h": data.h}
     for number, run in run_of.items():
         for source, needs in run.wiring.wanted().items():
-            start |= {f"{number}.{source}.{name}": np.zeros(size, np.float32) for name, size in needs.items()}
+            start |= {
+                f"{number}.{source}.{name}": np.zeros(size, np.float32)
+                for name, size in needs.items()
+            }
 
     def step(progress):
         number = int(progress["done"])
@@ -208,7 +216,9 @@ def _stacked(run: RunLayout, progress: dict) -> dict:
         return jnp.asarray(np.stack([progress[f"{number}.{source}.{name}"] for number in layers]))
 
     wanted = run.wiring.wanted()
-    return {source: {name: stacked(source, name) for name in needs} for source, needs in wanted.items()}
+    return {
+        source: {name: stacked(source, name) for name in needs} for source, needs in wanted.items()
+    }
 
 
 def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
@@ -217,13 +227,17 @@ def energy_of(queries: Float[Array, "N T H D"]) -> Float[np.ndarray, "H D"]:
 
 
 def costs_of(
-    source: str, energy: Float[np.ndarray, "H D"], outputs: Float[Array | np.ndarray, "HD E"], shape: KVShape
+    source: str,
+    energy: Float[np.ndarray, "H D"],
+    outputs: Float[Array | np.ndarray, "HD E"],
+    shape: KVShape,
 ) -> Float[np.ndarray, "W W"]:
     """Compute M of one layer's keys or values.
 
     Args:
         source: "k" or "v".
-        energy: the mean square of every query channel; empty where queries and outputs are not known.
+        energy: the mean square of every query channel; empty where queries and outputs are not
+            known.
         outputs: the output projection.
         shape: the model's.
 

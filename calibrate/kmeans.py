@@ -1,17 +1,21 @@
-"""Weighted one-dimensional k-means on histograms: KVQuant's signposts (arXiv 2401.18079, section 3.2, equation 3).
+"""Weighted one-dimensional k-means on histograms: KVQuant's signposts (arXiv 2401.18079, section
+3.2, equation 3).
 
     minimise over v_1 < ... < v_m:   sum_i w_i min_j (u_i - v_j)^2,   u_i in [-1, 1]
 
-Points arrive in a stream and only their histogram is kept. A bin has the points' weight and weighted sum, so that means
-are exact; only borders of clusters are rounded, to a bin of 2.4e-4. In an optimum all clusters are intervals, so
-dynamic programming finds the globally best partition of 1024 merged bins. Lloyd's iterations on the full histogram then
-refine the borders. The error of a single k-means++ start, as the released code has it, may be 10 % larger and more.
+Points arrive in a stream and only their histogram is kept. A bin has the points' weight and
+weighted sum, so that means are exact; only borders of clusters are rounded, to a bin of 2.4e-4. In
+an optimum all clusters are intervals, so dynamic programming finds the globally best partition of
+1024 merged bins. Lloyd's iterations on the full histogram then refine the borders. The error of a
+single k-means++ start, as the released code has it, may be 10 % larger and more.
 
-    points u, weights w -> `histogram` (8192 bins, summed over sequences) -> 1024 bins -> `_best_borders`
-    -> means of the clusters -> 100 Lloyd's iterations on 8192 bins -> sorted signposts (`weighted_kmeans`)
+    points u, weights w -> `histogram` (8192 bins, summed over sequences) -> 1024 bins ->
+    `_best_borders` -> means of the clusters -> 100 Lloyd's iterations on 8192 bins -> sorted
+    signposts (`weighted_kmeans`)
 
-A point is one number of a key or value, normalised to [-1, 1]. A signpost is the number that a code stands for. N bins
-have N + 1 borders, numbered from 0: border i lies before bin i. M is the number of signposts, and L that of layers.
+A point is one number of a key or value, normalised to [-1, 1]. A signpost is the number that a code
+stands for. N bins have N + 1 borders, numbered from 0: border i lies before bin i. M is the number
+of signposts, and L that of layers.
 """
 
 import functools
@@ -21,16 +25,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["BINS", "Histogram", "histogram", "objective", "q_norm", "weighted_kmeans"]
-
 BINS = 8192  # of a histogram; a multiple of COARSE
-COARSE = 1024  # bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost
+COARSE = (
+    1024  # bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost
+)
 LLOYD_STEPS = 100
 
 
 class Histogram(NamedTuple):
-    """Sums over points in each of BINS equal bins of [-1, 1]; any leading axes, layers for instance. Histograms
-    add."""
+    """Sums over points in each of BINS equal bins of [-1, 1]; any leading axes, layers for
+    instance. Histograms add."""
 
     weight: Float[Array, "*L N"]  # w
     moment: Float[Array, "*L N"]  # w u
@@ -39,7 +43,9 @@ class Histogram(NamedTuple):
     total: Float[Array, "*L N"]  # u
 
 
-def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Array, " P"]) -> Histogram:
+def histogram(
+    u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Array, " P"]
+) -> Histogram:
     """Make the histogram of P points.
 
     Args:
@@ -48,7 +54,8 @@ def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Arra
         keep: the points that count. Outliers do not.
 
     Returns:
-        The sums over the points that count. `weight`, `moment` and `energy` are weighted, `count` and `total` are not.
+        The sums over the points that count. `weight`, `moment` and `energy` are weighted, `count`
+        and `total` are not.
     """
     keep = keep.astype(jnp.float32)
     # A point that is not kept may be anything, and 0 x inf is NaN: it becomes 0.
@@ -61,7 +68,9 @@ def histogram(u: Float[Array, " P"], weight: Float[Array, " P"], keep: Bool[Arra
     return Histogram(sums[:, 0], sums[:, 1], (weight * u * u).sum(), sums[:, 2], sums[:, 3])
 
 
-def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> Float[Array, "N1 N1"]:
+def _interval_gains(
+    weight: Float[Array, " N"], moment: Float[Array, " N"]
+) -> Float[Array, "N1 N1"]:
     """Compute by how much one signpost lowers sum w u^2, for every interval of bins.
 
     Args:
@@ -69,8 +78,8 @@ def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> F
         moment: the sum of w u of each bin.
 
     Returns:
-        gain[i, j] = (sum w u)^2 / sum w over bins i to j - 1, of a signpost at their mean; 0 for bins without weight,
-        -inf for i > j.
+        gain[i, j] = (sum w u)^2 / sum w over bins i to j - 1, of a signpost at their mean; 0 for
+        bins without weight, -inf for i > j.
     """
     # Differences of running sums are the sums over every interval.
     weight, moment = (jnp.concatenate([jnp.zeros(1), jnp.cumsum(a)]) for a in (weight, moment))
@@ -80,7 +89,9 @@ def _interval_gains(weight: Float[Array, " N"], moment: Float[Array, " N"]) -> F
     return jnp.where(order[:, None] <= order[None, :], jnp.where(mass > 0, gain, 0.0), -jnp.inf)
 
 
-def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count: int) -> Int[Array, " M1"]:
+def _best_borders(
+    weight: Float[Array, " N"], moment: Float[Array, " N"], count: int
+) -> Int[Array, " M1"]:
     """Find the partition of the bins into intervals with the least cost, by dynamic programming.
 
     Args:
@@ -95,8 +106,11 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
     gains = _interval_gains(weight, moment)
 
     def extend(best, _):
-        """Add one interval. `best` [N+1] is the largest gain of the intervals so far, by the border where they end."""
-        totals = best[:, None] + gains  # [border where the new interval begins, border where it ends]
+        """Add one interval. `best` [N+1] is the largest gain of the intervals so far, by the border
+        where they end."""
+        totals = (
+            best[:, None] + gains
+        )  # [border where the new interval begins, border where it ends]
         return totals.max(0), totals.argmax(0)
 
     _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]
@@ -105,11 +119,15 @@ def _best_borders(weight: Float[Array, " N"], moment: Float[Array, " N"], count:
         """Go from the border where an interval ends to the border where it begins."""
         return choices[border], border
 
-    first, borders = jax.lax.scan(back, jnp.int32(weight.size), came_from.astype(jnp.int32), reverse=True)
+    first, borders = jax.lax.scan(
+        back, jnp.int32(weight.size), came_from.astype(jnp.int32), reverse=True
+    )
     return jnp.concatenate([jnp.zeros(1, jnp.int32), first[None], borders])
 
 
-def _means(cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M"]) -> Float[Array, " M"]:
+def _means(
+    cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M"]
+) -> Float[Array, " M"]:
     """Compute the weighted mean of each cluster.
 
     Args:
@@ -129,7 +147,9 @@ def _means(cluster: Int[Array, " N"], weight, moment, previous: Float[Array, " M
 def _centres(hist: Histogram) -> Float[Array, " N"]:
     """Give one place for all points of a bin: their weighted mean. An empty bin has its middle."""
     middle = (jnp.arange(BINS, dtype=jnp.float32) + 0.5) * (2 / BINS) - 1
-    return jnp.where(hist.weight > 0, hist.moment / jnp.where(hist.weight > 0, hist.weight, 1.0), middle)
+    return jnp.where(
+        hist.weight > 0, hist.moment / jnp.where(hist.weight > 0, hist.weight, 1.0), middle
+    )
 
 
 def _nearest(centres, signposts):
@@ -140,8 +160,8 @@ def _nearest(centres, signposts):
 def _signposts_of(hist: Histogram, count: int) -> Float[Array, " M"]:
     """Find the `count` signposts of one histogram."""
     coarse = [a.reshape(COARSE, -1).sum(1) for a in (hist.weight, hist.moment)]
-    # Gains hold squares of moments, so the largest weight is brought to 1: squares of numbers of any size would leave
-    # the range of float32. A histogram without weight is not divided by 0.
+    # Gains hold squares of moments, so the largest weight is brought to 1: squares of numbers of
+    # any size would leave the range of float32. A histogram without weight is not divided by 0.
     peak = jnp.maximum(coarse[0].max(), jnp.finfo(jnp.float32).tiny)
     borders = _best_borders(coarse[0] / peak, coarse[1] / peak, count)
     # Each bin of the full histogram begins in the cluster of its merged bin.
@@ -186,7 +206,8 @@ def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "
 
     def of_layer(h, points):
         value = points[_nearest(_centres(h), points)]
-        # sum w (u - v)^2 = sum w u^2 + sum w v^2 - 2 sum w u v, and v is the same for all points of a bin.
+        # sum w (u - v)^2 = sum w u^2 + sum w v^2 - 2 sum w u v, and v is the same for all points of
+        # a bin.
         return h.energy + (h.weight * value * value - 2 * h.moment * value).sum()
 
     return jax.vmap(of_layer)(hist, signposts)
@@ -194,7 +215,8 @@ def objective(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "
 
 @jax.jit
 def q_norm(hist: Histogram, signposts: Float[Array, "L M"]) -> Float[Array, "L 2"]:
-    """Find the scale and offset that give quantised points the mean and standard deviation of the points (Q-Norm).
+    """Find the scale and offset that give quantised points the mean and standard deviation of the
+    points (Q-Norm).
 
     As in the released code, all points that are no outliers count alike.
 

@@ -1,15 +1,17 @@
-"""KVQuant's offline constants from calibration text (arXiv 2401.18079, sections 3.1 to 3.5), in two passes.
+"""KVQuant's offline constants from calibration text (arXiv 2401.18079, sections 3.1 to 3.5), in two
+passes.
 
-Pass 1 finds two thresholds of each key channel, percentiles of the channel's entries. It keeps the r largest and the r
-smallest entries of every channel, so that the percentiles are exact.
+Pass 1 finds two thresholds of each key channel, percentiles of the channel's entries. It keeps the
+r largest and the r smallest entries of every channel, so that the percentiles are exact.
 
-Pass 2 normalises keys by these thresholds, and values by the range of their token. Every entry that is no outlier is
-added to its layer's histogram with the weight F s^2. F is the entry's Fisher information (a squared gradient). The half
-range s turns an error of a normalised entry into an error of the cached entry. K-means on the histograms gives the
-signposts, the levels to which codes point.
+Pass 2 normalises keys by these thresholds, and values by the range of their token. Every entry that
+is no outlier is added to its layer's histogram with the weight F s^2. F is the entry's Fisher
+information (a squared gradient). The half range s turns an error of a normalised entry into an
+error of the cached entry. K-means on the histograms gives the signposts, the levels to which codes
+point.
 
-Nothing larger than one sequence's activations and gradients is held, and the state between two sequences is small
-enough to be kept on disk. Attention sinks are left out of both passes.
+Nothing larger than one sequence's activations and gradients is held, and the state between two
+sequences is small enough to be kept on disk. Attention sinks are left out of both passes.
 """
 
 import dataclasses
@@ -38,24 +40,6 @@ from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import KeysAndValues, Method
 from kvqjax.model.loading import Model
 
-__all__ = [
-    "DEFAULT_LENGTH",
-    "DEFAULT_SEQUENCES",
-    "OBJECTIVES",
-    "Extremes",
-    "Recipe",
-    "Tally",
-    "calibrate",
-    "empty_extremes",
-    "fit",
-    "fit_captured",
-    "observe",
-    "rank",
-    "tally",
-    "thresholds",
-    "work",
-]
-
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 2048  # the paper's recipe
 OBJECTIVES = ("fisher_s2", "fisher", "none")
 
@@ -65,10 +49,10 @@ class Recipe:
     """How thresholds and signposts are found.
 
     Attributes:
-        objective: weighs the k-means by F s^2 ("fisher_s2", the paper's equation 3), by F alone ("fisher", the released
-            code) or not at all ("none").
-        sinks_in_thresholds: whether sinks count for the thresholds, as in the released code. They never count for the
-            k-means.
+        objective: weighs the k-means by F s^2 ("fisher_s2", the paper's equation 3), by F alone
+            ("fisher", the released code) or not at all ("none").
+        sinks_in_thresholds: whether sinks count for the thresholds, as in the released code. They
+            never count for the k-means.
 
     Raises:
         UserError: for another objective.
@@ -79,22 +63,25 @@ class Recipe:
 
     def __post_init__(self):
         if self.objective not in OBJECTIVES:
-            raise UserError(f"objective {self.objective!r} is unknown; known: {', '.join(OBJECTIVES)}")
+            raise UserError(
+                f"objective {self.objective!r} is unknown; known: {', '.join(OBJECTIVES)}"
+            )
 
 
 # --- Pass 1: percentiles of key channels, one sequence at a time
 
 
 class Extremes(NamedTuple):
-    """The r largest and the r smallest entries of each of W channels in L layers, outermost first."""
+    """The r largest and the r smallest entries of each of W channels in L layers, outermost
+    first."""
 
     top: Float[Array, "L W r"]
     bottom: Float[Array, "L W r"]
 
 
 def _position(count: int, fraction: float) -> float:
-    """Compute the index of the upper threshold among `count` entries in ascending order. As in numpy.percentile it may
-    lie between two entries."""
+    """Compute the index of the upper threshold among `count` entries in ascending order. As in
+    numpy.percentile it may lie between two entries."""
     return (1 - fraction / 2) * (count - 1)
 
 
@@ -129,7 +116,9 @@ def observe(extremes: Extremes, x: Float[Array, "L T W"]) -> Extremes:
     return Extremes(largest(extremes.top, channels), -largest(-extremes.bottom, -channels))
 
 
-def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[Array, "L W"], Float[Array, "L W"]]:
+def thresholds(
+    extremes: Extremes, count: int, fraction: float
+) -> tuple[Float[Array, "L W"], Float[Array, "L W"]]:
     """Compute the upper and the lower threshold of each channel.
 
     Args:
@@ -141,7 +130,9 @@ def thresholds(extremes: Extremes, count: int, fraction: float) -> tuple[Float[A
         The upper and the lower thresholds.
     """
     position = _position(count, fraction)
-    inner = count - 1 - math.floor(position)  # index of the entry inside the threshold; the outermost entry has 0
+    inner = (
+        count - 1 - math.floor(position)
+    )  # index of the entry inside the threshold; the outermost entry has 0
     share = position - math.floor(position)
 
     def interpolated(outermost_first):
@@ -164,8 +155,8 @@ class Tally(NamedTuple):
 
 
 def _weigh(fisher: Float[Array, "T W"] | None, scale: Float[Array, "#T #W"], objective: str):
-    """Compute the weight of each normalised entry, F s^2 or F, with half ranges s = `scale`. None means that all
-    weights are 1."""
+    """Compute the weight of each normalised entry, F s^2 or F, with half ranges s = `scale`. None
+    means that all weights are 1."""
     if fisher is None or objective == "none":
         return None
     return fisher * scale**2 if objective == "fisher_s2" else fisher
@@ -178,8 +169,8 @@ def _points(u: Float[Array, "T W"], weight, keep: Bool[Array, "T W"]) -> kmeans.
 
 
 def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
-    """Make the histogram of one layer's key entries inside their thresholds. Also count the entries outside, and how
-    many of these find no slot."""
+    """Make the histogram of one layer's key entries inside their thresholds. Also count the entries
+    outside, and how many of these find no slot."""
     u, outside = normalise_keys(bounds, x)
     _, half_range = channel_range(bounds)
     scale = half_range[None]
@@ -190,8 +181,11 @@ def _keys(slots: int, objective: str, x: Float[Array, "T W"], fisher, bounds):
     return hist, outliers, clipped
 
 
-def _values(slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher) -> kmeans.Histogram:
-    """Make the histogram of one layer's value entries inside the range of their token, normalised as the codec will."""
+def _values(
+    slots: int, dtype: str, objective: str, x: Float[Array, "T W"], fisher
+) -> kmeans.Histogram:
+    """Make the histogram of one layer's value entries inside the range of their token, normalised
+    as the codec will."""
     high, low, _ = token_range(x, slots // 2)  # half of the outlier slots for each end
     centre, scale = (a.astype(jnp.float32) for a in stored_range(high, low, dtype))
     inside = (x <= high) & (x >= low) & (scale > 0)
@@ -244,7 +238,9 @@ class _Task:
     recipe: Recipe
     sinks: int
     runs: tuple[RunLayout, ...]
-    specs: tuple[tuple[Nuq, Nuq] | None, ...]  # (key, value) codecs of each run; None for runs of other methods
+    specs: tuple[
+        tuple[Nuq, Nuq] | None, ...
+    ]  # (key, value) codecs of each run; None for runs of other methods
     rope: str  # whether keys are cached before RoPE ("pre") or after it ("post")
 
     @property
@@ -255,29 +251,41 @@ class _Task:
 
 
 def _codecs(spec) -> tuple[Nuq, Nuq] | None:
-    """Give the (key, value) codecs of a layer that KVQuant calibrates; None for other layers. Raises UserError for
-    other pairs of KVQuant's codecs."""
+    """Give the (key, value) codecs of a layer that KVQuant calibrates; None for other layers.
+    Raises UserError for other pairs of KVQuant's codecs."""
     key, value = (spec.key, spec.value) if isinstance(spec, KeysAndValues) else (None, None)
     if not (isinstance(key, Nuq) or isinstance(value, Nuq)):
         return None
-    if isinstance(key, Nuq) and isinstance(value, Nuq) and (key.per, value.per) == ("channel", "token"):
+    if (
+        isinstance(key, Nuq)
+        and isinstance(value, Nuq)
+        and (key.per, value.per) == ("channel", "token")
+    ):
         return key, value
-    raise UserError("KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant")
+    raise UserError(
+        "KVQuant's calibration needs keys quantised per channel and values per token, both by KVQuant"
+    )
 
 
 def _prepare(data: Sequences, method: Method, recipe: Recipe) -> _Task:
-    """Describe one calibration. Raises UserError for a method without KVQuant's layers, or with two kinds of keys among
-    them, and for sequences that are no longer than the sinks."""
+    """Describe one calibration. Raises UserError for a method without KVQuant's layers, or with two
+    kinds of keys among them, and for sequences that are no longer than the sinks."""
     layers: tuple[Any, ...] = method.layers(data.shape)
     runs = runs_for(method, data.shape)
     specs = tuple(_codecs(layers[run.first]) for run in runs)
     ropes = {layers[run.first].rope for run, pair in zip(runs, specs, strict=True) if pair}
     if len(ropes) != 1:
-        kinds = f"{len(ropes)} kinds of keys (before and after RoPE)" if ropes else "no layer of KVQuant"
+        kinds = (
+            f"{len(ropes)} kinds of keys (before and after RoPE)"
+            if ropes
+            else "no layer of KVQuant"
+        )
         raise UserError(f"{method}: has {kinds}; one is wanted for calibration")
     size, least = (data.count, data.length), method.sinks + 1
     if data.length <= least:
-        raise UserError(f"calibration tokens are {size}; wanted [sequences, more than {least} tokens]")
+        raise UserError(
+            f"calibration tokens are {size}; wanted [sequences, more than {least} tokens]"
+        )
     return _Task(data, recipe, method.sinks, runs, specs, ropes.pop())
 
 
@@ -287,7 +295,10 @@ def _fresh_state(task: _Task) -> dict[str, Any]:
     shape = task.data.shape
     r = max(rank(task.entries, pair[0].outliers) for pair in task.specs if pair)
     extremes = empty_extremes(shape.num_layers, shape.kv_width, r)
-    tallies = [_empty_tally(run.count) if pair else {} for run, pair in zip(task.runs, task.specs, strict=True)]
+    tallies = [
+        _empty_tally(run.count) if pair else {}
+        for run, pair in zip(task.runs, task.specs, strict=True)
+    ]
     return {"done": np.int64(0), "extremes": extremes, "tallies": tallies}
 
 
@@ -317,7 +328,9 @@ def _turn(task: _Task, source: str, x):
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
     """Update the extremes with sequence `number`."""
     with_gradients = False
-    k = task.data.read(number, task.rope, with_gradients, functools.partial(_turn, task)).k[:, 0]  # [L, T, W]
+    k = task.data.read(number, task.rope, with_gradients, functools.partial(_turn, task)).k[
+        :, 0
+    ]  # [L, T, W]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
     return state | {"extremes": observe(Extremes(*state["extremes"]), k[:, skipped:])}
 
@@ -325,14 +338,20 @@ def _first_pass(task: _Task, state: dict, number: int) -> dict:
 def _second_pass(task: _Task, state: dict, number: int) -> dict:
     """Update the tallies with sequence `number`."""
     objective = task.recipe.objective
-    activations = task.data.read(number, task.rope, objective != "none", functools.partial(_turn, task))
+    activations = task.data.read(
+        number, task.rope, objective != "none", functools.partial(_turn, task)
+    )
     tallies = []
     for run, pair, old in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
             tallies.append(old)
             continue
         # Keys, values and their gradients, each [L_run, T, W]
-        arrays = tuple(x[run.first : run.first + run.count, 0, task.sinks :] for x in activations if x is not None)
+        arrays = tuple(
+            x[run.first : run.first + run.count, 0, task.sinks :]
+            for x in activations
+            if x is not None
+        )
         key, value = pair
         width = arrays[0].shape[-1]
         new = tally(
@@ -348,8 +367,8 @@ def _second_pass(task: _Task, state: dict, number: int) -> dict:
 
 
 def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
-    """Collect the constants of every run, and a report: for each layer the share of key entries beyond the thresholds,
-    and the share of key entries that are beyond and find no slot."""
+    """Collect the constants of every run, and a report: for each layer the share of key entries
+    beyond the thresholds, and the share of key entries that are beyond and find no slot."""
     constants, reports = [], []
     for run, pair, sums in zip(task.runs, task.specs, state["tallies"], strict=True):
         if pair is None:
@@ -359,14 +378,18 @@ def _constants(task: _Task, state: dict) -> tuple[tuple[dict, ...], list[dict]]:
         for name, spec, hist in zip("kv", pair, (sums.k, sums.v), strict=True):
             groups[name] |= _tables(spec, hist)
         seen = task.data.count * (task.data.length - task.sinks) * task.data.shape.kv_width
-        shares = {"key_outliers": (sums.outliers / seen).tolist(), "key_clipped": (sums.clipped / seen).tolist()}
+        shares = {
+            "key_outliers": (sums.outliers / seen).tolist(),
+            "key_clipped": (sums.clipped / seen).tolist(),
+        }
         constants.append(groups)
         reports.append({"first_layer": run.first} | shares)
     return tuple(constants), reports
 
 
 def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
-    """Find the signposts and Q-Norm's constants of one run's keys or values, if the codec needs them."""
+    """Find the signposts and Q-Norm's constants of one run's keys or values, if the codec needs
+    them."""
     tables = {}
     if spec.datatype == "nuq":
         signposts = kmeans.weighted_kmeans(hist, 2**spec.bits)  # [L_run, levels]
@@ -383,21 +406,25 @@ def _tables(spec: Nuq, hist: kmeans.Histogram) -> dict:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens. Two forward passes,
-    and the gradients in the second one, which cost as much as two more, are four."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens.
+    Two forward passes, and the gradients in the second one, which cost as much as two more, are
+    four."""
     return 4 * count * prompt_operations(model.config, 0, length)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
-    """Find the constants of `method` for `model` from N sequences of T tokens; `options` as in `fit`."""
+    """Find the constants of `method` for `model` from N sequences of T tokens; `options` as in
+    `fit`."""
     return fit(of_model(model, np.asarray(tokens)), method, **options)
 
 
-def fit_captured(data: Captured, method: Method, recipe: Recipe | None = None, **options) -> Artifact:
+def fit_captured(
+    data: Captured, method: Method, recipe: Recipe | None = None, **options
+) -> Artifact:
     """Find the constants of `method` from tensors of any model; `options` as in `fit`.
 
-    Without gradients and without a recipe all entries have the same weight. Raises UserError for a recipe that needs
-    gradients where there are none."""
+    Without gradients and without a recipe all entries have the same weight. Raises UserError for a
+    recipe that needs gradients where there are none."""
     recipe = recipe or Recipe(objective="none" if data.key_gradients is None else "fisher_s2")
     if data.key_gradients is None and recipe.objective != "none":
         raise UserError(f"objective {recipe.objective!r} needs key_gradients and value_gradients")
@@ -418,15 +445,16 @@ def fit(
         data: the sequences.
         method: with layers of KVQuant.
         recipe: the settings.
-        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        state: a file that keeps the progress after every sequence. A run that was killed continues
+            from it.
         advance: advance(steps, total) is called after every sequence of either pass.
 
     Returns:
         The method with its constants.
 
     Raises:
-        UserError: for a method without KVQuant's layers, or with two kinds of keys among them, and for sequences that
-            are no longer than the sinks.
+        UserError: for a method without KVQuant's layers, or with two kinds of keys among them, and
+            for sequences that are no longer than the sinks.
     """
     task, count = _prepare(data, method, recipe), data.count
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
@@ -437,5 +465,10 @@ def fit(
 
     progress = stepped(_fresh_state(task), 2 * count, step, state, owner, advance)
     constants, reports = _constants(task, progress)
-    about = {"sequences": count, "tokens": data.length, **dataclasses.asdict(recipe), "runs": reports}
+    about = {
+        "sequences": count,
+        "tokens": data.length,
+        **dataclasses.asdict(recipe),
+        "runs": reports,
+    }
     return Artifact(method, constants, data.fingerprint, about)

@@ -1,5 +1,6 @@
-"""The data of calibrations that take one layer after the other, all sequences at a time: keys before RoPE, values,
-queries and output projections. They come from a model that reads a text, or from tensors that any model computed."""
+"""The data of calibrations that take one layer after the other, all sequences at a time: keys
+before RoPE, values, queries and output projections. They come from a model that reads a text, or
+from tensors that any model computed."""
 
 import functools
 from collections.abc import Callable
@@ -20,8 +21,6 @@ from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import positions_of_layer, rotate
 from kvqjax.step.layers import ready_queries
-
-__all__ = ["Activations", "Layers", "of_captured", "of_model"]
 
 
 class Activations(NamedTuple):
@@ -45,7 +44,8 @@ class Activations(NamedTuple):
 class Layers(NamedTuple):
     """N sequences of T tokens for a calibration that reads one layer after the other:
 
-        read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer above)
+        read(index, h [N, T, E]) -> (keys as cached [N, T, W], its `Activations`, the h of the layer
+        above)
 
     `h` are hidden states, the input of layer `index`."""
 
@@ -58,8 +58,8 @@ class Layers(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "unbiased"))
 def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, unbiased: bool):
-    """Run one exact layer on N sequences, one at a time. Returns its keys as they are cached [N, T, W], its (v, q, k)
-    as in `Activations`, and the input of the layer above [N, T, E]."""
+    """Run one exact layer on N sequences, one at a time. Returns its keys as they are cached [N, T,
+    W], its (v, q, k) as in `Activations`, and the input of the layer above [N, T, E]."""
     weights = decoder.layer(params, index)
     positions = jnp.arange(h.shape[1])[None]
     turns = positions_of_layer(positions, config, index)
@@ -79,7 +79,8 @@ def _layer_pass(params, index, h: Float[Array, "N T E"], config: ModelConfig, un
 
 
 def of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
-    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of another shape."""
+    """Read what the model computes for N sequences of T tokens. Raises UserError for tokens of
+    another shape."""
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [N, T]")
     params, config = model.params, model.config
@@ -101,7 +102,8 @@ def of_captured(data: Captured, method: Method) -> Layers:
     def read(index: int, h):
         k, v = (jnp.asarray(x[index]).reshape(*data.size, -1) for x in (data.keys, data.values))
         if data.queries is None or data.outputs is None:
-            # Arrays without heads tell a calibration that it only knows errors of keys and values themselves.
+            # Arrays without heads tell a calibration that it only knows errors of keys and values
+            # themselves.
             blank = jnp.zeros((*data.size, 0, 1))
             return k, Activations(v, blank, blank, jnp.zeros((0, 1))), h
         shape, positions = data.shape.layer(index), positions_of(*data.size)

@@ -1,9 +1,10 @@
 """Assigns the layers of a method to the modules that calibrate them, and joins their results into
 one artifact.
 
-A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). If all layers name one
-module, it calibrates the method as it is. Otherwise each module gets a method of its own, in which the layers of other
-modules are exact. Its constants then go to the layers that named it.
+A layer or a codec names the module that finds its constants (`Fit` of kvqjax.codecs.base). If all
+layers name one module, it calibrates the method as it is. Otherwise each module gets a method of
+its own, in which the layers of other modules are exact. Its constants then go to the layers that
+named it.
 
 A module of a calibration has these names:
 
@@ -35,8 +36,6 @@ from kvqjax.methods.keys_values import Pair
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 
-__all__ = ["Part", "by_run", "calibrated", "captured_fitter", "divided", "fitter", "needed"]
-
 EXACT = KeysAndValues(key=Exact(), value=Exact())
 Asked = dict[str, Fit]  # source, or "" for a whole layer -> the fit of its constants
 
@@ -46,7 +45,9 @@ class Part(NamedTuple):
 
     fit: Fit
     method: Method  # with exact layers in place of other modules' layers
-    groups: dict[int, str]  # layer number -> the group of constants that the layer takes: "k", "v", or "" for all
+    groups: dict[
+        int, str
+    ]  # layer number -> the group of constants that the layer takes: "k", "v", or "" for all
 
 
 def fitter(fit: Fit) -> ModuleType:
@@ -60,10 +61,13 @@ def fitter(fit: Fit) -> ModuleType:
 
 
 def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
-    """Find the function of the fit's module that calibrates from captured tensors, `fit_captured(data, method, recipe,
-    state=, advance=)`. Raises UserError for fits that need a model."""
+    """Find the function of the fit's module that calibrates from captured tensors,
+    `fit_captured(data, method, recipe, state=, advance=)`. Raises UserError for fits that need a
+    model."""
     if fit.source == "weights":
-        raise UserError(f"{method}: its constants are factors of a model's weights; use a kvqjax model")
+        raise UserError(
+            f"{method}: its constants are factors of a model's weights; use a kvqjax model"
+        )
     module = fitter(fit)
     if not hasattr(module, "fit_captured"):
         reason = getattr(module, "NEEDS_MODEL", f"{fit.module} calibrates from a kvqjax model")
@@ -78,19 +82,25 @@ def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
 
 
 def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
-    """Find the fits of one run of layers. Raises UserError where a layer that is no `Pair` needs more than one."""
+    """Find the fits of one run of layers. Raises UserError where a layer that is no `Pair` needs
+    more than one."""
     if isinstance(spec, Pair):
         codecs = run.wiring.storage.codecs.items()
-        return {source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None}
+        return {
+            source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None
+        }
     fits = _uncovered(run.wiring.fits())
     if len(fits) > 1:
         names = " and ".join(fit.module for fit in fits)
-        raise UserError(f"{method}: layer {run.first} would be calibrated by {names} at once; give it one of them")
+        raise UserError(
+            f"{method}: layer {run.first} would be calibrated by {names} at once; give it one of them"
+        )
     return {"": fits[0]} if fits else {}
 
 
 def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
-    """List the fits of every layer. If one fit of the method finds another one's constants as well, it replaces it."""
+    """List the fits of every layer. If one fit of the method finds another one's constants as well,
+    it replaces it."""
     specs = method.layers(shape)
     by_layer = []
     for run in runs_for(method, shape):
@@ -104,7 +114,8 @@ def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
 
 
 def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
-    """List the fits of a method, each once and in the order of layers; () for methods without constants."""
+    """List the fits of a method, each once and in the order of layers; () for methods without
+    constants."""
     return tuple(dict.fromkeys(fit for layer in _by_layer(method, shape) for fit in layer.values()))
 
 
@@ -112,14 +123,21 @@ def divided(method: Method, shape: KVShape) -> list[Part]:
     """Divide a method among the modules that calibrate it."""
     by_layer, specs = _by_layer(method, shape), method.layers(shape)
     shares = dict.fromkeys((fit, part) for layer in by_layer for part, fit in layer.items())
-    if [part for _, part in shares] == [""]:  # one module for whole layers takes the method as it is
+    if [part for _, part in shares] == [
+        ""
+    ]:  # one module for whole layers takes the method as it is
         ((fit, _),) = shares
         return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
 
     def share(fit: Fit, part: str) -> Part:
         numbers = [number for number, layer in enumerate(by_layer) if layer.get(part) == fit]
-        layers = [_part_of(specs[number], part) if number in numbers else EXACT for number in range(len(specs))]
-        partial = dataclasses.replace(method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0)
+        layers = [
+            _part_of(specs[number], part) if number in numbers else EXACT
+            for number in range(len(specs))
+        ]
+        partial = dataclasses.replace(
+            method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0
+        )
         return Part(fit, partial, dict.fromkeys(numbers, part))
 
     return [share(fit, part) for fit, part in shares]
@@ -137,8 +155,9 @@ def calibrated(
     state: Path | None,
     advance: Callable[[int, int], None],
 ) -> Artifact:
-    """Let `fit_part(part, state, advance)` calibrate every part of a method, and give one artifact. Each part keeps its
-    progress in a file of its own beside `state` (`kvqjax.calibrate.resume.forget` deletes them)."""
+    """Let `fit_part(part, state, advance)` calibrate every part of a method, and give one artifact.
+    Each part keeps its progress in a file of its own beside `state`
+    (`kvqjax.calibrate.resume.forget` deletes them)."""
     parts = divided(method, shape)
     if len(parts) == 1 and parts[0].method is method:
         return fit_part(parts[0], state, advance)
@@ -152,7 +171,10 @@ def calibrated(
         part_path = None if state is None else part_state(state, number)
         artifacts.append(fit_part(part, part_path, advance_part))
     constants = tuple(_merged(run, parts, artifacts, shape) for run in runs_for(method, shape))
-    reports = [{"by": part.fit.module, **artifact.about} for part, artifact in zip(parts, artifacts, strict=True)]
+    reports = [
+        {"by": part.fit.module, **artifact.about}
+        for part, artifact in zip(parts, artifacts, strict=True)
+    ]
     return Artifact(method, constants, artifacts[0].fingerprint, {"parts": reports})
 
 
@@ -165,7 +187,9 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
         group = part.groups[run.first]
         # In the part's method these layers may belong to a longer run, of which they are taken.
         runs = runs_for(part.method, shape)
-        place = next(n for n, part_run in enumerate(runs) if run.first < part_run.first + part_run.count)
+        place = next(
+            n for n, part_run in enumerate(runs) if run.first < part_run.first + part_run.count
+        )
         start = run.first - runs[place].first
         groups = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
         constants |= {name: arrays for name, arrays in groups.items() if group in ("", name)}
@@ -173,8 +197,8 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
 
 
 def by_run(method: Method, shape: KVShape, layers: list[dict]) -> tuple[dict, ...]:
-    """Stack the constants of layers by runs, [L_run, ...], as `Model.constants` takes them. Runs without constants have
-    {}."""
+    """Stack the constants of layers by runs, [L_run, ...], as `Model.constants` takes them. Runs
+    without constants have {}."""
     stacks = []
     for run in runs_for(method, shape):
         of_run = layers[run.first : run.first + run.count]

@@ -1,5 +1,5 @@
-"""A calibration's state between two steps on disk, so that a run killed at any point continues and gives the same
-bytes."""
+"""A calibration's state between two steps on disk, so that a run killed at any point continues and
+gives the same bytes."""
 
 import hashlib
 import os
@@ -15,8 +15,6 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax._lock import held
 
-__all__ = ["forget", "identity", "load_state", "part_state", "save_state", "stepped"]
-
 _IDENTITY = "identity"
 
 
@@ -24,14 +22,19 @@ def identity(*parts: Any) -> str:
     """Compute the digest that ties a state to its inputs: text and arrays, in order."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+        digest.update(
+            part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
+        )
         digest.update(b"\0")
     return digest.hexdigest()
 
 
 def save_state(path: Path, owner: str, state: Any) -> None:
-    """Replace the file at `path` by this pytree of arrays, at once: a reader sees the old state or the new one."""
-    leaves: dict[str, Any] = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))}
+    """Replace the file at `path` by this pytree of arrays, at once: a reader sees the old state or
+    the new one."""
+    leaves: dict[str, Any] = {
+        str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(state))
+    }
     leaves[_IDENTITY] = np.asarray(owner)
     part = path.with_name(path.name + ".part")
     try:
@@ -40,7 +43,9 @@ def save_state(path: Path, owner: str, state: Any) -> None:
             np.savez(file, **leaves)
         os.replace(part, path)
     except OSError as error:
-        raise UserError(f"{path}: the calibration's state cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"{path}: the calibration's state cannot be written: {error.strerror or error}"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -57,7 +62,8 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
         The saved state, or `like` itself where there is no file.
 
     Raises:
-        UserError: a file that cannot be read, or that belongs to another model, method, recipe or text.
+        UserError: a file that cannot be read, or that belongs to another model, method, recipe or
+            text.
     """
     if not path.exists():
         return like
@@ -66,12 +72,19 @@ def load_state(path: Path, owner: str, like: Any) -> Any:
             stored_owner = str(stored[_IDENTITY])
             leaves = [stored[str(index)] for index in range(len(stored.files) - 1)]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: the calibration's state cannot be read; delete it to start anew ({error})") from error
+        raise UserError(
+            f"{path}: the calibration's state cannot be read; delete it to start anew ({error})"
+        ) from error
     if stored_owner != owner:
-        raise UserError(f"{path} is the state of another model, method, recipe or text; delete it to start anew")
+        raise UserError(
+            f"{path} is the state of another model, method, recipe or text; delete it to start anew"
+        )
     old, structure = jax.tree.flatten(like)
     # Device arrays come back as such, host numbers (a 64-bit count) as they were.
-    new = [jnp.asarray(x) if isinstance(before, jax.Array) else x for x, before in zip(leaves, old, strict=True)]
+    new = [
+        jnp.asarray(x) if isinstance(before, jax.Array) else x
+        for x, before in zip(leaves, old, strict=True)
+    ]
     return jax.tree.unflatten(structure, new)
 
 
@@ -83,7 +96,8 @@ def stepped(
     owner: str,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> dict[str, Any]:
-    """Take a state through all steps of a calibration. A run that was killed goes on where its file is.
+    """Take a state through all steps of a calibration. A run that was killed goes on where its file
+    is.
 
     Args:
         start: the state before the first step. Its entry "done" counts the steps, and is kept here.

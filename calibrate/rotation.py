@@ -1,17 +1,19 @@
-"""Rotations fitted so that errors harm attention little (OSCAR, arXiv 2605.17757, sections 3.1 and 3.2), in closed
-form.
+"""Rotations fitted so that errors harm attention little (OSCAR, arXiv 2605.17757, sections 3.1 and
+3.2), in closed form.
 
-An error e of a key changes a score by q . e. So the rotation of keys is made of the covariance C of the queries that
-read them. The rotation of values is made of the covariance C of the attention outputs, V^T S^T S V with softmax weights
-S. U are the eigenvectors of C in ascending order of eigenvalues, H is the Hadamard matrix, and P a permutation of
-columns by bit reversal (`columns_by_energy`):
+An error e of a key changes a score by q . e. So the rotation of keys is made of the covariance C of
+the queries that read them. The rotation of values is made of the covariance C of the attention
+outputs, V^T S^T S V with softmax weights S. U are the eigenvectors of C in ascending order of
+eigenvalues, H is the Hadamard matrix, and P a permutation of columns by bit reversal
+(`columns_by_energy`):
 
     R = U H P / sqrt(D)        diag(R^T C R) = trace(C) / D in every entry
 
-So errors cost the same in every channel, and every group of channels has its share of the large eigenvalues.
+So errors cost the same in every channel, and every group of channels has its share of the large
+eigenvalues.
 
-The text is read once, a sequence and layer at a time. Sums and eigenvectors are float64 on the host. Attention sinks
-are left out, because the cache keeps them exact.
+The text is read once, a sequence and layer at a time. Sums and eigenvectors are float64 on the
+host. Attention sinks are left out, because the cache keeps them exact.
 """
 
 import dataclasses
@@ -40,17 +42,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import positions_of_layer, rotate
 
-__all__ = [
-    "DEFAULT_LENGTH",
-    "DEFAULT_SEQUENCES",
-    "Recipe",
-    "calibrate",
-    "columns_by_energy",
-    "covariances",
-    "fitted",
-    "work",
-]
-
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 512  # 8192 tokens, which the paper found to be enough
 OBJECTIVES = ("outputs", "energy")
 NEEDS_MODEL = "rotations are fitted on a kvqjax model"  # what `from_tensors` says
@@ -64,8 +55,8 @@ class Recipe:
         values: the vectors whose covariance is taken for values: attention outputs ("outputs", the
             paper), or the values ("energy", the released code), each weighed with the mean
             square score of its token's key.
-        shared: whether all KV heads of a layer have one pair of matrices, from the mean over heads, as released; else
-            each has its own.
+        shared: whether all KV heads of a layer have one pair of matrices, from the mean over heads,
+            as released; else each has its own.
 
     Raises:
         UserError: for other `values`.
@@ -80,8 +71,8 @@ class Recipe:
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
-    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens, covariances
-    included."""
+    """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens,
+    covariances included."""
     heads = model.config.num_heads + model.config.num_kv_heads
     covariances = 4 * heads * model.config.head_dim**2 * model.config.num_layers
     return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
@@ -90,7 +81,8 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
 def columns_by_energy(dim: int) -> np.ndarray:
     """Make the permutation P of the D columns of U H, which are in ascending order of eigenvalues.
 
-    The column of the k-th largest eigenvalue goes to the place whose binary digits are those of k reversed.
+    The column of the k-th largest eigenvalue goes to the place whose binary digits are those of k
+    reversed.
 
     Args:
         dim: D. Where it is no power of two, columns stay in place.
@@ -122,7 +114,8 @@ def covariances(
     out: Float[Array, "T H D"],
     values: str,
 ) -> tuple[Float[Array, "K D D"], Float[Array, "K D D"]]:
-    """Compute the covariances C from which the rotations of keys and values are made, for one sequence.
+    """Compute the covariances C from which the rotations of keys and values are made, for one
+    sequence.
 
     Args:
         q: queries after RoPE.
@@ -132,7 +125,8 @@ def covariances(
         values: as in `Recipe`.
 
     Returns:
-        The covariances for keys and for values, of each KV head: means over T tokens and G query heads.
+        The covariances for keys and for values, of each KV head: means over T tokens and G query
+        heads.
     """
     heads = k.shape[1]
 
@@ -142,7 +136,10 @@ def covariances(
         rows = jnp.swapaxes(x.astype(jnp.float32).reshape(x.shape[0], heads, -1, x.shape[-1]), 0, 1)
         rows = rows.reshape(heads, -1, x.shape[-1])
         weighed = rows if weight is None else rows * weight[..., None]
-        return jnp.einsum("knd,kne->kde", weighed, rows, precision=jax.lax.Precision.HIGHEST) / rows.shape[1]
+        return (
+            jnp.einsum("knd,kne->kde", weighed, rows, precision=jax.lax.Precision.HIGHEST)
+            / rows.shape[1]
+        )
 
     keys = of_rows(q)
     if values == "outputs":
@@ -174,7 +171,8 @@ def _moments(
         unbiased: whether the cache keeps keys without the model's bias.
 
     Returns:
-        The covariances for keys and for values, [L, K, D, D], and the sum of keys after RoPE, [L, K*D].
+        The covariances for keys and for values, [L, K, D, D], and the sum of keys after RoPE, [L,
+        K*D].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
@@ -190,7 +188,9 @@ def _moments(
         key_sum = body_k.astype(jnp.float32).sum(0).reshape(-1)
         return decoder.finish(weights, h, out, config), (of_keys, of_values, key_sum)
 
-    _, moments = jax.lax.scan(step, decoder.embed(params, tokens, config), jnp.arange(config.num_layers))
+    _, moments = jax.lax.scan(
+        step, decoder.embed(params, tokens, config), jnp.arange(config.num_layers)
+    )
     return moments
 
 
@@ -203,39 +203,56 @@ def calibrate(
     state: Path | None = None,
     advance: Callable[[int, int], None] = lambda steps, total: None,
 ) -> Artifact:
-    """Fit the rotations of `method` for `model`, and the means of keys if the method subtracts them.
+    """Fit the rotations of `method` for `model`, and the means of keys if the method subtracts
+    them.
 
     Args:
         model: the model.
         method: with layers that have fitted rotations.
         tokens: N sequences of T tokens.
         recipe: the settings.
-        state: a file that keeps the progress after every sequence. A run that was killed continues from it.
+        state: a file that keeps the progress after every sequence. A run that was killed continues
+            from it.
         advance: advance(steps, total) is called after every sequence.
 
     Returns:
         The method with its matrices and means, float32.
 
     Raises:
-        UserError: sequences that are hardly longer than the sinks, and a head_dim without a Hadamard matrix.
+        UserError: sequences that are hardly longer than the sinks, and a head_dim without a
+            Hadamard matrix.
     """
     config, (count, length), sinks = model.config, np.shape(tokens), method.sinks
     if length <= sinks + 1:
-        raise UserError(f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]")
+        raise UserError(
+            f"calibration tokens are {(count, length)}; wanted [sequences, more than {sinks + 1} tokens]"
+        )
     if not has_hadamard(config.head_dim):
-        raise UserError(f"{method}: no Hadamard matrix of order {config.head_dim}, the head_dim, is known here")
+        raise UserError(
+            f"{method}: no Hadamard matrix of order {config.head_dim}, the head_dim, is known here"
+        )
     unbiased = any(getattr(layer, "unbiased", False) for layer in method.layers(config))
-    owner = identity(model.fingerprint, repr(method), repr(recipe), repr(config), np.asarray(tokens))
+    owner = identity(
+        model.fingerprint, repr(method), repr(recipe), repr(config), np.asarray(tokens)
+    )
     square = np.zeros((config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim))
     sums = {"keys": square, "values": square, "sum": np.zeros((config.num_layers, config.kv_width))}
 
     def step(progress):
         row = jnp.asarray(tokens[int(progress["done"])], jnp.int32)[None]
-        new = _moments(model.params, row, config=config, values=recipe.values, sinks=sinks, unbiased=unbiased)
-        return {name: progress[name] + np.asarray(x, np.float64) for name, x in zip(sums, new, strict=True)}
+        new = _moments(
+            model.params, row, config=config, values=recipe.values, sinks=sinks, unbiased=unbiased
+        )
+        return {
+            name: progress[name] + np.asarray(x, np.float64)
+            for name, x in zip(sums, new, strict=True)
+        }
 
     progress = stepped({"done": np.int64(0)} | sums, count, step, state, owner, advance)
-    constants = tuple(_constants(run, progress, recipe, count * (length - sinks)) for run in runs_for(method, config))
+    constants = tuple(
+        _constants(run, progress, recipe, count * (length - sinks))
+        for run in runs_for(method, config)
+    )
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
     return Artifact(method, constants, model.fingerprint, about)
 
@@ -246,7 +263,9 @@ def _constants(run: RunLayout, progress: dict, recipe: Recipe, rows: int) -> dic
     groups = run.wiring.wanted()
     constants = {}
     if CONSTANTS in groups:
-        constants[CONSTANTS] = {name: _matrices(progress[name][layers], recipe.shared) for name in groups[CONSTANTS]}
+        constants[CONSTANTS] = {
+            name: _matrices(progress[name][layers], recipe.shared) for name in groups[CONSTANTS]
+        }
     if "k" in groups:
         mean = jnp.asarray(progress["sum"][layers] / rows, jnp.float32)
 

@@ -1,7 +1,7 @@
 """XQuant's constants from the weights alone (arXiv 2508.10395, section 3.3): no data is needed.
 
-The SVD runs in float64 on the host, one layer at a time, with a sign convention: neighbouring singular values can lie
-so close that a float32 SVD rotates their vectors, and with them every code.
+The SVD runs in float64 on the host, one layer at a time, with a sign convention: neighbouring
+singular values can lie so close that a float32 SVD rotates their vectors, and with them every code.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,12 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import Params
 
-__all__ = ["constants", "latent_maps", "prepared", "shared_map", "signed_svd"]
-
 Factors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def signed_svd(weight: Float[Array | np.ndarray, "E N"]) -> Factors:
-    """Compute the economy SVD, U [E, R], S [R] and B^T [R, N], in float64. In every column of U the entry of the
-    largest size is positive."""
+    """Compute the economy SVD, U [E, R], S [R] and B^T [R, N], in float64. In every column of U the
+    entry of the largest size is positive."""
     u, s, bt = np.linalg.svd(np.asarray(weight, np.float64), full_matrices=False)
     sign = np.where(u[np.abs(u).argmax(0), np.arange(u.shape[1])] < 0, -1.0, 1.0)
     return u * sign, s, bt * sign[:, None]
@@ -40,18 +38,21 @@ def _host(weight) -> np.ndarray:
 
 
 def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarray]:
-    """Factorise a weight: {"down": U [E, R], "up": S B^T [R, N]}, float32, with weight = down @ up."""
+    """Factorise a weight: {"down": U [E, R], "up": S B^T [R, N]}, float32, with weight = down @
+    up."""
     u, s, bt = signed_svd(_host(weight))
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
 
-def shared_map(layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0) -> dict[str, np.ndarray]:
+def shared_map(
+    layer: Mapping[str, Array | np.ndarray], space: str, norm_offset: float = 0.0
+) -> dict[str, np.ndarray]:
     """Find the basis that keys and values of a layer share: {"down": U [E, R]}, float32.
 
     Args:
         layer: the layer's weights.
-        space: "norm": U is that of [W_k | W_v]. "residual", where the residual stream is cached: that of
-            diag(gain) [W_k | W_v].
+        space: "norm": U is that of [W_k | W_v]. "residual", where the residual stream is cached:
+            that of diag(gain) [W_k | W_v].
         norm_offset: the gain is the norm's weight plus this.
 
     Returns:
@@ -73,21 +74,23 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
 
 
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
-    """Compute what every run of XQuant's layers needs, stacked over its layers. Arrays are on the host, in the dtype in
-    which a model of the params' dtype holds them. Layers that need nothing, or what weights alone do not tell, have
-    {}."""
+    """Compute what every run of XQuant's layers needs, stacked over its layers. Arrays are on the
+    host, in the dtype in which a model of the params' dtype holds them. Layers that need nothing,
+    or what weights alone do not tell, have {}."""
     specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
         shapes = run.wiring.constants(run.count, dtype) if layers[0] else {}
-        stacks.append(jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), shapes, *layers))
+        stacks.append(
+            jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), shapes, *layers)
+        )
     return tuple(stacks)
 
 
 def prepared(model: Model, method: Method) -> Model:
-    """Give the model what an XQuant method needs, computed from its weights. A model that has constants already stays
-    as it is, and so does one whose method needs none. It takes seconds for small models. For large ones store the
-    artifact (`kvqjax calibrate`)."""
+    """Give the model what an XQuant method needs, computed from its weights. A model that has
+    constants already stays as it is, and so does one whose method needs none. It takes seconds for
+    small models. For large ones store the artifact (`kvqjax calibrate`)."""
     computed = () if model.constants else constants(model.params, model.config, method)
     return model.replace(constants=jax.tree.map(jnp.asarray, computed)) if any(computed) else model

@@ -1,4 +1,5 @@
-"""Evaluation that names its mode: perplexity with KL divergence, retrieval, drift over decoding steps, tasks."""
+"""Evaluation that names its mode: perplexity with KL divergence, retrieval, drift over decoding
+steps, tasks."""
 
 from kvqjax.eval.comparison import compare
 from kvqjax.eval.measure_retrieval import retrieval

@@ -1,4 +1,5 @@
-"""`kvq.compare`: several caches side by side on one text, by bits and KL divergence, calibrated where they need it."""
+"""`kvq.compare`: several caches side by side on one text, by bits and KL divergence, calibrated
+where they need it."""
 
 import dataclasses
 import hashlib
@@ -30,9 +31,14 @@ from kvqjax.methods import Method, MethodLike
 from kvqjax.methods.registry import parse_all
 from kvqjax.model.loading import Model, load
 
-__all__ = ["COMPARED", "Comparison", "artifact_folder", "compare", "comparison", "kept_path"]
-
-COMPARED = ("exact", *(f"{name}:bits={b}" for name in ("uniform", "kivi", "kvquant", "higgs", "aqua") for b in (2, 4)))
+COMPARED = (
+    "exact",
+    *(
+        f"{name}:bits={b}"
+        for name in ("uniform", "kivi", "kvquant", "higgs", "aqua")
+        for b in (2, 4)
+    ),
+)
 LEARNT = 64 * 1024  # words of our own text that are enough for every method's recipe
 LONGEST_WINDOW = 1024  # default in tokens; a model with fewer positions gets shorter windows
 
@@ -43,17 +49,32 @@ def artifact_folder() -> Path:
 
 
 def kept_path(store: Path, model: Model, method: Method, text: str, sequences: int | None) -> Path:
-    """The folder that keeps this calibration: another model, policy, text or version has another one."""
+    """The folder that keeps this calibration: another model, policy, text or version has another
+    one."""
     dtype = str(model.params["norm"].dtype)
-    about = [__version__, model.fingerprint, model.weights, dtype, str(method), digest(text), sequences]
+    about = [
+        __version__,
+        model.fingerprint,
+        model.weights,
+        dtype,
+        str(method),
+        digest(text),
+        sequences,
+    ]
     name = re.sub(r"[^a-z0-9.]+", "-", str(method).lower())
     return store / f"{name}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
 
 
 def _calibrate_once(
-    path: Path, model: Model, method: Method, texts: TextLike, sequences: int | None, update: Callable[[float], None]
+    path: Path,
+    model: Model,
+    method: Method,
+    texts: TextLike,
+    sequences: int | None,
+    update: Callable[[float], None],
 ) -> None:
-    """Write the artifact `path` unless it is there. A run that was killed continues where it was. An artifact that
+    """Write the artifact `path` unless it is there. A run that was killed continues where it was.
+    An artifact that
     cannot be read is written anew: the folder of these is the library's own."""
     from kvqjax.calibrate import run
 
@@ -67,15 +88,18 @@ def _calibrate_once(
             return
     made_folder(path.parent)
     state = path.with_name(path.name + ".state.npz")
-    advance = lambda steps, total: update(steps / total)  # noqa: E731
+
+    def advance(steps, total):
+        return update(steps / total)
+
     run(model, method, texts, count=sequences, state=state, advance=advance).save(path)
     state.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One text and how it is used: `learnt` is what methods are calibrated on, `ids` the tokens that are scored.
-    `about` describes the text. The other fields are as for `compare`."""
+    """One text and how it is used: `learnt` is what methods are calibrated on, `ids` the tokens
+    that are scored. `about` describes the text. The other fields are as for `compare`."""
 
     model: Model
     learnt: Data | np.ndarray
@@ -94,20 +118,31 @@ class Comparison:
         """About how many tokens pass through each cache."""
         return min(self.tokens or len(self.ids), len(self.ids))
 
-    def ready(self, methods: Sequence[Method], folders: Sequence[Path], bar: Bar) -> list[tuple[Model, Method]]:
-        """Pair every method with a model that holds its constants, and calibrate those that `folders` do not bring."""
+    def ready(
+        self, methods: Sequence[Method], folders: Sequence[Path], bar: Bar
+    ) -> list[tuple[Model, Method]]:
+        """Pair every method with a model that holds its constants, and calibrate those that
+        `folders` do not bring."""
         from kvqjax.calibrate import learns, with_constants
 
         calibrated = {load_artifact(path).method for path in folders}
-        missing = [method for method in methods if method not in calibrated and learns(method, self.model.config)]
+        missing = [
+            method
+            for method in methods
+            if method not in calibrated and learns(method, self.model.config)
+        ]
         read = self.learnt.text if isinstance(self.learnt, Data) else self.learnt.tobytes().hex()
-        stored = [kept_path(self.store, self.model, method, read, self.sequences) for method in missing]
+        stored = [
+            kept_path(self.store, self.model, method, read, self.sequences) for method in missing
+        ]
         for path, method in zip(stored, missing, strict=True):
             update = bar(f"calibrating {method}")
             _calibrate_once(path, self.model, method, self.learnt, self.sequences, update)
         return with_constants(self.model, methods, [*folders, *stored])
 
-    def row(self, model: Model, method: Method, kernels: str, progress: Callable[[float], None]) -> Row:
+    def row(
+        self, model: Model, method: Method, kernels: str, progress: Callable[[float], None]
+    ) -> Row:
         """The figures of one cache. `model` holds the method's constants."""
         return perplexity(
             model,
@@ -140,14 +175,18 @@ def comparison(
     sequences: int | None = None,
     store: Path | None = None,
 ) -> Comparison:
-    """Read the text and cut it into the half that is learnt from and the half that is scored. Arguments are those of
-    `compare`. Raises UserError for a text that cannot be read."""
+    """Read the text and cut it into the half that is learnt from and the half that is scored.
+    Arguments are those of `compare`. Raises UserError for a text that cannot be read."""
     check_counts(chunk=chunk, window=window, batch=batch, context=context, sequences=sequences)
     check_integer("tokens", tokens, 0)
     check_integer("seed", seed, 0, MOST_SEED)
-    if isinstance(data, os.PathLike) or (isinstance(data, str) and (is_name(data) or not re.search(r"\s", data))):
+    if isinstance(data, os.PathLike) or (
+        isinstance(data, str) and (is_name(data) or not re.search(r"\s", data))
+    ):
         budget = 2 * max(LEARNT, tokens)
-        data = read(data, field=field, split=split, folder=folder, model=model, tokens=budget, seed=seed)
+        data = read(
+            data, field=field, split=split, folder=folder, model=model, tokens=budget, seed=seed
+        )
     texts = data_or_ids(model, data, "data")
     about = texts.about if isinstance(texts, Data) else {"name": "token ids", "tokens": len(texts)}
     learnt, scored = in_halves(texts)
@@ -187,17 +226,20 @@ def compare(
     kernels: str = "auto",
     bar: Bar = silent,
 ) -> Table:
-    """Compare several caches on one text: bits, bytes, perplexity, KL divergence from the exact cache, and the share of
-    positions at which both put the same token first. `kvqjax eval compare` gives the same rows.
+    """Compare several caches on one text: bits, bytes, perplexity, KL divergence from the exact
+    cache, and the share of positions at which both put the same token first. `kvqjax eval compare`
+    gives the same rows.
 
-    Methods that must be calibrated learn from the first half of the text; the calibrations are kept and used again. Of
-    each window of the second half, the second half is scored: by then caches hold encoded tokens.
+    Methods that must be calibrated learn from the first half of the text; the calibrations are kept
+    and used again. Of each window of the second half, the second half is scored: by then caches
+    hold encoded tokens.
 
     Args:
         model: a name, folder or hub id, or a loaded model.
         cache: one policy or several, such as "kivi:bits=2"; each gives a row.
-        data: the name of data as `kvqjax.data.read` takes it, such as a path, "wikitext2" or "synthetic" for sentences
-            of our own; data that it gave; a text of several words, a list of texts, or token ids.
+        data: the name of data as `kvqjax.data.read` takes it, such as a path, "wikitext2" or
+            "synthetic" for sentences of our own; data that it gave; a text of several words, a list
+            of texts, or token ids.
         artifact: folders of calibrations, for caches that are not to be calibrated here.
         field: which field of records holds text or messages.
         split: which split of a data set; by default the only one.
@@ -211,10 +253,12 @@ def compare(
         sequences: how many to calibrate with; by default the method's own recipe.
         store: the folder that keeps calibrations; by default the user's cache folder.
         kernels: what reads the cache, as for `init_cache`.
-        bar: `bar(label)` is called before every step and gives a function that is told the step's progress, 0 to 1.
+        bar: `bar(label)` is called before every step and gives a function that is told the step's
+            progress, 0 to 1.
 
     Returns:
-        A row for each cache. `about` of the table has the model's fingerprint, versions, seed and data.
+        A row for each cache. `about` of the table has the model's fingerprint, versions, seed and
+        data.
 
     Raises:
         UserError: for a text that cannot be read or is too short, and for a wrong model or cache.
@@ -241,5 +285,8 @@ def compare(
     for ready_model, method in job.ready(methods, [Path(path) for path in artifact], bar):
         rows.append(job.row(ready_model, method, kernels, bar(str(method))))
         roles[str(method)] = ledger_of(ready_model, method, context).by_role()
-    about = stamp(loaded, name, seed) | {"data": job.about, "ledger": {"capacity": context, "bytes": roles}}
+    about = stamp(loaded, name, seed) | {
+        "data": job.about,
+        "ledger": {"capacity": context, "bytes": roles},
+    }
     return Table(rows, [Section(f"compare, {name}", rows, stamp_line(about))], about)

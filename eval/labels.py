@@ -1,4 +1,5 @@
-"""Names at the ends of a picture's curves (matplotlib), which a legend would put far from what they name."""
+"""Names at the ends of a picture's curves (matplotlib), which a legend would put far from what they
+name."""
 
 import itertools
 import re
@@ -7,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Curve", "curve_style", "height_for", "label_curves", "name_in_lines", "new_figure", "spread", "text_colour"]
-
-# Okabe and Ito's colours, which differ also for colour-blind readers. Grey is in the place of their yellow, which is
-# hard to see on white. Black is left for the exact cache.
+# Okabe and Ito's colours, which differ also for colour-blind readers. Grey is in the place of their
+# yellow, which is hard to see on white. Black is left for the exact cache.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#7A3E00")
 MARKERS = "osD^v<P*"
 DASHES = ("-", "--", ":", "-.")  # the second eight curves have the first eight colours, and dashes
@@ -20,7 +19,8 @@ MARKER = 3.0  # pixels that a name keeps from the middle of lines and markers, b
 NEAR = 0.6  # a curve that ends left of this share of the axes' width is named beside it, where there is room
 COLUMN = 1.03  # where the column begins, in widths of the axes
 
-# Where a name may stand beside an end: offset in points, and which edge of the name is there. The best first.
+# Where a name may stand beside an end: offset in points, and which edge of the name is there. The
+# best first.
 PLACES = tuple(
     (dx * far, dy * far, across, along)
     for far in (7, 12)
@@ -51,8 +51,8 @@ class Curve(NamedTuple):
 
 
 def new_figure(width: float, height: float):
-    """Make a figure of `width` by `height` inches. A saved one has 200 dots an inch: 6.4 inches shown 640 pixels wide
-    have letters of 12 pixels."""
+    """Make a figure of `width` by `height` inches. A saved one has 200 dots an inch: 6.4 inches
+    shown 640 pixels wide have letters of 12 pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -64,7 +64,11 @@ def new_figure(width: float, height: float):
 def curve_style(number: int) -> dict[str, Any]:
     """Marker, colour and dashes of a picture's curve `number`; those of 32 curves differ."""
     place = number % len(COLOURS)
-    return {"color": COLOURS[place], "marker": MARKERS[place], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
+    return {
+        "color": COLOURS[place],
+        "marker": MARKERS[place],
+        "ls": DASHES[number // len(COLOURS) % len(DASHES)],
+    }
 
 
 def text_colour(colour: str) -> tuple[float, ...]:
@@ -75,7 +79,8 @@ def text_colour(colour: str) -> tuple[float, ...]:
 
 
 def name_in_lines(name: str, most: int = LINE) -> str:
-    """Break a name, where it is long, after the commas, colons and semicolons of a policy and at spaces."""
+    """Break a name, where it is long, after the commas, colons and semicolons of a policy and at
+    spaces."""
     lines = [""]
     for part in re.findall(r"[^,;: /]+[,;: /]*|[,;: /]+", name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > most:
@@ -85,7 +90,8 @@ def name_in_lines(name: str, most: int = LINE) -> str:
 
 
 def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
-    """Move centres apart by as little as their sizes ask, in their order, between `low` and `high` where all fit.
+    """Move centres apart by as little as their sizes ask, in their order, between `low` and `high`
+    where all fit.
 
     Centres that would overlap form a block around their mean; blocks that meet become one.
     """
@@ -133,13 +139,23 @@ def _box(text):
 
 
 def _beside(axes, curve: Curve, points: np.ndarray, boxes: list, options: dict[str, Any]):
-    """Write the name beside its curve's last point or its first; None where it would cover something."""
+    """Write the name beside its curve's last point or its first; None where it would cover
+    something."""
     for end in (-1, 0):
         for dx, dy, across, along in PLACES:
-            place = {"xy": (curve.x[end], curve.y[end]), "xytext": (dx, dy), "ha": across, "va": along}
-            text = axes.annotate(name_in_lines(curve.name), textcoords="offset points", **place, **options)
+            place = {
+                "xy": (curve.x[end], curve.y[end]),
+                "xytext": (dx, dy),
+                "ha": across,
+                "va": along,
+            }
+            text = axes.annotate(
+                name_in_lines(curve.name), textcoords="offset points", **place, **options
+            )
             box = _box(text)
-            inside = axes.bbox.padded(-2).containsx(box.x0) and axes.bbox.padded(-2).containsx(box.x1)
+            inside = axes.bbox.padded(-2).containsx(box.x0) and axes.bbox.padded(-2).containsx(
+                box.x1
+            )
             inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
             box = box.padded(MARKER)
             covers = ((points > (box.x0, box.y0)) & (points < (box.x1, box.y1))).all(1).any()
@@ -160,13 +176,23 @@ def _joined(axes, curve: Curve, options: dict[str, Any]):
         "shrinkA": 1,
         "shrinkB": 4,
     }
-    placing = {"va": "center", "ha": "left", "textcoords": "axes fraction", "annotation_clip": False}
-    end = {"xy": (curve.x[-1], curve.y[-1]), "xytext": (COLUMN, 0.5), "color": text_colour(curve.colour)}
+    placing = {
+        "va": "center",
+        "ha": "left",
+        "textcoords": "axes fraction",
+        "annotation_clip": False,
+    }
+    end = {
+        "xy": (curve.x[-1], curve.y[-1]),
+        "xytext": (COLUMN, 0.5),
+        "color": text_colour(curve.colour),
+    }
     return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **placing, **end, **options)
 
 
 def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[str, Any]) -> list:
-    """Write the names that have room beside their curves; return those texts. The others' names join `column`."""
+    """Write the names that have room beside their curves; return those texts. The others' names
+    join `column`."""
     points = np.concatenate([_pixels(axes, curve.x, curve.y) for curve in curves])
     names = [text for text in axes.texts if text not in column.values()]
     boxes, texts = [_box(text) for text in names], []
@@ -186,7 +212,8 @@ def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[
 
 
 def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
-    """Move the names of the column apart, each as near to the height of its curve's end as there is room."""
+    """Move the names of the column apart, each as near to the height of its curve's end as there is
+    room."""
     joined = [curve for curve in curves if curve.name in column]
     heights = [_box(column[curve.name]).height for curve in joined]
     places = [axes.transData.transform((curve.x[-1], curve.y[-1]))[1] for curve in joined]
@@ -195,9 +222,11 @@ def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
         column[curve.name].set_position((COLUMN, (place - axes.bbox.y0) / axes.bbox.height))
 
 
-def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9.0) -> None:
-    """Write the names of curves at their ends: in a column to the right of the axes, joined to the end by dots, or,
-    where a curve ends far from there, beside it.
+def label_curves(
+    figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size: float = 9.0
+) -> None:
+    """Write the names of curves at their ends: in a column to the right of the axes, joined to the
+    end by dots, or, where a curve ends far from there, beside it.
 
     Args:
         figure: a `new_figure` whose curves are drawn and whose limits are set.
@@ -212,7 +241,10 @@ def label_curves(figure, panels: Sequence[tuple[Any, Sequence[Curve]]], *, size:
     while before < sum(map(len, columns)):
         before = sum(map(len, columns))
         figure.draw_without_rendering()
-        beside = [_place(axes, curves, column, options) for (axes, curves), column in zip(panels, columns, strict=True)]
+        beside = [
+            _place(axes, curves, column, options)
+            for (axes, curves), column in zip(panels, columns, strict=True)
+        ]
         if before < sum(map(len, columns)):
             for text in itertools.chain(*beside):
                 text.remove()

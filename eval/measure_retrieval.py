@@ -1,5 +1,5 @@
-"""Retrieval through a compressed cache: pass keys, needles, variables and stored pairs of our own text, answered
-greedily."""
+"""Retrieval through a compressed cache: pass keys, needles, variables and stored pairs of our own
+text, answered greedily."""
 
 import functools
 import inspect
@@ -29,8 +29,6 @@ from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_model
 
-__all__ = ["TASKS", "generator", "problems", "retrieval"]
-
 TASKS = {
     "passkey": passkey_prompt,
     "kv": key_value_recall,
@@ -51,12 +49,15 @@ def _sentences(hay: Hay) -> Sentences:
     if isinstance(text, str) and text.strip():
         return sentences_of(text)
     if isinstance(text, str) or not callable(text):
-        raise UserError(f"hay is {type(hay).__name__} without text; wanted a text, a path, or data of kvqjax.data.read")
+        raise UserError(
+            f"hay is {type(hay).__name__} without text; wanted a text, a path, or data of kvqjax.data.read"
+        )
     return text
 
 
 def generator(task: str, hay: Hay | None) -> Callable[..., Problem]:
-    """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not known or has none."""
+    """The task's generator, with `hay` for its sentences. Raises UserError for a task that is not
+    known or has none."""
     if task not in TASKS:
         raise UserError(f"task={task!r}; known: {', '.join(TASKS)}")
     make: Callable[..., Problem] = TASKS[task]
@@ -70,8 +71,8 @@ def generator(task: str, hay: Hay | None) -> Callable[..., Problem]:
 def problems(
     model: Model, task: str, length: int, samples: int, seed: int, hay: Hay | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their answers. Depths are
-    spread evenly from the first place to the last."""
+    """Token ids of `samples` prompts of at most `length` tokens, answer included, and of their
+    answers. Depths are spread evenly from the first place to the last."""
     make = generator(task, hay)
     if samples < 1 or length < 32:
         raise UserError(f"samples={samples} and length={length}; at least 1 and 32 are needed")
@@ -83,7 +84,9 @@ def problems(
         problem = make(rng, length, lambda text: len(encode(text)), depth)
         prompt, text = encode(problem.prompt), encode(problem.prompt + problem.answer)
         if text[: len(prompt)] != prompt:
-            raise UserError(f"this tokenizer merges prompt and answer of the {task} task; use another task")
+            raise UserError(
+                f"this tokenizer merges prompt and answer of the {task} task; use another task"
+            )
         prompts.append(prompt)
         answers.append(text[len(prompt) :])
     return prompts, answers
@@ -104,7 +107,8 @@ def retrieval(
     kernels: str = "auto",
     progress=lambda fraction: None,
 ) -> dict[str, Any]:
-    """The share of answers whose every token is right, by greedy decoding behind prompts that hide them.
+    """The share of answers whose every token is right, by greedy decoding behind prompts that hide
+    them.
 
     Args:
         model: the model, with the method's constants.
@@ -116,13 +120,14 @@ def retrieval(
         seed: of the prompts.
         batch: prompts at a time.
         bins: equal spans of depth.
-        hay: the sentences between the needles, if not our own: a text, the path of a file or a folder, data of
-            `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py).
+        hay: the sentences between the needles, if not our own: a text, the path of a file or a
+            folder, data of `kvqjax.data.read`, or a function (kvqjax/eval/synthetic.py).
         kernels: as in `init_cache`.
         progress: `progress(fraction)` is called as batches finish.
 
     Returns:
-        A row of the report: `accuracy` over all samples, and `by_depth` in every span, the first place first.
+        A row of the report: `accuracy` over all samples, and `by_depth` in every span, the first
+            place first.
 
     Raises:
         UserError: a task that does not exist, and prompts too short for it.

@@ -1,4 +1,5 @@
-"""Pictures of reports (matplotlib): divergence against stored bits and against the step, accuracy by depth."""
+"""Pictures of reports (matplotlib): divergence against stored bits and against the step, accuracy
+by depth."""
 
 import importlib.util
 import math
@@ -10,10 +11,15 @@ from typing import Any
 
 from kvqjax._errors import UserError
 from kvqjax._files import path_of
-from kvqjax.eval.labels import Curve, curve_style, height_for, label_curves, name_in_lines, new_figure
+from kvqjax.eval.labels import (
+    Curve,
+    curve_style,
+    height_for,
+    label_curves,
+    name_in_lines,
+    new_figure,
+)
 from kvqjax.eval.scores import ROUNDING
-
-__all__ = ["PLOTS", "check_picture", "draw", "title_of"]
 
 Rows = list[dict[str, Any]]
 KINDS = (".pdf", ".png", ".svg")
@@ -37,13 +43,20 @@ def series(cache: str) -> str:
     """Give the policy without its bits: it is the same for the rows of one line."""
     policy, *exceptions = cache.split(";")
     name, _, options = policy.partition(":")
-    settings = [option for option in options.split(",") if option and not option.partition("=")[0].endswith("bits")]
+    settings = [
+        option
+        for option in options.split(",")
+        if option and not option.partition("=")[0].endswith("bits")
+    ]
     return ";".join([":".join([name, *([",".join(settings)] if settings else [])]), *exceptions])
 
 
 def _lines(rows: Rows, several: bool) -> dict[str, Rows]:
     """The rows of each line, by its label; `several`: with mode and windows, which differ."""
-    label = lambda row: ", ".join([series(row["cache"]), *([row["mode"], row["windows"]] * several)])  # noqa: E731
+
+    def label(row):
+        return ", ".join([series(row["cache"]), *([row["mode"], row["windows"]] * several)])
+
     return _grouped([row | {"label": label(row)} for row in rows], "label")
 
 
@@ -60,7 +73,8 @@ def _curve(axes, number: int, name: str, points: Sequence[tuple], **style) -> Cu
 
 
 def zero_line(axes, name: str) -> None:
-    """End a log axis below in a line that stands for 0, which it cannot show, and write `name` on it."""
+    """End a log axis below in a line that stands for 0, which it cannot show, and write `name` on
+    it."""
     heights = [float(value) for line in axes.lines for value in line.get_ydata()]
     low = 10.0 ** math.floor(math.log10(min([*heights, 1.0]) / 1.5))
     axes.set_ylim(low, 2 * max([*heights, 10 * low]))
@@ -87,15 +101,22 @@ def _log_axis(axes, label: str) -> None:
 
 
 def _can_be_drawn(kld: float | int) -> bool:
-    """Say whether a log axis can show a divergence: it is more than rounding, and neither infinite nor NaN."""
+    """Say whether a log axis can show a divergence: it is more than rounding, and neither infinite
+    nor NaN."""
     return ROUNDING < kld < math.inf
 
 
 def _note_left_out(axes, rows: Rows) -> None:
-    """Name below the axis the caches with divergences that are infinite or NaN, which no axis can show."""
-    wrong = lambda kld: not all(map(math.isfinite, kld if isinstance(kld, Sequence) else [kld]))  # noqa: E731
+    """Name below the axis the caches with divergences that are infinite or NaN, which no axis can
+    show."""
+
+    def wrong(kld):
+        return not all(map(math.isfinite, kld if isinstance(kld, Sequence) else [kld]))
+
     if names := dict.fromkeys(row["cache"] for row in rows if wrong(row["kld"])):
-        note = textwrap.fill("not drawn where the divergence is infinite or NaN: " + ", ".join(names), 80)
+        note = textwrap.fill(
+            "not drawn where the divergence is infinite or NaN: " + ", ".join(names), 80
+        )
         axes.set_xlabel(f"{axes.get_xlabel()}\n{note}")
 
 
@@ -104,17 +125,24 @@ def _bits_label(tokens: int) -> str:
 
 
 def _quality(figure, rows: Rows) -> None:
-    """KL divergence against bits, a line a method; the exact cache, which a log axis cannot show, as its floor."""
+    """KL divergence against bits, a line a method; the exact cache, which a log axis cannot show,
+    as its floor."""
     axes = figure.subplots()
     lossy = [row for row in rows if _can_be_drawn(row["kld"])]
     setups = _grouped(rows, "mode", "windows")
     curves = []
     for number, (name, group) in enumerate(_lines(lossy, len(setups) > 1).items()):
-        curves.append(_curve(axes, number, name, sorted((row["bits_stored"], row["kld"]) for row in group)))
+        curves.append(
+            _curve(axes, number, name, sorted((row["bits_stored"], row["kld"]) for row in group))
+        )
     _log_axis(axes, KLD)
-    exact = next((f", {row['bits_stored']:.3g} bits" for row in rows if row["cache"] == "exact"), "")
+    exact = next(
+        (f", {row['bits_stored']:.3g} bits" for row in rows if row["cache"] == "exact"), ""
+    )
     zero_line(axes, f"exact cache{exact}: 0")
-    axes.set_xlabel(_bits_label(rows[0]["context"]) + (f"\n{next(iter(setups))}" if len(setups) == 1 else ""))
+    axes.set_xlabel(
+        _bits_label(rows[0]["context"]) + (f"\n{next(iter(setups))}" if len(setups) == 1 else "")
+    )
     _note_left_out(axes, rows)
     axes.xaxis.get_major_locator().set_params(nbins=6)
     axes.margins(x=0.05)
@@ -124,7 +152,8 @@ def _quality(figure, rows: Rows) -> None:
 
 
 def _tune(figure, rows: Rows) -> None:
-    """KL divergence against bits: the chosen policy, single choices by method, the front of first guesses."""
+    """KL divergence against bits: the chosen policy, single choices by method, the front of first
+    guesses."""
     axes, curves = figure.subplots(), []
     lossy = [row for row in rows if _can_be_drawn(row["kld"])]
     singles = [row | {"series": series(row["cache"])} for row in lossy if row["kind"] == "single"]
@@ -132,7 +161,11 @@ def _tune(figure, rows: Rows) -> None:
         points = sorted((row["bits_stored"], row["kld"]) for row in group)
         curves.append(_curve(axes, number, name, points, lw=1))
     for kind, (name, style) in KINDS_OF_POLICY.items():
-        points = sorted((row["bits_stored"], row["kld"], row["kld_error"]) for row in lossy if row["kind"] == kind)
+        points = sorted(
+            (row["bits_stored"], row["kld"], row["kld_error"])
+            for row in lossy
+            if row["kind"] == kind
+        )
         if points:
             bits, kld, error = zip(*points, strict=True)
             axes.errorbar(bits, kld, yerr=error, label=name, color="black", capsize=2, **style)
@@ -150,7 +183,9 @@ def _drift(figure, rows: Rows) -> None:
     lossy = [row for row in rows if any(map(_can_be_drawn, row["kld"]))]
     for number, row in enumerate(lossy):
         width = row["steps"] / len(row["kld"])
-        spans = [((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if _can_be_drawn(kld)]
+        spans = [
+            ((span + 0.5) * width, kld) for span, kld in enumerate(row["kld"]) if _can_be_drawn(kld)
+        ]
         curves.append(_curve(axes, number, row["cache"], spans))
     _log_axis(axes, KLD)
     if lossless := [row["cache"] for row in rows if all(kld <= ROUNDING for kld in row["kld"])]:
@@ -172,12 +207,25 @@ def _retrieval(figure, rows: Rows) -> None:
     for place, (axes, group) in enumerate(zip(panels.flat, caches.values(), strict=False)):
         # Few samples make few spans: a short row is stretched over the same depths.
         spans = max(len(row["by_depth"]) for row in group)
-        grid = [[row["by_depth"][i * len(row["by_depth"]) // spans] for i in range(spans)] for row in group]
+        grid = [
+            [row["by_depth"][i * len(row["by_depth"]) // spans] for i in range(spans)]
+            for row in group
+        ]
         axes.imshow(grid, aspect="auto", extent=(0, 100, len(group), 0), **scale)
         for line, values in enumerate(grid):
             for span, value in enumerate(values):
-                at, colour = (100 * (span + 0.5) / spans, line + 0.5), "black" if value > 0.4 else "white"
-                axes.text(*at, f"{value:.2f}".removesuffix("0"), ha="center", va="center", color=colour, fontsize=9)
+                at, colour = (
+                    (100 * (span + 0.5) / spans, line + 0.5),
+                    "black" if value > 0.4 else "white",
+                )
+                axes.text(
+                    *at,
+                    f"{value:.2f}".removesuffix("0"),
+                    ha="center",
+                    va="center",
+                    color=colour,
+                    fontsize=9,
+                )
         axes.set_yticks([n + 0.5 for n in range(len(group))], [str(row["length"]) for row in group])
         axes.set_xticks([0, 50, 100])
         task = "" if len({row["task"] for row in rows}) == 1 else f"\n{group[0]['task']}"
@@ -202,7 +250,9 @@ def _tasks(figure, rows: Rows) -> None:
             ticks.append((at, (f"{name}: " if len(tasks) > 1 else "") + row["cache"]))
             at += 1
         at += 0.6
-    axes.set_yticks([place for place, _ in ticks], [name_in_lines(name, 40) for _, name in ticks], fontsize=9)
+    axes.set_yticks(
+        [place for place, _ in ticks], [name_in_lines(name, 40) for _, name in ticks], fontsize=9
+    )
     axes.set_xlabel("score" if len(tasks) > 1 else f"score: {next(iter(tasks))}")
     axes.margins(x=0.12)
     axes.invert_yaxis()
@@ -241,9 +291,12 @@ def title_of(kind: str, model: str, text: str | None = None) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """Raise UserError where no picture can be drawn into `path`: before the work whose result it would show."""
+    """Raise UserError where no picture can be drawn into `path`: before the work whose result it
+    would show."""
     if path.suffix.lower() not in KINDS:
-        raise UserError(f"{path}: no kind of picture; its name must end in one of {', '.join(KINDS)}")
+        raise UserError(
+            f"{path}: no kind of picture; its name must end in one of {', '.join(KINDS)}"
+        )
     place = path if path_of(path).exists() else path.parent
     if path.is_dir() or not os.access(place, os.W_OK) or not path.parent.is_dir():
         raise UserError(f"{path}: cannot be written")
@@ -256,7 +309,9 @@ def _size(kind: str, rows: Rows) -> tuple[float, float]:
     if kind == "retrieval":
         panels = _grouped(rows, "cache", "mode", "task")
         wide, lengths = min(len(panels), PANELS), max(len(group) for group in panels.values())
-        return 1.4 + 1.9 * wide + 1.3 * (wide == 1), 1.0 + (1.2 + 0.35 * lengths) * -(-len(panels) // wide)
+        return 1.4 + 1.9 * wide + 1.3 * (wide == 1), 1.0 + (1.2 + 0.35 * lengths) * -(
+            -len(panels) // wide
+        )
     if kind == "harness":
         return 6.4, 1.4 + 0.3 * len(rows) + 0.2 * len(_grouped(rows, "task"))
     names = {series(row["cache"]) if kind != "drift" else row["cache"] for row in rows}
@@ -264,7 +319,8 @@ def _size(kind: str, rows: Rows) -> tuple[float, float]:
 
 
 def draw(kind: str, rows: Rows, title: str, path: Path) -> None:
-    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see `check_picture`.
+    """Draw the rows of one kind of report into a PNG, SVG or PDF file (by its name); see
+    `check_picture`.
 
     Args:
         kind: of the report, a key of PLOTS.

@@ -1,9 +1,10 @@
-"""Predictions of tokens that pass through caches, and their scores against the exact cache: the numbers behind every
-report.
+"""Predictions of tokens that pass through caches, and their scores against the exact cache: the
+numbers behind every report.
 
-`through` streams: a scoring function sees one chunk at a time. `replay` gives the logits of all positions, for small
-vocabularies: one compiled program per method serves perplexity, divergence, drift and recall alike, and the exact pass
-is made once for all methods.
+`through` streams: a scoring function sees one chunk at a time. `replay` gives the logits of all
+positions, for small
+vocabularies: one compiled program per method serves perplexity, divergence, drift and recall alike,
+and the exact pass is made once for all methods.
 """
 
 import functools
@@ -22,17 +23,6 @@ from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-__all__ = [
-    "ROUNDING",
-    "Scores",
-    "exact_logits",
-    "negative_log_likelihood",
-    "replay",
-    "score",
-    "through",
-    "token_scores",
-]
-
 ROUNDING = 1e-7  # nats: an exact cache's KL divergence in float32 stays below
 
 
@@ -46,12 +36,16 @@ class Scores(NamedTuple):
     agree: Bool[Array, "B P"]
 
 
-def negative_log_likelihood(logits: Float[Array, "B P V"], targets: Int[Array, "B P"]) -> Float[Array, "B P"]:
+def negative_log_likelihood(
+    logits: Float[Array, "B P V"], targets: Int[Array, "B P"]
+) -> Float[Array, "B P"]:
     """-log p(target) of each prediction, in nats."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
 
 
-def token_scores(logits: Float[Array, "B P V"], reference: Float[Array, "B P V"], targets: Int[Array, "B P"]) -> Scores:
+def token_scores(
+    logits: Float[Array, "B P V"], reference: Float[Array, "B P V"], targets: Int[Array, "B P"]
+) -> Scores:
     """Scores of a cache's logits against the exact cache's."""
     log_p, log_r = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
     best, first = (x.argmax(-1).astype(targets.dtype) for x in (logits, reference))
@@ -60,7 +54,9 @@ def token_scores(logits: Float[Array, "B P V"], reference: Float[Array, "B P V"]
 
 
 @jax.jit
-def score(logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
+def score(
+    logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], tokens: Int[Array, "B T"]
+) -> Scores:
     """Scores of the predictions of tokens 1 to T-1."""
     return token_scores(logits[:, :-1], reference[:, :-1], tokens[:, 1:])
 
@@ -74,39 +70,51 @@ def through(
     score: Callable[..., Any],
     first: int = 0,
 ) -> Any:
-    """Append the first `counts[b]` tokens of each row to every cache, `chunk` at a time, and score the predictions.
+    """Append the first `counts[b]` tokens of each row to every cache, `chunk` at a time, and score
+    the predictions.
 
-    `score(logits, targets, valid)` sees one chunk: a list of each model's logits [B,C,V], the tokens that follow
-    [B,C], and which of these exist and are predicted at position `first` or later [B,C]. Its results come back stacked
-    by chunk. Called inside jit."""
+    `score(logits, targets, valid)` sees one chunk: a list of each model's logits [B,C,V], the
+    tokens that follow [B,C], and which of these exist and are predicted at position `first` or
+    later [B,C]. Its results come back stacked by chunk. Called inside jit."""
     rows, length = tokens.shape
     steps = -(-length // chunk)
     padding = steps * chunk - length
-    split = lambda x: jnp.moveaxis(x.reshape(rows, steps, chunk), 1, 0)  # noqa: E731
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(rows, steps, chunk), 1, 0)
+
     inputs = split(jnp.pad(tokens, ((0, 0), (0, padding))))
     targets = split(jnp.pad(tokens[:, 1:], ((0, 0), (0, padding + 1))))
 
     def step(caches, piece):
         inputs, targets, start = piece
         new = jnp.clip(counts - start, 0, chunk)
-        results = [forward(model, inputs, new, cache) for model, cache in zip(models, caches, strict=True)]
+        results = [
+            forward(model, inputs, new, cache) for model, cache in zip(models, caches, strict=True)
+        ]
         positions = start + jnp.arange(chunk)[None]
         valid = (positions < counts[:, None] - 1) & (positions >= first)
-        return tuple(cache for _, cache in results), score([logits for logits, _ in results], targets, valid)
+        return tuple(cache for _, cache in results), score(
+            [logits for logits, _ in results], targets, valid
+        )
 
     starts = jnp.arange(steps, dtype=jnp.int32) * chunk
     return jax.lax.scan(step, caches, (inputs, targets, starts))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("method", "chunk"))
-def replay(model: Model, tokens: Int[Array, "B T"], method: Method, chunk: int) -> Float[Array, "B T V"]:
-    """Logits with every token passing through the cache, `chunk` at a time. Raises UserError unless `chunk` divides
-    T."""
+def replay(
+    model: Model, tokens: Int[Array, "B T"], method: Method, chunk: int
+) -> Float[Array, "B T V"]:
+    """Logits with every token passing through the cache, `chunk` at a time. Raises UserError unless
+    `chunk` divides T."""
     rows, length = tokens.shape
     if length % chunk:
         raise UserError(f"chunk={chunk} does not divide {length} tokens")
     counts, cache = jnp.full((rows,), length, jnp.int32), init_cache(model, method, rows, length)
-    logits = through((model,), (cache,), tokens, counts, chunk, lambda outputs, targets, valid: outputs[0])
+    logits = through(
+        (model,), (cache,), tokens, counts, chunk, lambda outputs, targets, valid: outputs[0]
+    )
     return jnp.moveaxis(logits, 0, 1).reshape(rows, length, -1)
 
 

@@ -1,7 +1,9 @@
-"""Problems of our own text with a known answer: pass keys, needles, variables, key-value recall, repeated spans.
+"""Problems of our own text with a known answer: pass keys, needles, variables, key-value recall,
+repeated spans.
 
-Every generator takes a numpy Generator (the seed is the caller's) and a `count` function, text -> tokens, that sets the
-length. Plain text, so any tokenizer can read it. The bundled models were trained on exactly these three formats:
+Every generator takes a numpy Generator (the seed is the caller's) and a `count` function, text ->
+tokens, that sets the length. Plain text, so any tokenizer can read it. The bundled models were
+trained on exactly these three formats:
 
     pass key     filler. ... The pass key is 58213. ... filler. What is the pass key? The pass key is |58213
     key-value    qx47,rt05,ab31, ... ?rt|05                      (two letters name two digits)
@@ -18,30 +20,35 @@ import numpy as np
 from kvqjax._errors import UserError
 from kvqjax.data.sentences import everyday_sentence
 
-__all__ = [
-    "DIGITS",
-    "LETTERS",
-    "SYMBOLS",
-    "Problem",
-    "Sentences",
-    "bury",
-    "everyday",
-    "key_value_recall",
-    "multikey_prompt",
-    "needle_prompt",
-    "passkey_prompt",
-    "repeated_spans",
-    "sentences_of",
-    "variable_tracking",
-]
-
 DIGITS = "0123456789"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()  # with ",", "?" and two specials: the 64 symbols of `recall`
+SYMBOLS = (
+    DIGITS + LETTERS + LETTERS[:24].upper()
+)  # with ",", "?" and two specials: the 64 symbols of `recall`
 
-_OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karin", "Leo")
+_OWNERS = (
+    "Anna",
+    "Boris",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Henry",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Leo",
+)
 _THINGS = ("silver key", "old map", "red box", "small bell", "letter", "blue coat", "lamp", "book")
-_PLACES = ("the stone bridge", "the kitchen floor", "an apple tree", "the church stairs", "a fishing boat", "the bed")
+_PLACES = (
+    "the stone bridge",
+    "the kitchen floor",
+    "an apple tree",
+    "the church stairs",
+    "a fishing boat",
+    "the bed",
+)
 
 
 class Problem(NamedTuple):
@@ -85,8 +92,9 @@ def bury(
     depth: float | None,
     sentences: Sentences = everyday,
 ) -> Problem:
-    """Sentences with needles, then the question; answer included, at most `length` tokens. The first needle is at
-    `depth` of the sentences (0 first, 1 last, None at random). The others are in order at random places behind it.
+    """Sentences with needles, then the question; answer included, at most `length` tokens. The
+    first needle is at `depth` of the sentences (0 first, 1 last, None at random). The others are in
+    order at random places behind it.
 
     Raises UserError when not even the needles and the question fit.
     """
@@ -99,7 +107,11 @@ def bury(
             break
         hay.append(text)
     place = round((rng.random() if depth is None else depth) * len(hay))
-    positions = sorted(int(p) for p in rng.integers(place, len(hay) + 1, len(needles) - 1)) if len(needles) > 1 else []
+    positions = (
+        sorted(int(p) for p in rng.integers(place, len(hay) + 1, len(needles) - 1))
+        if len(needles) > 1
+        else []
+    )
     for position, needle in reversed(list(zip([place, *positions], needles, strict=True))):
         hay.insert(position, needle)
     return Problem("".join([*hay, question]), answer)
@@ -131,7 +143,9 @@ def multikey_prompt(
     after it."""
     owners = [_OWNERS[i] for i in rng.permutation(len(_OWNERS))[:keys]]
     values = [_digits(rng, 5) for _ in owners]
-    needles = [f"The pass key of {owner} is {value}. " for owner, value in zip(owners, values, strict=True)]
+    needles = [
+        f"The pass key of {owner} is {value}. " for owner, value in zip(owners, values, strict=True)
+    ]
     question = f"What is the pass key of {owners[0]}? The pass key of {owners[0]} is "
     return bury(rng, needles, question, values[0], length, count, depth, sentences)
 
@@ -144,10 +158,17 @@ def variable_tracking(
     sentences: Sentences = everyday,
     hops: int = 3,
 ) -> Problem:
-    """A number given to one variable and handed on `hops` times; the last variable's value is asked for."""
-    names = [f"{letter}{digit}" for letter, digit in zip(rng.permutation(list(LETTERS)), _digits(rng, 26), strict=True)]
+    """A number given to one variable and handed on `hops` times; the last variable's value is asked
+    for."""
+    names = [
+        f"{letter}{digit}"
+        for letter, digit in zip(rng.permutation(list(LETTERS)), _digits(rng, 26), strict=True)
+    ]
     value = _digits(rng, 5)
-    chain = [f"Let {names[0]} be {value}. ", *(f"Let {names[i + 1]} be {names[i]}. " for i in range(hops))]
+    chain = [
+        f"Let {names[0]} be {value}. ",
+        *(f"Let {names[i + 1]} be {names[i]}. " for i in range(hops)),
+    ]
     question = f"What is {names[hops]}? The value of {names[hops]} is "
     return bury(rng, chain, question, value, length, count, depth, sentences)
 
@@ -179,14 +200,18 @@ def key_value_recall(
     `depth`)."""
     number = max(1, min((length - count("?ab00")) * 16 // count("ab00," * 16), len(LETTERS) ** 2))
     pairs = _pairs(rng, number)
-    while count(store := ",".join(k + v for k, v in pairs) + ",") + count("?ab00") > length and len(pairs) > 1:
+    while (
+        count(store := ",".join(k + v for k, v in pairs) + ",") + count("?ab00") > length
+        and len(pairs) > 1
+    ):
         pairs.pop()
     target = round((rng.random() if depth is None else depth) * (len(pairs) - 1))
     return Problem(f"{store}?{pairs[target][0]}", pairs[target][1])
 
 
 def repeated_spans(rng: np.random.Generator, length: int, count: Callable[[str], int]) -> Problem:
-    """A span of random symbols (the prompt) and the same span again (the answer), together at most `length` tokens."""
+    """A span of random symbols (the prompt) and the same span again (the answer), together at most
+    `length` tokens."""
     span = "".join(rng.choice(list(SYMBOLS), max(1, length // 2)))
     while 2 * count(span) > length and len(span) > 1:
         span = span[: max(1, len(span) * length // (2 * count(span) + 1))]

@@ -1,11 +1,12 @@
-"""The loss of quality by a cache, on a text that is cut into windows: perplexity, KL divergence and top-1 agreement,
-over all tokens (`perplexity`) or along the steps of a long decode (`drift`).
+"""The loss of quality by a cache, on a text that is cut into windows: perplexity, KL divergence and
+top-1 agreement, over all tokens (`perplexity`) or along the steps of a long decode (`drift`).
 
 All tokens are written to the cache and read from it, in one of two modes, which every report names:
 
-- loop: every token enters the cache in chunks of N tokens. Later chunks see earlier ones compressed.
-- prefill: the first half of each window attends exactly, as a prompt in most papers. The second half enters in chunks
-  of N tokens, and is scored alone.
+- loop: every token enters the cache in chunks of N tokens. Later chunks see earlier ones
+  compressed.
+- prefill: the first half of each window attends exactly, as a prompt in most papers. The second
+  half enters in chunks of N tokens, and is scored alone.
 
 The exact cache gets the same chunks, so `ppl_exact` is of the same tokens and positions.
 """
@@ -31,29 +32,12 @@ from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import empty_cache, init_cache, planned_layout
 from kvqjax.step.prompt import prefill
 
-__all__ = [
-    "STYLES",
-    "Style",
-    "Sums",
-    "cache_layouts",
-    "check_drift",
-    "check_mode",
-    "drift",
-    "encoded_from",
-    "growth",
-    "perplexity",
-    "score_chunk",
-    "score_windows",
-    "style",
-    "windows",
-]
-
-
 # --- Cutting a text into windows
 
 
 class Style(NamedTuple):
-    """Defaults of one way to cut a text. All windows are disjoint and the last partial one is dropped."""
+    """Defaults of one way to cut a text. All windows are disjoint and the last partial one is
+    dropped."""
 
     length: int  # tokens of a window
     chunk: int  # tokens that enter the cache at a time
@@ -61,9 +45,13 @@ class Style(NamedTuple):
     bos: bool = False  # every window starts with the begin token, if the text was encoded with one
 
 
-# gptq: GPTQ's script, as KVQuant and most papers use it (with windows of 2048). aqua: AQUA-KV's, 8192 tokens in steps
-# of 32 through the cache. llama-perplexity: llama.cpp's tool of that name.
-STYLES = {"gptq": Style(512, 32), "aqua": Style(8192, 32), "llama-perplexity": Style(512, 32, half=True, bos=True)}
+# gptq: GPTQ's script, as KVQuant and most papers use it (with windows of 2048). aqua: AQUA-KV's,
+# 8192 tokens in steps of 32 through the cache. llama-perplexity: llama.cpp's tool of that name.
+STYLES = {
+    "gptq": Style(512, 32),
+    "aqua": Style(8192, 32),
+    "llama-perplexity": Style(512, 32, half=True, bos=True),
+}
 
 
 def style(name: str) -> Style:
@@ -73,15 +61,17 @@ def style(name: str) -> Style:
     return STYLES[name]
 
 
-def windows(ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int | None = None) -> np.ndarray:
+def windows(
+    ids: Sequence[int] | np.ndarray, length: int, tokens: int, bos: int | None = None
+) -> np.ndarray:
     """Cut a text into windows.
 
     Args:
         ids: of the text.
         length: tokens of a window.
         tokens: about how many tokens are used; 0: all.
-        bos: the begin token, if every window starts with it. It replaces the first token of each window, but only in a
-            text that begins with it.
+        bos: the begin token, if every window starts with it. It replaces the first token of each
+            window, but only in a text that begins with it.
 
     Returns:
         Windows [N, length].
@@ -134,7 +124,9 @@ def score_chunk(
         return (x.astype(jnp.float32) * weight).sum()
 
     exact_nll = negative_log_likelihood(reference, targets)
-    return Sums(total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum())
+    return Sums(
+        total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum()
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("layouts", "chunk", "exact_prefix", "scored_from"))
@@ -165,7 +157,10 @@ def score_windows(
     caches = tuple(empty_cache(m, layout, rows) for m, layout in zip(models, layouts, strict=True))
     if exact_prefix:
         start = jnp.full((rows,), exact_prefix, jnp.int32)
-        caches = tuple(prefill(m, batch[:, :exact_prefix], start, c)[1] for m, c in zip(models, caches, strict=True))
+        caches = tuple(
+            prefill(m, batch[:, :exact_prefix], start, c)[1]
+            for m, c in zip(models, caches, strict=True)
+        )
     tokens = batch[:, exact_prefix:]
     counts = jnp.full((rows,), tokens.shape[1], jnp.int32)
 
@@ -178,20 +173,23 @@ def score_windows(
 def cache_layouts(
     model: Model, reference: Model, method: Method, rows: int, length: int, kernels: str
 ) -> tuple[CacheLayout, CacheLayout]:
-    """Plan the layouts of the cache of `method` and of the exact cache. `kernels` other than "off" apply to the first
-    one only."""
+    """Plan the layouts of the cache of `method` and of the exact cache. `kernels` other than "off"
+    apply to the first one only."""
     exact_kernels = "off" if kernels == "off" else "auto"
     coded = planned_layout(model, method, rows, length, kernels=kernels)
     return coded, planned_layout(reference, exact(), rows, length, kernels=exact_kernels)
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
-    """Give the name of a mode in reports. Raises UserError for a mode that does not exist, and for too few tokens."""
+    """Give the name of a mode in reports. Raises UserError for a mode that does not exist, and for
+    too few tokens."""
     if mode not in ("loop", "prefill"):
         raise UserError(f"mode={mode!r}; known: loop, prefill")
     least = 3 if mode == "prefill" else 2  # a token that is scored needs one before it in its half
     if chunk < 1 or window < least:
-        raise UserError(f"chunk={chunk} and window={window}; at least 1 and {least} tokens are needed")
+        raise UserError(
+            f"chunk={chunk} and window={window}; at least 1 and {least} tokens are needed"
+        )
     return f"prefill-exact-chunk{chunk}" if mode == "prefill" else f"in-the-loop-chunk{chunk}"
 
 
@@ -217,7 +215,8 @@ def perplexity(
 
     Args:
         model: the model, with the method's constants.
-        texts: a text, a list of them, the path of a file or a folder, data of `kvqjax.data.read`, or token ids.
+        texts: a text, a list of them, the path of a file or a folder, data of `kvqjax.data.read`,
+            or token ids.
         method: the cache's.
         mode: "loop" or "prefill" (kvqjax/eval/windows.py).
         cut: how the text is cut into windows: "gptq", "aqua" or "llama-perplexity".
@@ -225,14 +224,14 @@ def perplexity(
         window: tokens of a window; None: the cut's own.
         tokens: about how many tokens of the text are used; 0: all.
         batch: windows at a time.
-        context: tokens of the row for which `bits_stored` and `bytes` are computed. In a row as short as a window,
-            exact tokens (sinks, window) would take most of the bytes.
+        context: tokens of the row for which `bits_stored` and `bytes` are computed. In a row as
+            short as a window, exact tokens (sinks, window) would take most of the bytes.
         kernels: as in `init_cache`.
         progress: `progress(fraction)` is called as batches finish.
 
     Returns:
-        A row of the report. `kld` is the mean KL divergence in nats from the exact cache's distribution, `top1` the
-        share of positions at which both caches put the same token first.
+        A row of the report. `kld` is the mean KL divergence in nats from the exact cache's
+        distribution, `top1` the share of positions at which both caches put the same token first.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.
@@ -245,8 +244,12 @@ def perplexity(
     window = chosen.length if window is None else window
     name = check_mode(mode, chunk, window)
     if chosen.half and window < 3:
-        raise UserError(f"window={window}; of windows cut as {cut} the second half is scored: wanted 3 tokens at least")
-    pieces = windows(token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None)
+        raise UserError(
+            f"window={window}; of windows cut as {cut} the second half is scored: wanted 3 tokens at least"
+        )
+    pieces = windows(
+        token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None
+    )
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
     plain = model.replace(constants=())
@@ -276,8 +279,8 @@ def perplexity(
 
 
 def encoded_from(model: Model, method: Method, capacity: int) -> int:
-    """Find the first step that attends to encoded tokens in every layer. Before it, sinks and windows hold all tokens
-    of some layer."""
+    """Find the first step that attends to encoded tokens in every layer. Before it, sinks and
+    windows hold all tokens of some layer."""
     cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
     clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
     return method.sinks + max(clock.window + clock.unit for clock in clocks)
@@ -292,19 +295,23 @@ def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
         encoded: the step of `encoded_from`.
 
     Returns:
-        The ratio. None if no span before the last one begins at `encoded` or later, or if that span's divergence is
-        only rounding.
+        The ratio. None if no span before the last one begins at `encoded` or later, or if that
+        span's divergence is only rounding.
     """
-    first = next((value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0)
+    first = next(
+        (value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0
+    )
     return kld[-1] / first if first > ROUNDING else None
 
 
 def check_drift(chunk: int, window: int) -> str:
-    """The name under which reports carry a drift. Raises UserError for a chunk that holds more than the whole decode:
-    its tokens would see each other exactly, however long it is."""
+    """The name under which reports carry a drift. Raises UserError for a chunk that holds more than
+    the whole decode: its tokens would see each other exactly, however long it is."""
     name = check_mode("loop", chunk, window)
     if chunk > window:
-        raise UserError(f"chunk={chunk} is more than all {window} steps; say a smaller chunk or a longer window")
+        raise UserError(
+            f"chunk={chunk} is more than all {window} steps; say a smaller chunk or a longer window"
+        )
     return f"long-decode, {name}"
 
 
@@ -320,8 +327,8 @@ def drift(
     kernels: str = "auto",
     progress=lambda fraction: None,
 ) -> dict[str, Any]:
-    """Measure the KL divergence from the exact cache along the steps of a decode: whether the error grows. The text's
-    tokens are fed, not the model's predictions (teacher forcing).
+    """Measure the KL divergence from the exact cache along the steps of a decode: whether the error
+    grows. The text's tokens are fed, not the model's predictions (teacher forcing).
 
     Args:
         model: the model, with the method's constants.
@@ -335,9 +342,10 @@ def drift(
         progress: `progress(fraction)` is called as windows finish.
 
     Returns:
-        A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last span divided by that
-        of the first span in which every step attends to encoded tokens. It is None if that is the last span, or if
-        nothing is lost.
+        A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last
+            span divided by that
+        of the first span in which every step attends to encoded tokens. It is None if that is the
+        last span, or if nothing is lost.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.
@@ -352,12 +360,16 @@ def drift(
     parts = []
     for number, piece in enumerate(pieces):
         sums = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
-        parts.append(np.stack([np.asarray(sums.kld), np.asarray(sums.nll), np.asarray(sums.tokens)]))
+        parts.append(
+            np.stack([np.asarray(sums.kld), np.asarray(sums.nll), np.asarray(sums.tokens)])
+        )
         progress((number + 1) / len(pieces))
     total = np.sum(parts, axis=0)  # [3, chunks]: sums of KLD, of NLL and of tokens over all windows
     total = total[:, total[2] > 0]  # a window's last token predicts nothing
     spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
-    starts = [int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))]
+    starts = [
+        int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))
+    ]
     kld = [float(span[0].sum() / span[2].sum()) for span in spans]
     return {
         "cache": str(method),

@@ -1,17 +1,20 @@
 """kvqjax: KV-cache compression for Llama, Mistral, Qwen, Gemma and gpt-oss models in JAX.
 
-The public names are those of kvqjax/_public.py. They and JAX are loaded when the first of them is asked for, so that
-`kvqjax --help` answers at once.
+The public names are those of kvqjax/_public.py. They and JAX are loaded when the first of them is
+asked for, so that `kvqjax --help` answers at once.
 """
 
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# A source checkout, and an editable install of one, keep three of the package's folders beside this one.
+# A source checkout, and an editable install of one, keep three of the package's folders beside this
+# one.
 _here = Path(__file__).resolve().parent
 if __name__ != "kvqjax":
-    raise ImportError(f"{__name__}: import kvqjax itself")  # a walk over the packages beside this one ends here
+    raise ImportError(
+        f"{__name__}: import kvqjax itself"
+    )  # a walk over the packages beside this one ends here
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 

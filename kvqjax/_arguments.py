@@ -1,7 +1,8 @@
 """Checks arguments of public functions: types of options, and ranges of whole numbers (counts,
 rows, layers, lengths).
 
-One that is known and wrong is refused in one line. A number that a trace hides is clipped, and the caller is told in
+One that is known and wrong is refused in one line. A number that a trace hides is clipped, and the
+caller is told in
 which entries that was needed: it raises the row's `overflow` flag for them."""
 
 import dataclasses
@@ -21,39 +22,26 @@ from jaxtyping import Array, Bool, Int
 
 from kvqjax._errors import UserError
 
-__all__ = [
-    "MOST",
-    "MOST_SEED",
-    "check_counts",
-    "check_fields",
-    "check_index",
-    "check_integer",
-    "check_integers",
-    "check_within",
-    "clipped",
-    "is_known",
-    "named",
-    "reading",
-    "typed",
-    "whole_number",
-]
-
 MOST = 2**31 - 1  # positions, counts and token ids are 32-bit numbers
 MOST_SEED = 2**32 - 1  # numpy takes no more, and JAX drops the higher bits
 
 
 def named(value: Any) -> str:
-    """Say in a message what was given: a short value as it is written, an array's dtype and shape, of anything else
-    the type."""
+    """Say in a message what was given: a short value as it is written, an array's dtype and shape,
+    of anything else the type."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{'a traced ' * isinstance(value, jax.core.Tracer)}{value.dtype}{list(value.shape)}"
-    text = repr(value) if isinstance(value, str | bool | int | float | None) else f"a {type(value).__name__}"
+    text = (
+        repr(value)
+        if isinstance(value, str | bool | int | float | None)
+        else f"a {type(value).__name__}"
+    )
     return text if len(text) < 80 else f"a {type(value).__name__}"
 
 
 def whole_number(text: str) -> int | None:
-    """Read digits as a number of at most 18 of them; None for any other text. `isdigit` accepts digits that `int` does
-    not read, and `int` refuses thousands of digits."""
+    """Read digits as a number of at most 18 of them; None for any other text. `isdigit` accepts
+    digits that `int` does not read, and `int` refuses thousands of digits."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
@@ -63,12 +51,18 @@ def _written(value: Any) -> str:
     return text if len(text) < 80 and "\n" not in text else f"a {type(value).__name__}"
 
 
-WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a word",
+    type(None): "None",
+}
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """Give a value as an option of type `kind`. Raises TypeError for one of another type, OverflowError for a number
-    that is too large or none."""
+    """Give a value as an option of type `kind`. Raises TypeError for one of another type,
+    OverflowError for a number that is too large or none."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, tuple) or (Ellipsis not in parts and len(parts) != len(value)):
@@ -97,7 +91,9 @@ def _as(value: Any, kind: Any) -> Any:
 
 def _of_any(value: Any, annotation: Any) -> Any:
     """Give a value as one of an annotation's types, the first that it fits."""
-    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    kinds = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    )
     raised: Exception = TypeError()
     for kind in kinds:
         try:
@@ -110,8 +106,8 @@ def _of_any(value: Any, annotation: Any) -> Any:
 
 
 def typed(name: str, value: Any, annotation: Any) -> Any:
-    """Give an option's value as its annotation says: numpy's numbers as Python's, whole ones as floats where those are
-    wanted.
+    """Give an option's value as its annotation says: numpy's numbers as Python's, whole ones as
+    floats where those are wanted.
 
     Args:
         name: how the message calls it, with what it belongs to: "kivi: bits".
@@ -119,20 +115,28 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         annotation: a type, a union of types, or a tuple of types; anything else is not checked.
 
     Raises:
-        UserError: the value is of another type, is NaN or infinite, or is a whole number beyond 32 bits.
+        UserError: the value is of another type, is NaN or infinite, or is a whole number beyond 32
+            bits.
     """
     try:
         return _of_any(value, annotation)
     except (TypeError, OverflowError) as error:
-        kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-        words = " or ".join(WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds)
+        kinds = (
+            typing.get_args(annotation)
+            if isinstance(annotation, types.UnionType)
+            else (annotation,)
+        )
+        words = " or ".join(
+            WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds
+        )
         size = f" of at most {MOST}" if isinstance(error, OverflowError) and int in kinds else ""
         size = size or " that is finite" * isinstance(error, OverflowError)
         raise UserError(f"{name}={_written(value)}; wanted {words}{size}", parameter=name) from None
 
 
 def check_fields(held: Any) -> None:
-    """Bring the fields of a frozen dataclass to the types that they are annotated with. Raises UserError as `typed`."""
+    """Bring the fields of a frozen dataclass to the types that they are annotated with. Raises
+    UserError as `typed`."""
     for name, annotation in _annotations(type(held)).items():
         value = getattr(held, name)
         fits = typed(f"{type(held).__name__}: {name}", value, annotation)
@@ -147,8 +151,8 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def is_known(*arrays: Any) -> bool:
-    """Say whether every array has numbers that this process can read: no tracer, nothing abstract, no part on another
-    host."""
+    """Say whether every array has numbers that this process can read: no tracer, nothing abstract,
+    no part on another host."""
     none = jax.core.Tracer | jax.ShapeDtypeStruct
     return all(not isinstance(x, none) and getattr(x, "is_fully_addressable", True) for x in arrays)
 
@@ -178,29 +182,40 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> in
     if number is None or not least <= number <= most:
         endless = most == MOST and (number is None or number < least)
         wanted = f"of at least {least}" if endless else f"from {least} to {most}"
-        raise UserError(f"{name}={_written(value)}; it must be a whole number {wanted}", parameter=name)
+        raise UserError(
+            f"{name}={_written(value)}; it must be a whole number {wanted}", parameter=name
+        )
     return number
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise UserError for a named number that is not whole, below 1 or above 2**31 - 1; None stands for a default and
-    passes."""
+    """Raise UserError for a named number that is not whole, below 1 or above 2**31 - 1; None stands
+    for a default and passes."""
     for name, count in counts.items():
         if count is not None:
             check_integer(name, count)
 
 
 def check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
-    """Raise UserError unless `value` is an array of integers of this shape, in which a letter stands for any length of
-    at least 1."""
+    """Raise UserError unless `value` is an array of integers of this shape, in which a letter
+    stands for any length of at least 1."""
     wanted = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(value, jax.Array | np.ndarray):
-        texts = isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(x, str) for x in value))
-        hint = "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
-        raise UserError(f"{name} is {named(value)}; wanted an array of integers {wanted}: {why}{hint}")
+        texts = isinstance(value, str) or (
+            isinstance(value, list | tuple) and any(isinstance(x, str) for x in value)
+        )
+        hint = (
+            "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
+        )
+        raise UserError(
+            f"{name} is {named(value)}; wanted an array of integers {wanted}: {why}{hint}"
+        )
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise UserError(f"{name} is of type {value.dtype}; wanted integers {wanted}")
-    same = [got == size or (isinstance(size, str) and got >= 1) for got, size in zip(value.shape, shape, strict=False)]
+    same = [
+        got == size or (isinstance(size, str) and got >= 1)
+        for got, size in zip(value.shape, shape, strict=False)
+    ]
     if value.ndim != len(shape) or not all(same):
         raise UserError(f"{name} has shape {list(value.shape)}; wanted {wanted}: {why}")
 
@@ -208,11 +223,14 @@ def check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
 def _text(value) -> str:
     """Write out an array of a few numbers; of a longer one the least and the greatest."""
     array = np.asarray(value)
-    return str(array.tolist()) if array.size <= 16 else f"numbers from {array.min()} to {array.max()}"
+    return (
+        str(array.tolist()) if array.size <= 16 else f"numbers from {array.min()} to {array.max()}"
+    )
 
 
 def check_within(name: str, value: Any, least: int, most: int, limits: str) -> None:
-    """Raise UserError for an integer of the array `value` that is known and lies outside `least` to `most`, both
+    """Raise UserError for an integer of the array `value` that is known and lies outside `least` to
+    `most`, both
     included. `limits` is the range in words: "from 0 to the 8 new tokens given"."""
     if is_known(value):
         known = np.asarray(value)  # with jnp these would be traced inside a user's loop
@@ -221,7 +239,8 @@ def check_within(name: str, value: Any, least: int, most: int, limits: str) -> N
 
 
 def clipped(value: Int[Array, "..."], least, most) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
-    """Clip integers into the range from `least` to `most`, both included: (them as int32, which were changed)."""
+    """Clip integers into the range from `least` to `most`, both included: (them as int32, which
+    were changed)."""
     if value.dtype.itemsize == 8:  # numbers beyond 32 bits must not wrap into the range
         value = jnp.clip(value, -MOST, MOST)
     number = value.astype(jnp.int32)
@@ -229,17 +248,22 @@ def clipped(value: Int[Array, "..."], least, most) -> tuple[Int[Array, "..."], B
     return fits, fits != number
 
 
-def check_index(name: str, value: Any, size: int, what: str) -> tuple[int | Int[Array, ""], bool | Bool[Array, ""]]:
-    """Give the number of one of `size` things that stand in a row, and whether it had to be clipped.
+def check_index(
+    name: str, value: Any, size: int, what: str
+) -> tuple[int | Int[Array, ""], bool | Bool[Array, ""]]:
+    """Give the number of one of `size` things that stand in a row, and whether it had to be
+    clipped.
 
     Args:
         name: how the message calls the number.
-        value: a Python or numpy integer, or an array of one; negative numbers do not count from the end.
+        value: a Python or numpy integer, or an array of one; negative numbers do not count from the
+            end.
         size: how many there are.
         what: what they are, for the message.
 
     Returns:
-        (an int where it is known, else an int32 scalar clipped into the range, whether it was clipped).
+        (an int where it is known, else an int32 scalar clipped into the range, whether it was
+        clipped).
 
     Raises:
         UserError: `value` is no integer, or a known one of nothing.

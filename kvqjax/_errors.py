@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UserError", "suggest", "unwritten"]
-
 
 def _in_python(name: str, value: Any) -> str:
     """Write an option as Python has it; None stands for any value."""
@@ -15,15 +13,17 @@ def _in_python(name: str, value: Any) -> str:
 
 
 class UserError(ValueError):
-    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI exits with 2.
+    """Bad input (a folder, a file, an option). The text is one line that names the cause; the CLI
+    exits with 2.
 
-    An error is written once, and said at several doors: Python, the shell and HTTP call an option by different names,
-    and not every door has it.
+    An error is written once, and said at several doors: Python, the shell and HTTP call an option
+    by different names, and not every door has it.
 
-        raise UserError("texts of 2049 tokens are too long", "{beyond_trained} allows them", beyond_trained=True)
+        raise UserError("texts of 2049 tokens are too long", "{beyond_trained} allows them",
+        beyond_trained=True)
 
-    is "...; beyond_trained=True allows them" in Python and "...; --beyond-trained allows them" in the shell. Over HTTP,
-    where no request has such a field, the hint is left out.
+    is "...; beyond_trained=True allows them" in Python and "...; --beyond-trained allows them" in
+    the shell. Over HTTP, where no request has such a field, the hint is left out.
 
     Args:
         cause: what is wrong, in words that suit every door.
@@ -41,7 +41,8 @@ class UserError(ValueError):
         """Say the error at a door.
 
         Args:
-            spell: writes an option of a name and a value as the door has it; None: the door has no such option.
+            spell: writes an option of a name and a value as the door has it; None: the door has no
+                such option.
 
         Returns:
             The text, without a hint that names an option which the door lacks.
@@ -55,12 +56,23 @@ class UserError(ValueError):
         return f"{self.cause}; {hint}"
 
 
-ALIKE = 0.7  # share of equal characters; with difflib's 0.6, names that mean something else are near
+ALIKE = (
+    0.7  # share of equal characters; with difflib's 0.6, names that mean something else are near
+)
 OPPOSITE = {"min": "max", "max": "min"}
 
 
+class TooLong(UserError):
+    """A text is more tokens than fit: `prompt` of them where at most `most` are possible."""
+
+    def __init__(self, prompt: int, most: int, cause: str, hint: str = "", **options: Any):
+        self.prompt, self.most = prompt, most
+        super().__init__(cause, hint, **options)
+
+
 def _means_the_opposite(name: str, known: str) -> bool:
-    """Say whether two names differ in a word that turns the meaning round, such as min_tokens and max_tokens."""
+    """Say whether two names differ in a word that turns the meaning round, such as min_tokens and
+    max_tokens."""
     words, others = (set(re.split(r"[^a-z]+", text.lower())) for text in (name, known))
     return any(OPPOSITE.get(word) in others and word not in others for word in words)
 
@@ -76,5 +88,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def unwritten(path: Path, error: OSError) -> UserError:
     """Make the error for a path that cannot be written, from the system's."""
     # The system says "File exists" where a file stands in a folder's place.
-    reason = "a file stands where a folder is wanted" if isinstance(error, FileExistsError) else error.strerror
+    reason = (
+        "a file stands where a folder is wanted"
+        if isinstance(error, FileExistsError)
+        else error.strerror
+    )
     return UserError(f"{path}: cannot be written: {reason or error}")

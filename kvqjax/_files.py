@@ -1,8 +1,10 @@
-"""Text and JSON that others wrote: what editors, exporters and other systems leave in such files is taken away here.
+"""Text and JSON that others wrote: what editors, exporters and other systems leave in such files is
+taken away here.
 
-Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32) choose the encoding and
-are no part of the text; without one the text is UTF-8. Every kind of line end is "\\n". Gzip is known by its first
-bytes, whatever the file's name ends in. A file that cannot be read gives one line.
+Every reader of the library goes through this module. Byte-order marks (UTF-8, UTF-16, UTF-32)
+choose the encoding and are no part of the text; without one the text is UTF-8. Every kind of line
+end is "\\n". Gzip is known by its first bytes, whatever the file's name ends in. A file that cannot
+be read gives one line.
 """
 
 import codecs
@@ -14,23 +16,11 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError, unwritten
-
-__all__ = [
-    "decode_text",
-    "made_folder",
-    "open_bytes",
-    "open_lines",
-    "open_text",
-    "parse_json",
-    "path_of",
-    "read_json",
-    "read_object",
-]
 
 MARK = "\ufeff"  # also in the middle of files that were joined from several
 _GZIP = b"\x1f\x8b"
@@ -63,7 +53,8 @@ def path_of(name: str | os.PathLike[str]) -> Path:
         The path. `exists`, `is_dir` and `is_file` of it raise nothing.
 
     Raises:
-        UserError: the home folder is not known, the name is too long, or a folder above the path may not be entered.
+        UserError: the home folder is not known, the name is too long, or a folder above the path
+            may not be entered.
     """
     try:
         path = Path(name).expanduser()
@@ -79,6 +70,32 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     except ValueError:  # a NUL, which no file has in its name
         pass
     return path
+
+
+class FileState(NamedTuple):
+    """What tells a file from what stood under its name before. What is remembered of files is kept
+    under their states.
+
+    Attributes:
+        name: its path.
+        changed: nanoseconds at which its contents were written.
+        moved: nanoseconds at which it was put there, which copies that keep the first time do not
+            hide.
+        size: bytes.
+    """
+
+    name: str
+    changed: int
+    moved: int
+    size: int
+
+
+def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
+    """The states of files. Raises OSError for one that is absent."""
+    pairs = [(str(file), file.stat()) for file in files]
+    return tuple(
+        FileState(name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in pairs
+    )
 
 
 def made_folder(folder: str | os.PathLike[str]) -> Path:
@@ -156,7 +173,8 @@ def open_bytes(path: Path, pipes: bool = False) -> io.BufferedReader:
 
     Args:
         path: of the file. A device is refused, because it may have no end.
-        pipes: whether a pipe will do. It gives its bytes once, and most files are looked into before they are read.
+        pipes: whether a pipe will do. It gives its bytes once, and most files are looked into
+            before they are read.
 
     Raises:
         OSError: what the system says.
@@ -170,7 +188,8 @@ def open_bytes(path: Path, pipes: bool = False) -> io.BufferedReader:
 
 
 def open_text(path: Path, pipes: bool = False) -> str:
-    """The text of a file, as `decode_text` gives it; with `pipes` of a pipe too. Raises UserError."""
+    """The text of a file, as `decode_text` gives it; with `pipes` of a pipe too. Raises
+    UserError."""
     try:
         with open_bytes(path, pipes) as file:
             raw = file.read()
@@ -182,9 +201,11 @@ def open_text(path: Path, pipes: bool = False) -> str:
 
 
 def open_lines(path: Path) -> Iterator[str]:
-    """The lines of a file without their ends, read one after the other: a file may be larger than memory.
+    """The lines of a file without their ends, read one after the other: a file may be larger than
+    memory.
 
-    A byte-order mark at the beginning of any line is taken away. Raises UserError as `open_text` does, at the line.
+    A byte-order mark at the beginning of any line is taken away. Raises UserError as `open_text`
+    does, at the line.
     """
     number = 0
     try:
@@ -213,8 +234,13 @@ def parse_json(text: str, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         why = "the file is empty" if not text.strip() else error.msg
-        raise UserError(f"{name}: not readable as JSON: line {error.lineno}, column {error.colno}: {why}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, values nested without end
+        raise UserError(
+            f"{name}: not readable as JSON: line {error.lineno}, column {error.colno}: {why}"
+        ) from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, values nested without end
         raise UserError(f"{name}: not readable as JSON: {error}") from error
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from kvqjax._errors import UserError
 
-__all__ = ["user_folder"]
-
 
 def _system_folder() -> Path:
     """Give the folder in which programs of this system keep such files."""
@@ -20,8 +18,8 @@ def _system_folder() -> Path:
 
 def user_folder(name: str) -> Path:
     """The folder `name` of this library below XDG_CACHE_HOME, or below the system's own: ~/.cache,
-    ~/Library/Caches on macOS, LOCALAPPDATA on Windows. It need not exist. Raises UserError for a user without a
-    home."""
+    ~/Library/Caches on macOS, LOCALAPPDATA on Windows. It need not exist. Raises UserError for a
+    user without a home."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (given if given.is_absolute() else _system_folder()) / "kvqjax" / name

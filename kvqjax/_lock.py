@@ -14,11 +14,10 @@ try:
 except ImportError:  # not on Windows, where nothing is locked
     fcntl = None
 
-__all__ = ["held"]
-
 
 def _acquired(lock: Path, path: Path) -> int:
-    """Descriptor of the lock file, which is ours from now on. The system frees it when the process ends, however."""
+    """Descriptor of the lock file, which is ours from now on. The system frees it when the process
+    ends, however."""
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -27,7 +26,9 @@ def _acquired(lock: Path, path: Path) -> int:
         except BlockingIOError:
             holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
             os.close(file)
-            raise UserError(f"{path} is being written by {holder}; wait for its end, or choose another place") from None
+            raise UserError(
+                f"{path} is being written by {holder}; wait for its end, or choose another place"
+            ) from None
         # The holder before us may have removed the file before we locked it: then our lock excludes
         # no other run.
         if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
@@ -37,8 +38,9 @@ def _acquired(lock: Path, path: Path) -> int:
 
 @contextmanager
 def held(path: Path | None) -> Iterator[None]:
-    """Keep `path` (None: nothing) to this process, by a file `path`.lock beside it that is gone afterwards. Raises
-    UserError with the holder's name where another process has it, or where nothing can be written."""
+    """Keep `path` (None: nothing) to this process, by a file `path`.lock beside it that is gone
+    afterwards. Raises UserError with the holder's name where another process has it, or where
+    nothing can be written."""
     if path is None:
         yield
         return

@@ -1,5 +1,5 @@
-"""Options by name: a misspelt one is answered with the nearest, one of another library with what to write here.
-And numbers of tokens and bytes as people write them."""
+"""Options by name: a misspelt one is answered with the nearest, one of another library with what to
+write here. And numbers of tokens and bytes as people write them."""
 
 import dataclasses
 import functools
@@ -11,21 +11,11 @@ from typing import ParamSpec, TypeVar
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = [
-    "BYTES",
-    "HABITS",
-    "byte_count",
-    "check_names",
-    "named_options",
-    "token_count",
-    "with_fields",
-    "with_parameters",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What users of other libraries write -> what to write here. Looked up only where a function has no option of the name.
+# What users of other libraries write -> what to write here. Looked up only where a function has no
+# option of the name.
 HABITS = {
     "do_sample": "sampling is on where temperature is above 0",
     "eos_token_id": "write eos_ids=[...]",
@@ -43,10 +33,13 @@ HABITS = {
 
 
 def check_names(
-    function: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
+    function: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise UserError for the first given option that `function` has not. `elsewhere` says who has options that it
-    lacks."""
+    """Raise UserError for the first given option that `function` has not. `elsewhere` says who has
+    options that it lacks."""
     for name in given:
         if name not in known:
             if hint := elsewhere.get(name) or HABITS.get(name):
@@ -54,10 +47,14 @@ def check_names(
             raise UserError(f"unknown option of {function} {name!r}{suggest(name, known)}")
 
 
-def named_options(function: Callable[P, R], *, elsewhere: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
+def named_options(
+    function: Callable[P, R], *, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Callable[P, R]:
     """`function` with a UserError for options it has not. Signature and help stay its own."""
     known = tuple(inspect.signature(function).parameters)
-    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]  # that of the class, of its __init__
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[
+        2
+    ]  # that of the class, of its __init__
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
@@ -67,7 +64,9 @@ def named_options(function: Callable[P, R], *, elsewhere: Mapping[str, str] = Ma
     return call
 
 
-def with_parameters(added: Iterable[inspect.Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_parameters(
+    added: Iterable[inspect.Parameter],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Name keyword arguments, which are a function's `**options`, in its signature and help."""
 
     def widened(function: Callable[P, R]) -> Callable[P, R]:
@@ -80,7 +79,8 @@ def with_parameters(added: Iterable[inspect.Parameter]) -> Callable[[Callable[P,
 
 
 def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they are."""
+    """Make the fields of a dataclass keyword arguments of a function, whose `**options` they
+    are."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return with_parameters(
         [
@@ -91,7 +91,8 @@ def with_fields(options: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:
-    """A number of tokens: 4096, "4096", "128k" (of 1024) or "1m" (of 1024 * 1024). Raises UserError."""
+    """A number of tokens: 4096, "4096", "128k" (of 1024) or "1m" (of 1024 * 1024). Raises
+    UserError."""
     parts = re.fullmatch(r"(\d{1,18})([km]?)", str(text).strip().lower())
     if isinstance(text, bool) or parts is None:
         raise UserError(f"{text!r} is no number of tokens; wanted one such as 4096, 128k or 1m")
@@ -101,19 +102,27 @@ def token_count(text: str | int, least: int = 1, most: int = 2**24) -> int:
     return count
 
 
-# Unit of a number of bytes, in lower case -> bytes. A letter alone is a power of 1024, as most programs have it.
+# Unit of a number of bytes, in lower case -> bytes. A letter alone is a power of 1024, as most
+# programs have it.
 BYTES = {
     "b": 1,
-    **{f"{letter}{end}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for end in ("", "ib")},
+    **{
+        f"{letter}{end}": 2 ** (10 * power)
+        for power, letter in enumerate("kmgt", 1)
+        for end in ("", "ib")
+    },
     **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
 }
 
 
 def byte_count(text: str | int, least: int = 1, most: int = 2**50) -> int:
-    """A number of bytes: 4096, "512MiB" or "512M" (powers of 1024), "2GB" (of 1000). Raises UserError."""
+    """A number of bytes: 4096, "512MiB" or "512M" (powers of 1024), "2GB" (of 1000). Raises
+    UserError."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if isinstance(text, bool) or parts is None or (parts[2] or "b") not in BYTES:
-        raise UserError(f"{text!r} is no number of bytes; wanted one such as 4096, 512MiB, 2G or 2GB")
+        raise UserError(
+            f"{text!r} is no number of bytes; wanted one such as 4096, 512MiB, 2G or 2GB"
+        )
     count = float(parts[1]) * BYTES[parts[2] or "b"]
     if not least <= count <= most:  # of hundreds of digits it is infinite
         raise UserError(f"{str(text)[:40]} bytes; wanted {least} to {most}")

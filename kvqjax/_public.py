@@ -1,7 +1,8 @@
 """Every public name of the library.
 
-`kvqjax` loads this module when the first of them is asked for: the command line answers `--help` without it, and
-without JAX. `calibrate`, `compare`, `Engine`, `eval`, `plan` and `tune` are loaded when they are used.
+`kvqjax` loads this module when the first of them is asked for: the command line answers `--help`
+without it, and without JAX. `calibrate`, `compare`, `Engine`, `eval`, `plan` and `tune` are loaded
+when they are used.
 """
 
 import importlib
@@ -14,7 +15,17 @@ from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.pages import PagePool, copy_page, with_pages, without_pages
 from kvqjax.cache.pieces import cut, join
 from kvqjax.cache.runs import pages_needed
-from kvqjax.cache.surgery import crop, evict, fork, gather, insert, repeat, resize, row_axes, snapshot
+from kvqjax.cache.surgery import (
+    crop,
+    evict,
+    fork,
+    gather,
+    insert,
+    repeat,
+    resize,
+    row_axes,
+    snapshot,
+)
 from kvqjax.generation.beam import beam_search
 from kvqjax.generation.decoding import Generated, generate, stream
 from kvqjax.generation.session import Session

@@ -1,4 +1,5 @@
-"""Rows of figures as plain text that fits the terminal, no cell broken inside a word, and as HTML for notebooks."""
+"""Rows of figures as plain text that fits the terminal, no cell broken inside a word, and as HTML
+for notebooks."""
 
 import html
 import itertools
@@ -6,8 +7,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-__all__ = ["Row", "Section", "Table", "cell", "fits", "size", "table", "terminal_width"]
 
 Row = dict[str, Any]
 GAP = 2  # spaces between columns
@@ -37,11 +36,14 @@ def cell(name: str, value: Any) -> str:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Lines of at most `width` characters, or of one word that is longer."""
-    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
 
 
 def _widths(columns: list[list[str]], room: int) -> list[int] | None:
-    """A width for every column within `room`, none below its longest word; None where there is not so much room."""
+    """A width for every column within `room`, none below its longest word; None where there is not
+    so much room."""
     room -= GAP * (len(columns) - 1)
     wanted = [max(map(len, column)) for column in columns]
     if sum(wanted) <= room:
@@ -61,13 +63,18 @@ def _line(cells: list[str], widths: list[int], right: list[bool]) -> list[str]:
     lines = []
     for parts in itertools.zip_longest(*pieces, fillvalue=""):
         placed = zip(parts, widths, right, strict=True)
-        lines.append((" " * GAP).join(p.rjust(w) if r else p.ljust(w) for p, w, r in placed).rstrip())
+        lines.append(
+            (" " * GAP).join(p.rjust(w) if r else p.ljust(w) for p, w, r in placed).rstrip()
+        )
     return lines
 
 
 def _grid(rows: list[Row], names: list[str], room: int) -> list[list[str]] | None:
     """Lines of the header and of every row, or None where they do not fit `room`."""
-    heads, cells = [n.replace("_", " ") for n in names], [[cell(n, row[n]) for n in names] for row in rows]
+    heads, cells = (
+        [n.replace("_", " ") for n in names],
+        [[cell(n, row[n]) for n in names] for row in rows],
+    )
     widths = _widths([list(column) for column in zip(heads, *cells, strict=True)], room)
     if widths is None:
         return None
@@ -82,9 +89,14 @@ def _named(rows: list[Row], names: list[str], width: int) -> list[list[str]] | N
     grid = _grid(rows, [n for n in names if n not in words], width - GAP)
     if grid is None:
         return None
-    above = [", ".join(words).replace("_", " "), *(", ".join(cell(n, row[n]) for n in words) for row in rows)]
+    above = [
+        ", ".join(words).replace("_", " "),
+        *(", ".join(cell(n, row[n]) for n in words) for row in rows),
+    ]
     named = zip(above, grid, strict=True)
-    return [[*_wrapped(name, width), *(" " * GAP + line for line in lines)] for name, lines in named]
+    return [
+        [*_wrapped(name, width), *(" " * GAP + line for line in lines)] for name, lines in named
+    ]
 
 
 def _cards(rows: list[Row], names: list[str], width: int) -> list[str]:
@@ -105,23 +117,32 @@ def fits(rows: list[Row], width: int) -> bool:
     return _grid(rows, list(rows[0]), width) is not None
 
 
-def table(rows: list[Row], width: int, title: str = "", caption: str = "", alike: bool = True) -> list[str]:
-    """Lines of at most `width` characters for rows of equal keys. What is the same in all rows is said once, below, if
-    `alike`.
-    Where the columns do not fit, names and other words take a line of their own; where that is not enough, every
-    figure does. Only a word that is longer than `width` makes a longer line."""
+def table(
+    rows: list[Row], width: int, title: str = "", caption: str = "", alike: bool = True
+) -> list[str]:
+    """Lines of at most `width` characters for rows of equal keys. What is the same in all rows is
+    said once, below, if `alike`.
+    Where the columns do not fit, names and other words take a line of their own; where that is not
+    enough, every figure does. Only a word that is longer than `width` makes a longer line."""
     head = _wrapped(title, width) if title else []
     if not rows:
         return [*head, "(nothing)", *(_wrapped(caption, width) if caption else [])]
     first, *others = rows[0]
-    same = [n for n in others if alike and len(rows) > 1 and all(row[n] == rows[0][n] for row in rows)]
+    same = [
+        n for n in others if alike and len(rows) > 1 and all(row[n] == rows[0][n] for row in rows)
+    ]
     names = [first, *(n for n in others if n not in same)]
     grid = _grid(rows, names, width)
     if grid is None and len(rows) > 1:
         grid = _named(rows, names, width)
     body = _cards(rows, names, width) if grid is None else list(itertools.chain.from_iterable(grid))
     told = ", ".join(f"{name.replace('_', ' ')} {cell(name, rows[0][name])}" for name in same)
-    notes = [line for text in (told and f"all rows: {told}", caption) if text for line in _wrapped(text, width)]
+    notes = [
+        line
+        for text in (told and f"all rows: {told}", caption)
+        if text
+        for line in _wrapped(text, width)
+    ]
     return [line.replace(TIE, " ") for line in (*head, *body, *notes)]
 
 
@@ -131,8 +152,8 @@ def terminal_width() -> int:
 
 
 class Section(NamedTuple):
-    """A part of a printed table: a title, rows of equal keys, and a note below them. `across`: a column for each row,
-    where the width allows it."""
+    """A part of a printed table: a title, rows of equal keys, and a note below them. `across`: a
+    column for each row, where the width allows it."""
 
     title: str
     rows: list[Row]
@@ -142,7 +163,10 @@ class Section(NamedTuple):
     def turned(self) -> list[Row]:
         """The same figures with a column for each row."""
         first, *names = self.rows[0]
-        return [{"": name} | {cell(first, row[first]): cell(name, row[name]) for row in self.rows} for name in names]
+        return [
+            {"": name} | {cell(first, row[first]): cell(name, row[name]) for row in self.rows}
+            for name in names
+        ]
 
     def lines(self, width: int) -> list[str]:
         """Text of at most `width` characters a line."""
@@ -154,14 +178,22 @@ class Section(NamedTuple):
         if fits(turned, width):
             return table(turned, width, self.title, self.note, alike=False)
         title, note = (_wrapped(text, width) if text else [] for text in (self.title, self.note))
-        return [line.replace(TIE, " ") for line in (*title, *_cards(self.rows, list(self.rows[0]), width), *note)]
+        return [
+            line.replace(TIE, " ")
+            for line in (*title, *_cards(self.rows, list(self.rows[0]), width), *note)
+        ]
 
     def html(self) -> str:
         """An HTML table between its title and its note."""
         rows = self.turned() if self.across and self.rows else self.rows
         names = [name.replace("_", " ") for name in rows[0]] if rows else []
-        cells = [[cell(name, value).replace(TIE, " ") for name, value in row.items()] for row in rows]
-        line = lambda tag, row: "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row) + "</tr>"  # noqa: E731
+        cells = [
+            [cell(name, value).replace(TIE, " ") for name, value in row.items()] for row in rows
+        ]
+
+        def line(tag, row):
+            return "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row) + "</tr>"
+
         said = [f"<p>{html.escape(text)}</p>" if text else "" for text in (self.title, self.note)]
         if not rows and self.title:
             return said[0]
@@ -169,11 +201,13 @@ class Section(NamedTuple):
 
 
 class Table(list):
-    """Rows, each a dict with the same keys: a list like any other, which `pandas.DataFrame(rows)` takes. It prints as a
-    table as wide as the terminal, and shows as a table in a notebook. `about` is what holds for all rows: versions,
-    data, seed."""
+    """Rows, each a dict with the same keys: a list like any other, which `pandas.DataFrame(rows)`
+    takes. It prints as a table as wide as the terminal, and shows as a table in a notebook. `about`
+    is what holds for all rows: versions, data, seed."""
 
-    def __init__(self, rows: Iterable[Row] = (), sections: Iterable[Section] = (), about: Row | None = None):
+    def __init__(
+        self, rows: Iterable[Row] = (), sections: Iterable[Section] = (), about: Row | None = None
+    ):
         super().__init__(rows)
         self.sections = tuple(sections) or (Section("", list(self)),)
         self.about = about or {}

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["alternating_seconds", "machine", "median_seconds", "memory", "product_rate"]
-
 
 def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Wall-clock seconds until what each call returns is ready, `repeats` rounds of all calls in turn, so that what
-    slows the machine for a while slows them all; after a round that compiles and warms up."""
+    """Wall-clock seconds until what each call returns is ready, `repeats` rounds of all calls in
+    turn, so that what slows the machine for a while slows them all; after a round that compiles and
+    warms up."""
     spent: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
         for call, times in zip(calls, spent, strict=True):
@@ -27,11 +26,14 @@ def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> lis
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Median wall-clock seconds until what `call()` returns is ready, after one call that compiles and warms up."""
+    """Median wall-clock seconds until what `call()` returns is ready, after one call that compiles
+    and warms up."""
     return statistics.median(alternating_seconds([call], repeats)[0])
 
 
-def product_rate(size: int = 1024, repeats: int = 3, inner: int = 4, dtype: str = "float32") -> float:
+def product_rate(
+    size: int = 1024, repeats: int = 3, inner: int = 4, dtype: str = "float32"
+) -> float:
     """Floating point operations per second of a chain of `inner` matrix products [size, size]."""
 
     @jax.jit
@@ -48,7 +50,9 @@ def memory() -> int | None:
     stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats.get("bytes_limit")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    )
 
 
 def machine() -> dict[str, Any]:

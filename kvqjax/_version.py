@@ -1,8 +1,7 @@
 """The version of the library. The package's metadata (pyproject.toml) read it here.
 
-Between two releases it is the next one with `.dev0`. CHANGELOG.md, CITATION.cff and README.md name the same version.
+Between two releases it is the next one with `.dev0`. CHANGELOG.md, CITATION.cff and README.md name
+the same version.
 """
-
-__all__ = ["__version__"]
 
 __version__ = "0.6.0.dev0"

@@ -1,4 +1,5 @@
-"""Checks for codecs and methods of your own: what every cache of this library keeps to, on a small random model.
+"""Checks for codecs and methods of your own: what every cache of this library keeps to, on a small
+random model.
 
     from kvqjax.testing import check_codec, check_method
 
@@ -49,8 +50,8 @@ SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another or
 
 
 def small_model(**changes) -> Model:
-    """A random Llama of 2 layers, width 128, 4 query and 2 KV heads of 32, 64 tokens, float32; fields of `ModelConfig`
-    may be changed."""
+    """A random Llama of 2 layers, width 128, 4 query and 2 KV heads of 32, 64 tokens, float32;
+    fields of `ModelConfig` may be changed."""
     sizes: dict[str, Any] = {"vocab_size": 64, "width": 128, "mlp_width": 128, "num_layers": 2}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     config = ModelConfig(**(sizes | changes))
@@ -60,7 +61,9 @@ def small_model(**changes) -> Model:
 def _vectors(tokens: int, width: int) -> Float[Array, "u W"]:
     """Signed, some channels large or on an offset, now and then an outlier."""
     random = np.random.default_rng(0)
-    x = random.normal(size=(tokens, width)) * np.exp(random.normal(size=width)) + 4 * random.normal(size=width)
+    x = random.normal(size=(tokens, width)) * np.exp(random.normal(size=width)) + 4 * random.normal(
+        size=width
+    )
     x += 20 * (random.random((tokens, width)) < 0.003)
     return jnp.asarray(x, jnp.float32)
 
@@ -70,11 +73,16 @@ def _equal(ours, theirs) -> bool:
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None = None) -> list[str]:
-    """Check the codec that `spec` builds for vectors of `width` channels; `constants` are what it declares in `needs`.
-    Returns the names of the checks. Raises AssertionError where one does not hold, UserError for missing constants."""
+def check_codec(
+    spec: CodecSpec, width: int, constants: dict[str, Array] | None = None
+) -> list[str]:
+    """Check the codec that `spec` builds for vectors of `width` channels; `constants` are what it
+    declares in `needs`. Returns the names of the checks. Raises AssertionError where one does not
+    hold, UserError for missing constants."""
     built: list[Codec] = []
-    jax.eval_shape(lambda: built.append(spec.build(width)))  # what it keeps from inside a trace must not be a tracer
+    jax.eval_shape(
+        lambda: built.append(spec.build(width))
+    )  # what it keeps from inside a trace must not be a tracer
     codec, stored = built[0], constants or {}
     for name, shape in codec.needs.items():
         if name not in stored or stored[name].shape != shape:
@@ -83,23 +91,38 @@ def check_codec(spec: CodecSpec, width: int, constants: dict[str, Array] | None 
     x = _vectors(4 * codec.unit, width)
     tiles = [encode(part) for part in jnp.split(x, 4)]
     assert _equal(tiles[0], encode(x[: codec.unit])), "encode: equal vectors give different words"
-    assert set(tiles[0]) == set(codec.fields), f"encode gives {sorted(tiles[0])}, the fields are {sorted(codec.fields)}"
+    assert set(tiles[0]) == set(codec.fields), (
+        f"encode gives {sorted(tiles[0])}, the fields are {sorted(codec.fields)}"
+    )
     single = [decode(tile) for tile in tiles]
-    assert single[0].shape == (codec.unit, width), f"decode gives {single[0].shape} of {(codec.unit, width)}"
+    assert single[0].shape == (codec.unit, width), (
+        f"decode gives {single[0].shape} of {(codec.unit, width)}"
+    )
     both = decode(jax.tree.map(lambda *parts: jnp.stack(parts), *tiles))
-    assert _equal(both, jnp.stack(single)), "decode: tiles with an axis in front come back otherwise than one by one"
+    assert _equal(both, jnp.stack(single)), (
+        "decode: tiles with an axis in front come back otherwise than one by one"
+    )
     error, variance = float(((both.reshape(x.shape) - x) ** 2).mean()), float(x.var(0).mean())
-    bits = max(1.0, sum(f.packing.token_bits for f in codec.fields.values() if f.role == "payload") / width)
-    # Codes of few bits may err by more than the variance, but not by more than a step of such codes between the least
-    # and the greatest number. Twice the variance, because these vectors suit no codec in particular.
+    bits = max(
+        1.0, sum(f.packing.token_bits for f in codec.fields.values() if f.role == "payload") / width
+    )
+    # Codes of few bits may err by more than the variance, but not by more than a step of such codes
+    # between the least and the greatest number. Twice the variance, because these vectors suit no
+    # codec in particular.
     step = float(x.max() - x.min()) / (2**bits - 1)
-    better = "their means alone" if 2 * variance > step**2 else f"any {bits:.3g} bits from the least to the greatest"
+    better = (
+        "their means alone"
+        if 2 * variance > step**2
+        else f"any {bits:.3g} bits from the least to the greatest"
+    )
     assert error < max(2 * variance, step**2), (
         f"decode: its error is {error / variance:.3g} of the vectors' variance; {better} would do better"
     )
     for name, value in {"zeros": 0.0, "equal numbers": 3.0, "large numbers": 6e4}.items():
         back = decode(encode(jnp.full((codec.unit, width), value)))
-        assert bool(jnp.isfinite(back).all()), f"a tile of {name} comes back with numbers that are not finite"
+        assert bool(jnp.isfinite(back).all()), (
+            f"a tile of {name} comes back with numbers that are not finite"
+        )
     return ["tracers", "determinism", "fields", "leading axes", "error", "finite"]
 
 
@@ -112,7 +135,9 @@ class _Subject(NamedTuple):
     tokens: Array
     counts: Array
 
-    def fill(self, rows=slice(None), size: int = PIECE, layers: str | None = None) -> tuple[Array, Cache]:
+    def fill(
+        self, rows=slice(None), size: int = PIECE, layers: str | None = None
+    ) -> tuple[Array, Cache]:
         """Logits of each row's last token, and its cache, filled `size` tokens at a time."""
         tokens, counts = self.tokens[rows], self.counts[rows]
         cache = init_cache(self.model, self.method, len(tokens), CAPACITY, layers=layers)
@@ -139,19 +164,27 @@ def _close(ours, theirs, what: str) -> None:
 
 def _encodes(subject: _Subject) -> None:
     flushed = [int(f.max()) for run in subject.fill()[1].runs for f in run.flushed]
-    assert not flushed or max(flushed) > 0, f"no token of {LENGTH} is encoded; give a smaller window"
+    assert not flushed or max(flushed) > 0, (
+        f"no token of {LENGTH} is encoded; give a smaller window"
+    )
 
 
 def _rows(subject: _Subject) -> None:
     together = subject.fill()[0]
     for row in range(ROWS):
-        _close(together[row], subject.fill(slice(row, row + 1))[0][0], f"row {row} in a batch and alone")
+        _close(
+            together[row],
+            subject.fill(slice(row, row + 1))[0][0],
+            f"row {row} in a batch and alone",
+        )
 
 
 def _pieces(subject: _Subject) -> None:
     whole, parts = subject.fill(size=LENGTH)[1], subject.fill(size=PIECE)[1]
     for a, b in zip(whole.runs, parts.runs, strict=True):
-        assert _equal(a.flushed, b.flushed), "a prompt in pieces and at once has encoded other tokens"
+        assert _equal(a.flushed, b.flushed), (
+            "a prompt in pieces and at once has encoded other tokens"
+        )
 
 
 def _numbers(subject: _Subject) -> None:
@@ -172,7 +205,9 @@ def _surgery(subject: _Subject) -> None:
     assert int(emptied.lengths[0]) == 0, "evict: the row still has tokens"
     _close(subject.continued(emptied)[1], wanted[1], "evict of the other row")
     longer = _forward(subject.model, jnp.full((ROWS, 1), 7), jnp.ones(ROWS, jnp.int32), cache)[1]
-    if _equal([run.flushed for run in cache.runs], [run.flushed for run in longer.runs]):  # else a token became codes
+    if _equal(
+        [run.flushed for run in cache.runs], [run.flushed for run in longer.runs]
+    ):  # else a token became codes
         _close(subject.continued(crop(longer, cache.lengths)), wanted, "crop")
 
 
@@ -189,19 +224,28 @@ def _saved(subject: _Subject) -> None:
 
 
 def _layers(subject: _Subject) -> None:
-    _close(subject.fill(layers="unroll")[0], subject.fill(layers="scan")[0], "layers as a list and as a stack")
+    _close(
+        subject.fill(layers="unroll")[0],
+        subject.fill(layers="scan")[0],
+        "layers as a list and as a stack",
+    )
 
 
 def _bytes(subject: _Subject) -> None:
     cache = init_cache(subject.model, subject.method, ROWS, CAPACITY)
     stored = array_bytes(cache)
-    assert ledger(cache).bytes == stored, f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {stored}"
+    assert ledger(cache).bytes == stored, (
+        f"the ledger counts {ledger(cache).bytes} bytes, the arrays hold {stored}"
+    )
 
 
 def _tracers(subject: _Subject) -> None:
-    """First, and with a capacity of its own: what is built inside a trace is kept, and used outside."""
+    """First, and with a capacity of its own: what is built inside a trace is kept, and used
+    outside."""
     make = functools.partial(init_cache, subject.model, subject.method, ROWS, CAPACITY + PIECE)
-    assert jax.tree.structure(jax.eval_shape(make)) == jax.tree.structure(make()), "a traced cache has another form"
+    assert jax.tree.structure(jax.eval_shape(make)) == jax.tree.structure(make()), (
+        "a traced cache has another form"
+    )
 
 
 CHECKS: dict[str, Callable[[_Subject], None]] = {
@@ -218,14 +262,21 @@ CHECKS: dict[str, Callable[[_Subject], None]] = {
 
 
 def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
-    """Check caches of `method` for `model`, by default `small_model()`; a calibrated method needs a model that holds
-    its constants. A prompt in pieces and at once, rows in a batch and alone, layers as a stack and as a list, gather,
-    fork, insert, evict, crop, saving, and the ledger against the arrays. Returns the names of the checks. Raises
-    AssertionError with one line where one does not hold."""
+    """Check caches of `method` for `model`, by default `small_model()`; a calibrated method needs a
+    model that holds its constants. A prompt in pieces and at once, rows in a batch and alone,
+    layers as a stack and as a list, gather, fork, insert, evict, crop, saving, and the ledger
+    against the arrays. Returns the names of the checks. Raises AssertionError with one line where
+    one does not hold."""
     model, method = model or small_model(), parse(method)
-    missing = [name for run in runs_of(init_cache(model, method, 1, 1).layout) for name in run.wiring.wanted()]
+    missing = [
+        name
+        for run in runs_of(init_cache(model, method, 1, 1).layout)
+        for name in run.wiring.wanted()
+    ]
     if missing and not model.constants:
-        raise UserError(f"{method} is calibrated; give a model with its constants (Model.with_artifact)")
+        raise UserError(
+            f"{method} is calibrated; give a model with its constants (Model.with_artifact)"
+        )
     tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, model.config.vocab_size)
     subject = _Subject(model, method, tokens, jnp.asarray([LENGTH, LENGTH - 83]))
     for check in CHECKS.values():
@@ -235,9 +286,13 @@ def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
 
 # Positions 0 to 63 and 500 to 563: float32 angles are exact to 3e-5 there.
 ROPE_TOKENS, ROPE_FAR = 64, 500
-ROPE_BOUND = 1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
+ROPE_BOUND = (
+    1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
+)
 
-Turning = Callable[[Float[Array, "B T N D"], Any], Any]  # keys or queries and their positions [B, T] -> rotated
+Turning = Callable[
+    [Float[Array, "B T N D"], Any], Any
+]  # keys or queries and their positions [B, T] -> rotated
 
 
 def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
@@ -246,15 +301,15 @@ def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
     Args:
         shape: the model's shape, with a rope.
         layer: the number of the layer whose rope is compared; ropes may differ by layer.
-        theirs: the model's function. It takes an array [2, 64, num_kv_heads, head_dim] and positions [2, 64], and
-            returns the array rotated.
+        theirs: the model's function. It takes an array [2, 64, num_kv_heads, head_dim] and
+            positions [2, 64], and returns the array rotated.
 
     Returns:
         The names of the comparisons.
 
     Raises:
-        AssertionError: the two differ, with a line that says how: the channels that are turned, how they are paired,
-            the direction, or the first pair of another angle.
+        AssertionError: the two differ, with a line that says how: the channels that are turned, how
+            they are paired, the direction, or the first pair of another angle.
         UserError: the layer does not exist, or has no rope.
     """
     number = check_integer("layer", layer, 0, shape.num_layers - 1)
@@ -262,9 +317,13 @@ def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:
     if config.rope is None:
         raise UserError(f"layer {number} of the shape has no rope; its keys come rotated")
     positions = jnp.stack([jnp.arange(ROPE_TOKENS), jnp.arange(ROPE_TOKENS) + ROPE_FAR])
-    x = jax.random.normal(jax.random.key(0), (*positions.shape, config.num_kv_heads, config.head_dim))
+    x = jax.random.normal(
+        jax.random.key(0), (*positions.shape, config.num_kv_heads, config.head_dim)
+    )
     got = jnp.asarray(theirs(x, positions))
-    assert got.shape == x.shape, f"layer {number}: their function gives shape {got.shape} of {x.shape}"
+    assert got.shape == x.shape, (
+        f"layer {number}: their function gives shape {got.shape} of {x.shape}"
+    )
     if not _near(_rotated(x, positions, config), got):
         raise AssertionError(f"layer {number}: {_other_turn(config, x, positions, got, theirs)}")
     return ["near positions", "far positions"]
@@ -286,10 +345,13 @@ def _other_turn(config: KVShape, x: Array, positions: Array, got: Array, theirs:
     if _near(_rotated(x, -positions, config), got):
         return "their function turns in the other direction"
     for pairs in PAIRS:
-        if _near(_rotated(x, positions, dataclasses.replace(config, rope=_paired(config, pairs))), got):
+        if _near(
+            _rotated(x, positions, dataclasses.replace(config, rope=_paired(config, pairs))), got
+        ):
             return f"their function pairs channels as a Rope with pairs={pairs!r} does, this one has {config.pairs!r}"
     turned, moved = (
-        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND) for made in (_rotated(x, positions, config), got)
+        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND)
+        for made in (_rotated(x, positions, config), got)
     )
     if len(moved) != len(turned):
         return f"their function turns {len(moved)} of {config.head_dim} channels, this rope {len(turned)}"
@@ -303,10 +365,15 @@ def _paired(config: KVShape, pairs: str) -> RopeConfig:
 
 
 def _other_angle(config: KVShape, theirs: Turning) -> str:
-    """Say which pair of channels is the first that turns by another angle, measured from one position to the next."""
+    """Say which pair of channels is the first that turns by another angle, measured from one
+    position to the next."""
     positions = jnp.stack([jnp.arange(ROPE_TOKENS)] * 2)
     for pair in range(config.head_dim // 2):
-        unit = jnp.zeros((*positions.shape, config.num_kv_heads, config.head_dim)).at[..., pair].set(1.0)
+        unit = (
+            jnp.zeros((*positions.shape, config.num_kv_heads, config.head_dim))
+            .at[..., pair]
+            .set(1.0)
+        )
         unit = as_given(unit, config)
         both = _rotated(unit, positions, config), jnp.asarray(theirs(unit, positions))
         made = [np.asarray(in_halves(turned, config))[0, 1, 0] for turned in both]

@@ -1,10 +1,12 @@
 """Adapters between codecs and kernels.
 
-A codec knows nothing of kernels. A kernel wants two things: a spec that describes how keys and values are stored, and a
-body that holds the stored fields under the kernel's names. An adapter makes both for a pair of codecs.
+A codec knows nothing of kernels. A kernel wants two things: a spec that describes how keys and
+values are stored, and a body that holds the stored fields under the kernel's names. An adapter
+makes both for a pair of codecs.
 
-There is one adapter for each type of key codec. It gives None where no kernel reads such keys beside the given values.
-A codec of another package brings its adapter as a method `packed` of its own (`Packable`)."""
+There is one adapter for each type of key codec. It gives None where no kernel reads such keys
+beside the given values. A codec of another package brings its adapter as a method `packed` of its
+own (`Packable`)."""
 
 import dataclasses
 import functools
@@ -30,20 +32,20 @@ from kvqjax.pallas_kernels.forms import Spec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts, uniform_body
 
-__all__ = ["Packable", "Packed", "packed_form", "rope_of", "turns_alike"]
-
 
 class Packed(NamedTuple):
     """Describes how a kernel reads a body as it is stored.
 
     Attributes:
         spec: what is static about the body.
-        body: body(weights, constants, stored, positions) makes the body of the spec's kind, such as PackedBody for
-            PackedSpec. `weights` are the layer's, `constants` those of its sources' codecs. `stored` is {source:
-            {field: arrays}}. `positions` [n] say where each of n equal stretches of tokens begins in the sequence.
-        trusted: the chip itself checked the kernel, or the user forces it. The table of kernels is not asked then.
-        straight: something reads the stored words without decoding all of them first: a kernel of the cache's chip, or
-            the plain form of uniform codes.
+        body: body(weights, constants, stored, positions) makes the body of the spec's kind, such as
+            PackedBody for PackedSpec. `weights` are the layer's, `constants` those of its sources'
+            codecs. `stored` is {source: {field: arrays}}. `positions` [n] say where each of n equal
+            stretches of tokens begins in the sequence.
+        trusted: the chip itself checked the kernel, or the user forces it. The table of kernels is
+            not asked then.
+        straight: something reads the stored words without decoding all of them first: a kernel of
+            the cache's chip, or the plain form of uniform codes.
     """
 
     spec: Spec
@@ -71,8 +73,8 @@ def packed_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
         shape: the model's.
 
     Returns:
-        The kernel's spec, and the function that names the stored fields as it wants them. None where no kernel reads
-        such keys beside such values.
+        The kernel's spec, and the function that names the stored fields as it wants them. None
+        where no kernel reads such keys beside such values.
     """
     if rope == "pre" and not turns_alike(shape):
         return None
@@ -104,7 +106,9 @@ def _packed_spec(key: Any, value: Any, rope: str, shape: KVShape, **fields: Any)
     """
     heads = {"kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
     before = rope_of(shape) if rope == "pre" else None
-    return PackedSpec(key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **fields)
+    return PackedSpec(
+        key_bits=key.bits, value_bits=value.bits, scales=value.dtype, rope=before, **heads, **fields
+    )
 
 
 # ---- Exact vectors ----
@@ -125,8 +129,8 @@ def _exact(key: Exact, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
 
 
 def _uniform(key: Uniform, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-    """Keys with scales per channel (KIVI), or per token and head (OSCAR). Values are uniform too, with scales per token
-    and of the same dtype."""
+    """Keys with scales per channel (KIVI), or per token and head (OSCAR). Values are uniform too,
+    with scales per token and of the same dtype."""
     if not isinstance(value, Uniform) or (value.along, value.dtype) != ("channels", key.dtype):
         return None
     groups = {"key_group": key.group, "value_group": min(value.group, shape.kv_width)}
@@ -142,7 +146,9 @@ def _clipped(key: Clipped, value: CodecSpec, rope: str, shape: KVShape) -> Packe
     return packed_form(key.inner, value.inner if isinstance(value, Clipped) else value, rope, shape)
 
 
-def _with_factors(plain: Packed | None, dtype: str, parts: int, values: bool = False) -> Packed | None:
+def _with_factors(
+    plain: Packed | None, dtype: str, parts: int, values: bool = False
+) -> Packed | None:
     """Add factors to the form of uniform codes with keys after RoPE.
 
     Args:
@@ -152,16 +158,22 @@ def _with_factors(plain: Packed | None, dtype: str, parts: int, values: bool = F
         values: whether values have factors too, one for each channel and group of tokens.
 
     Returns:
-        The form with factors; None for other forms: no kernel reads factors of signposts or grids, or of keys that it
-        rotates itself.
+        The form with factors; None for other forms: no kernel reads factors of signposts or grids,
+        or of keys that it rotates itself.
     """
     if plain is None or not isinstance(plain.spec, PackedSpec):
         return None
-    if plain.spec.datatype != "uniform" or plain.spec.rope is not None or plain.spec.scales != dtype:
+    if (
+        plain.spec.datatype != "uniform"
+        or plain.spec.rope is not None
+        or plain.spec.scales != dtype
+    ):
         return None
 
     def body(weights, constants, stored, positions) -> PackedBody:
-        read = plain.body(weights, constants, stored, positions)._replace(key_factor=stored["k"]["factor"][0])
+        read = plain.body(weights, constants, stored, positions)._replace(
+            key_factor=stored["k"]["factor"][0]
+        )
         return read._replace(value_factor=stored["v"]["factor"][0]) if values else read
 
     return Packed(dataclasses.replace(plain.spec, key_factors=parts, value_factors=values), body)
@@ -191,18 +203,27 @@ def _nuq(key: Nuq, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None
         return None
     width = shape.kv_width
     slots = {"key_slots": key.slot_count(width), "value_slots": value.slot_count(width)}
-    spec = _packed_spec(key, value, rope, shape, datatype="nuq", key_group=0, value_group=width, **slots)
+    spec = _packed_spec(
+        key, value, rope, shape, datatype="nuq", key_group=0, value_group=width, **slots
+    )
     return Packed(spec, functools.partial(_nuq_body, key, value))
 
 
 def _nuq_body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> PackedBody:
-    """Name the stored fields as kernels name them, with each channel's range and both tables of signposts."""
+    """Name the stored fields as kernels name them, with each channel's range and both tables of
+    signposts."""
     keys, values = stored["k"], stored["v"]
     centre, scale = channel_range(constants["k"])
     (value_scale,), (value_low,) = values["scale"], values["centre"]
-    tables = Signposts(read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {})))
-    dense = PackedBody(keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables)
-    (key_outliers,), (value_outliers,) = (fields.get("outliers", (None,)) for fields in (keys, values))
+    tables = Signposts(
+        read_signposts(key, constants["k"]), read_signposts(value, constants.get("v", {}))
+    )
+    dense = PackedBody(
+        keys["codes"], scale, centre, values["codes"], value_scale, value_low, positions, tables
+    )
+    (key_outliers,), (value_outliers,) = (
+        fields.get("outliers", (None,)) for fields in (keys, values)
+    )
     return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)
 
 
@@ -210,8 +231,8 @@ def _nuq_body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> Pa
 
 
 def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
-    """Keys before RoPE and values, both in pairs of channels and groups of a power of two whole heads, without random
-    signs, and with the transform in the codec."""
+    """Keys before RoPE and values, both in pairs of channels and groups of a power of two whole
+    heads, without random signs, and with the transform in the codec."""
     if not isinstance(value, Higgs) or rope != "pre" or key.rotated or value.rotated:
         return None
     parameters = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]

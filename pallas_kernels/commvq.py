@@ -1,8 +1,9 @@
 """The arguments of a kernel on CommVQ's codes (arXiv 2506.18879, sections 4.1 and 4.2).
 
-Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) per round and KV head
-(kvqjax.codecs.commvq_keys). Values are stored as N bits a token, shared by all heads, and a gain. A kernel returns the
-means of gain * bits, and the caller multiplies them by the codebook (kvqjax.methods.layer_cache.SharedValues)."""
+Keys before RoPE are k = prescale sum_r (C_r[A_r] + j C_r[B_r]) with one pair of levels (A, B) per
+round and KV head (kvqjax.codecs.commvq_keys). Values are stored as N bits a token, shared by all
+heads, and a gain. A kernel returns the means of gain * bits, and the caller multiplies them by the
+codebook (kvqjax.methods.layer_cache.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,15 +13,14 @@ from jaxtyping import Array, Float, Int, UInt
 
 from kvqjax.pallas_kernels.packed import Rope
 
-__all__ = ["CommVQBody", "CommVQSpec", "decoding_matrix"]
-
 
 class CommVQBody(NamedTuple):
     """The stored fields of one run of layers, as `kvqjax.ops.packing` writes them, with S slots.
 
-    Words of key codes lie along the lanes, one array per plane set. Their rows are the levels of a token, in the order
-    (round, A or B, head). Words of value bits lie along the rows. bfloat16 numbers are stored as the integers that hold
-    their bits. `matrix` is from `decoding_matrix`, `positions` are as in `PackedBody`."""
+    Words of key codes lie along the lanes, one array per plane set. Their rows are the levels of a
+    token, in the order (round, A or B, head). Words of value bits lie along the rows. bfloat16
+    numbers are stored as the integers that hold their bits. `matrix` is from `decoding_matrix`,
+    `positions` are as in `PackedBody`."""
 
     key_codes: tuple[UInt[Array, "L B R2K _"], ...]
     prescale: UInt[Array, "L B _ S"]
@@ -69,9 +69,12 @@ class CommVQSpec:
 def decoding_matrix(codebook: Float[Array, "R K V D"]) -> Float[Array, "KD R2V"]:
     """Make the matrix that turns one-hot columns of a token's levels into its keys, bfloat16.
 
-    Its rows are the channels of every head. Its columns are, round after round, the levels of A and then those of B."""
+    Its rows are the channels of every head. Its columns are, round after round, the levels of A and
+    then those of B."""
     rounds, heads, levels, dim = codebook.shape
     codebook = codebook.astype(jnp.bfloat16)
     real, imag = jnp.split(codebook, 2, axis=-1)
-    parts = jnp.stack([codebook, jnp.concatenate([-imag, real], axis=-1)])  # multiplied by j: a quarter turn
+    parts = jnp.stack(
+        [codebook, jnp.concatenate([-imag, real], axis=-1)]
+    )  # multiplied by j: a quarter turn
     return parts.transpose(2, 4, 1, 0, 3).reshape(heads * dim, 2 * rounds * levels)

@@ -1,9 +1,11 @@
-"""Attend to packed bodies on the chip that a program is compiled for: by a kernel where there is one, else in jnp.
+"""Attend to packed bodies on the chip that a program is compiled for: by a kernel where there is
+one, else in jnp.
 
-The caller brings a plain computation in jnp with the same result. `spec.target` chooses between the two while the
-program is traced, so that a program for a TPU or GPU can be compiled on a machine without one. When the program is
-lowered, the platform is checked as well: a program that was traced for one chip and is lowered for another platform
-gets the plain computation."""
+The caller brings a plain computation in jnp with the same result. `spec.target` chooses between the
+two while the program is traced, so that a program for a TPU or GPU can be compiled on a machine
+without one. When the program is
+lowered, the platform is checked as well: a program that was traced for one chip and is lowered for
+another platform gets the plain computation."""
 
 import functools
 import importlib
@@ -25,8 +27,6 @@ from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
-
-__all__ = ["MODULES", "at_once", "least_page", "packed_attention", "path", "takes_pages"]
 
 MOST_CALLS = 8  # of a kernel, where it cannot take all query rows of a KV head at once
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
@@ -50,11 +50,13 @@ def at_once(spec: Spec, group: int, length: int = 1) -> int:
         length: New tokens, T.
 
     Returns:
-        The number of query heads, the same for every call but the last. A call has no more query rows than the kernel
-        was compiled for. 0 where there is no kernel, or where too many calls would be needed."""
+        The number of query heads, the same for every call but the last. A call has no more query
+        rows than the kernel was compiled for. 0 where there is no kernel, or where too many calls
+        would be needed."""
     entry = lookup(form_of(spec), spec.target)
     most_heads = entry.most_rows // length if entry is not None else 0
-    # AQUA-KV's kernel rewrites the carry that flows from layer to layer, and so can be called only once.
+    # AQUA-KV's kernel rewrites the carry that flows from layer to layer, and so can be called only
+    # once.
     most_calls = 1 if isinstance(spec, PredictedSpec) else MOST_CALLS
     if not most_heads:
         return 0
@@ -78,7 +80,11 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     if spec.target == "cpu":
         return "reference"
     kernel, entry = family(spec.target), lookup(form_of(spec), spec.target)
-    if entry is None or (entry.level == COMPILED and not trusted) or not at_once(spec, group, length):
+    if (
+        entry is None
+        or (entry.level == COMPILED and not trusted)
+        or not at_once(spec, group, length)
+    ):
         return "reference"
     if kernel == "tpu" and slots % 256:  # what the widest product takes
         return "reference"
@@ -86,28 +92,31 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
 
 
 def least_page(spec: Spec) -> int:
-    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages. A tile lies in one page, so
-    that this is a tile's.
+    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages. A tile
+    lies in one page, so that this is a tile's.
 
-    By estimate a grid step has an overhead of a third of a microsecond, in which a v6e's memory brings the codes of
-    1000 keys and values of 1024 channels at 2 bits. Smaller tiles would wait for the grid."""
+    By estimate a grid step has an overhead of a third of a microsecond, in which a v6e's memory
+    brings the codes of 1000 keys and values of 1024 channels at 2 bits. Smaller tiles would wait
+    for the grid."""
     if not isinstance(spec, CommVQSpec):
         return TILE
-    # Words of key codes lie along the lanes. XLA would copy arrays with fewer than 128 of them to another layout, at
-    # every call.
+    # Words of key codes lie along the lanes. XLA would copy arrays with fewer than 128 of them to
+    # another layout, at every call.
     return max(TILE, LANES * PLANE // split_bits(spec.bits)[-1])
 
 
 def takes_pages(spec: Spec, chip: str | None, page: int) -> bool:
-    """Say whether the kernel of this kind of chip, "tpu" or "gpu", reads pages of `page` tokens by the table of pages.
+    """Say whether the kernel of this kind of chip, "tpu" or "gpu", reads pages of `page` tokens by
+    the table of pages.
 
-    A page must be whole tiles of every kernel, and for CommVQ whole blocks of 128 words. Powers of two are."""
+    A page must be whole tiles of every kernel, and for CommVQ whole blocks of 128 words. Powers of
+    two are."""
     return chip == "tpu" and page >= least_page(spec) and page.bit_count() == 1
 
 
 def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Callable[..., Partial]:
-    """Return a function that calls `kernel` repeatedly, on at most `count` query heads of each KV head at a time, and
-    puts the results together."""
+    """Return a function that calls `kernel` repeatedly, on at most `count` query heads of each KV
+    head at a time, and puts the results together."""
 
     def attend(q, *arguments) -> Partial:
         q = q.reshape(*q.shape[:2], spec.kv_heads, -1, q.shape[3])  # [B, T, K, G, D]
@@ -133,14 +142,17 @@ def packed_attention(
     trusted: bool = False,
     **also: Any,
 ) -> Any:
-    """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries to bfloat16.
+    """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries
+    to bfloat16.
 
     Args:
         without_kernel: Computes the same where no kernel runs.
         trusted: As in `path`.
-        also: What some kernels get as well. `recent`: tokens beside the body, to which a TPU's kernel for exact bodies
-            attends too. `carry`: what layers pass on to each other. `pages` [B, N]: the pages in which a row's tokens
-            lie, -1 where there is none, for bodies whose rows are pages (`takes_pages`).
+        also: What some kernels get as well. `recent`: tokens beside the body, to which a TPU's
+            kernel for exact bodies
+            attends too. `carry`: what layers pass on to each other. `pages` [B, N]: the pages in
+            which a row's tokens lie, -1 where there is none, for bodies whose rows are pages
+            (`takes_pages`).
 
     Returns:
         What `without_kernel` returns: attention, or with a carry (attention, carry)."""
@@ -149,9 +161,12 @@ def packed_attention(
     if chosen == "reference":
         return without_kernel()
 
-    # Imported only here: a jaxlib for TPUs need not have the compiler of GPU kernels, nor the other way round.
+    # Imported only here: a jaxlib for TPUs need not have the compiler of GPU kernels, nor the other
+    # way round.
     module = importlib.import_module(f"kvqjax.pallas_kernels.{chosen}.{MODULES[type(spec)]}")
     kernel = functools.partial(module.packed_attention, spec=spec, **also)
     count = at_once(spec, group, length)
     kernels = {PLATFORMS[chosen]: kernel if count == group else _shared_out(kernel, count, spec)}
-    return jax.lax.platform_dependent(q, body, layer, start, stop, **kernels, default=lambda *_: without_kernel())
+    return jax.lax.platform_dependent(
+        q, body, layer, start, stop, **kernels, default=lambda *_: without_kernel()
+    )

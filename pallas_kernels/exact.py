@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int, UInt
 
-__all__ = ["ExactBody", "ExactSpec", "Recent", "room"]
-
 ROOM = 16  # tokens: whole registers of bfloat16
 
 
@@ -17,8 +15,8 @@ def room(tokens: int) -> int:
 
 
 class ExactBody(NamedTuple):
-    """The stored fields of one run of layers: vectors of W = K*D channels in bfloat16, as the integers that hold their
-    bits."""
+    """The stored fields of one run of layers: vectors of W = K*D channels in bfloat16, as the
+    integers that hold their bits."""
 
     keys: UInt[Array, "L B S W"]
     values: UInt[Array, "L B S W"]
@@ -34,8 +32,8 @@ class Recent(NamedTuple):
     Attributes:
         held: (keys, values) of all layers, part by part: sinks, window.
         new: (keys, values) of the layer's new tokens.
-        seen: 1 where a query sees a token, else 0. The parts `held` and then `new` follow each other along the last
-            axis, each with `room` for its tokens."""
+        seen: 1 where a query sees a token, else 0. The parts `held` and then `new` follow each
+            other along the last axis, each with `room` for its tokens."""
 
     held: tuple[tuple[Float[Array, "L B n W"], Float[Array, "L B n W"]], ...]
     new: tuple[Float[Array, "B T W"], Float[Array, "B T W"]]

@@ -1,10 +1,12 @@
 """Kernel forms: which kernel reads which body.
 
-A form names one kernel. All that is known of the kernel is found by its form: its row of the table (`support`), whether
-a cache may use it (`choice`), its verdicts (`kvqjax.kernel_checks`) and its recorded bundles. The constants below are
-the shapes with which kernels were compiled; other shapes have no form.
+A form names one kernel. All that is known of the kernel is found by its form: its row of the table
+(`support`), whether a cache may use it (`choice`), its verdicts (`kvqjax.kernel_checks`) and its
+recorded bundles. The constants below are the shapes with which kernels were compiled; other shapes
+have no form.
 
-`Kernels` says which kernels a cache's programs may use: a static value, part of the cache's layout."""
+`Kernels` says which kernels a cache's programs may use: a static value, part of the cache's
+layout."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +23,10 @@ from kvqjax.pallas_kernels.predicted import PredictedSpec
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
 EXACT = 16  # bits of keys and values that are not coded
-EXACT_HEAD_DIMS, LANES = (64, 128), 128  # of exact bodies: head_dim, and what their width is a multiple of
+EXACT_HEAD_DIMS, LANES = (
+    (64, 128),
+    128,
+)  # of exact bodies: head_dim, and what their width is a multiple of
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
@@ -78,7 +83,10 @@ CUDNN = KernelForm("cudnn")  # NVIDIA's, for prompts on GPUs
 
 def _packed_form(spec: PackedSpec) -> KernelForm | None:
     bits = spec.key_bits, spec.value_bits
-    groups = spec.key_group, spec.value_group  # a key group of 0: scales that hold for all tokens, or per token
+    groups = (
+        spec.key_group,
+        spec.value_group,
+    )  # a key group of 0: scales that hold for all tokens, or per token
     if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
         return None
     if spec.datatype == "nuq":
@@ -106,11 +114,16 @@ def _latent_form(spec: LatentSpec) -> KernelForm | None:
     fits = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
     if not fits or stored.scales != "bfloat16" or shape not in LATENT_SHAPES:
         return None
-    return KernelForm("xquant", stored.key_bits, stored.value_bits, spec.head_dim, qk_norm=bool(spec.epsilon))
+    return KernelForm(
+        "xquant", stored.key_bits, stored.value_bits, spec.head_dim, qk_norm=bool(spec.epsilon)
+    )
 
 
 def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
-    shape, bits = (spec.kv_heads, spec.head_dim, spec.group), spec.key_bits // 2  # a code stands for two channels
+    shape, bits = (
+        (spec.kv_heads, spec.head_dim, spec.group),
+        spec.key_bits // 2,
+    )  # a code stands for two channels
     fits = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
     return KernelForm("higgs", bits, bits, spec.head_dim) if fits else None
 
@@ -118,7 +131,9 @@ def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
 def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
     bits = spec.value_width // (spec.kv_heads * spec.head_dim)
     rounds = COMMVQ_SHAPES.get((spec.levels, spec.kv_heads, spec.head_dim), {})
-    return KernelForm("commvq", bits, bits, spec.head_dim) if rounds.get(bits) == spec.rounds else None
+    return (
+        KernelForm("commvq", bits, bits, spec.head_dim) if rounds.get(bits) == spec.rounds else None
+    )
 
 
 def _exact_form(spec: ExactSpec) -> KernelForm | None:
@@ -131,7 +146,11 @@ def _predicted_form(spec: PredictedSpec) -> KernelForm | None:
     shape, bits = (codes.kv_heads, codes.head_dim, codes.group), codes.key_bits // 2
     fits = codes.key_bits == codes.value_bits and codes.scales == spec.dtype == "bfloat16"
     method = "aqua" if spec.mapped else "aqua, first layer"
-    return KernelForm(method, bits, bits, codes.head_dim) if fits and shape in PREDICTED_SHAPES else None
+    return (
+        KernelForm(method, bits, bits, codes.head_dim)
+        if fits and shape in PREDICTED_SHAPES
+        else None
+    )
 
 
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
@@ -145,7 +164,8 @@ MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
 
 
 def form_of(spec: Spec) -> KernelForm | None:
-    """Return the kernel form that reads bodies of `spec`; None where no kernel was written for them."""
+    """Return the kernel form that reads bodies of `spec`; None where no kernel was written for
+    them."""
     return MAKERS[type(spec)](spec)
 
 
@@ -157,8 +177,10 @@ class Kernels(NamedTuple):
 
     Attributes:
         asked: What the user asked for, one of KERNELS.
-        forms: The kernel forms that may run, SPLASH and CUDNN among them; None: those that the table trusts.
-        basis: Why these: "table" (none was checked), "checked" (on this very chip), "forced" or "off"."""
+        forms: The kernel forms that may run, SPLASH and CUDNN among them; None: those that the
+            table trusts.
+        basis: Why these: "table" (none was checked), "checked" (on this very chip), "forced" or
+        "off"."""
 
     asked: str = "auto"
     forms: tuple[KernelForm, ...] | None = None
@@ -171,7 +193,11 @@ class Kernels(NamedTuple):
     def text(self, target: str) -> str:
         """Say in one phrase what was asked, what runs on `target`, and why."""
         if self.forms is None:
-            reason = "there are none for it" if target == "cpu" else "the table's word, not checked on a chip"
+            reason = (
+                "there are none for it"
+                if target == "cpu"
+                else "the table's word, not checked on a chip"
+            )
             return f"kernels {self.asked} for {target} ({reason})"
         ours = [str(form) for form in self.forms if form not in (SPLASH, CUDNN)]
         runs = []
@@ -181,7 +207,9 @@ class Kernels(NamedTuple):
             runs.append("splash for chunks")
         if CUDNN in self.forms:
             runs.append("cuDNN for prompts")
-        return f"kernels {self.asked}: " + (f"{', '.join(runs)} ({self.basis})" if runs else "plain path")
+        return f"kernels {self.asked}: " + (
+            f"{', '.join(runs)} ({self.basis})" if runs else "plain path"
+        )
 
 
 BY_TABLE = Kernels()

@@ -1,9 +1,10 @@
 """The arguments of a kernel on HIGGS bodies (arXiv 2411.17525, section 3; AQUA-KV, arXiv
 2501.19392).
 
-A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in Sylvester's natural order,
-and s the scale of the token and group. y are h numbers: each code names a grid point, which is two of them in a row.
-Groups hold whole heads. Keys are stored before RoPE."""
+A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in
+Sylvester's natural order, and s the scale of the token and group. y are h numbers: each code names
+a grid point, which is two of them in a row. Groups hold whole heads. Keys are stored before
+RoPE."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,12 +13,11 @@ from jaxtyping import Array, Float, Int, UInt
 
 from kvqjax.pallas_kernels.packed import Rope
 
-__all__ = ["HiggsBody", "HiggsSpec", "HiggsStored"]
-
 
 class HiggsStored(NamedTuple):
-    """The stored fields of one run of layers. A token has V = K*D/2 codes in planes (`kvqjax.ops.packing`), one array
-    per plane set. Each group has a scale, stored as the integer that holds its bits."""
+    """The stored fields of one run of layers. A token has V = K*D/2 codes in planes
+    (`kvqjax.ops.packing`), one array per plane set. Each group has a scale, stored as the integer
+    that holds its bits."""
 
     key_codes: tuple[UInt[Array, "L B _ V"], ...]
     key_scale: UInt[Array, "L B groups S"]

@@ -1,9 +1,10 @@
 """The arguments of a kernel on packed latents (XQuant, arXiv 2508.10395, section 3.3).
 
-A body holds two latents of every token, made from the layer's input X: x = X U_k with a scale per channel and group of
-tokens, and y = X U_v with a scale per token. Keys are made from x by the kernel: k = RoPE(norm(x F + b)), F [R, K*D].
-Values are not made. A kernel returns the means of y, which all heads share, and the caller multiplies the means by a
-matrix (kvqjax.methods.layer_cache.SharedValues)."""
+A body holds two latents of every token, made from the layer's input X: x = X U_k with a scale per
+channel and group of tokens, and y = X U_v with a scale per token. Keys are made from x by the
+kernel: k = RoPE(norm(x F + b)), F [R, K*D]. Values are not made. A kernel returns the means of y,
+which all heads share, and the caller multiplies the means by a matrix
+(kvqjax.methods.layer_cache.SharedValues)."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,8 +12,6 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
-
-__all__ = ["LatentBody", "LatentSpec"]
 
 
 class LatentBody(NamedTuple):

@@ -2,19 +2,21 @@
 
 There are two kinds of codes:
 
-- uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low. Keys have one scale and minimum per channel for
-  `key_group` consecutive tokens. Values have one per token for `value_group` consecutive channels. Keys may also have
-  one per token for `key_channels` channels (OSCAR).
-- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low. One table of 2^b signposts is for keys, another
-  one for values. A channel of keys has a scale and a centre (`low`) that are constants of the layer. A value has those
-  of its token. `key_slots` and `value_slots` outliers per token replace what their codes say.
+- uniform (KIVI, arXiv 2402.02750): x_hat = code * scale + low. Keys have one scale and minimum per
+  channel for `key_group` consecutive tokens. Values have one per token for `value_group`
+  consecutive channels. Keys may also have one per token for `key_channels` channels (OSCAR).
+- nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low. One table of 2^b signposts
+  is for keys, another one for values. A channel of keys has a scale and a centre (`low`) that are
+  constants of the layer. A value has those of its token. `key_slots` and `value_slots` outliers per
+  token replace what their codes say.
 
-Uniform keys may be multiplied by factors of their token: one factor for all KV heads (OScaR), or one for each (KVarN).
-Values may then be multiplied by a factor for each channel and `key_group` tokens (KVarN).
+Uniform keys may be multiplied by factors of their token: one factor for all KV heads (OScaR), or
+one for each (KVarN). Values may then be multiplied by a factor for each channel and `key_group`
+tokens (KVarN).
 
-Keys may be stored before RoPE (`PackedSpec.rope`). The body then says where each stretch of tokens begins in the
-sequence. The arrays lie in planes (`kvqjax.ops.packing.base`), all KV heads side by side: head h lies in lanes h*D to
-(h+1)*D - 1."""
+Keys may be stored before RoPE (`PackedSpec.rope`). The body then says where each stretch of tokens
+begins in the sequence. The arrays lie in planes (`kvqjax.ops.packing.base`), all KV heads side by
+side: head h lies in lanes h*D to (h+1)*D - 1."""
 
 import dataclasses
 import math
@@ -26,8 +28,6 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 from kvqjax.ops.packing.base import slot_rows, split_bits
 from kvqjax.ops.packing.planes import words_shape
 from kvqjax.pallas_kernels.chips import family
-
-__all__ = ["PackedBody", "PackedSpec", "Rope", "Signposts", "check", "row_slots"]
 
 
 class Rope(NamedTuple):
@@ -51,18 +51,22 @@ class Signposts(NamedTuple):
 class PackedBody(NamedTuple):
     """The stored fields of one run of layers: L layers, B rows, S slots, W = K*D lanes.
 
-    Codes of b bits have S*b/32 rows of words, one array per plane set (`split_bits`). Where the spec is `striped`, keys
-    are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024, W, 32*b]. Scales and minima have the dtype
-    `scales` of the spec. Those of 16 bits are stored as the integers that hold their bits. Where `key_group` and
-    `key_channels` are 0, scales and minima of keys are constants of the layer, [W] float32.
+    Codes of b bits have S*b/32 rows of words, one array per plane set (`split_bits`). Where the
+    spec is `striped`, keys are lines [L, B, K, S/32, D*b/32, 32] and values stripes [L, B, S/1024,
+    W, 32*b]. Scales and minima have the dtype `scales` of the spec. Those of 16 bits are stored as
+    the integers that hold their bits. Where `key_group` and `key_channels` are 0, scales and minima
+    of keys are constants of the layer, [W] float32.
 
-    `positions` are given for keys before RoPE. The slots are cut into n equal stretches, each a multiple of the spec's
-    `unit`. Each stretch has consecutive positions, of which the first one is given. Outliers are 16-bit words: the
-    values of a token's slots, then their channels (kvqjax.codecs.nuq_outliers)."""
+    `positions` are given for keys before RoPE. The slots are cut into n equal stretches, each a
+    multiple of the spec's `unit`. Each stretch has consecutive positions, of which the first one is
+    given. Outliers are 16-bit words: the values of a token's slots, then their channels
+    (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B ..."], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
-    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]  # [L, B, W/key_channels, S] of keys per token
+    key_low: (
+        Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
+    )  # [L, B, W/key_channels, S] of keys per token
     value_codes: tuple[UInt[Array, "L B ..."], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
     value_low: Shaped[Array, "L B W/value_group S"]
@@ -85,8 +89,8 @@ class PackedSpec:
     Attributes:
         key_bits: Bits of a key's code.
         value_bits: Bits of a value's code.
-        key_group: Tokens that share a scale of a channel of keys; 0 where all tokens share it, and where keys have
-            scales per token.
+        key_group: Tokens that share a scale of a channel of keys; 0 where all tokens share it, and
+            where keys have scales per token.
         value_group: Channels that share a scale of a token's value.
         kv_heads: KV heads, K.
         head_dim: Channels of a head, D.
@@ -96,10 +100,13 @@ class PackedSpec:
         datatype: "uniform" or "nuq".
         key_slots: Outliers of a token's keys.
         value_slots: Outliers of a token's values.
-        key_factors: How many factors a token has that multiply its keys: 0, 1, or one for each KV head.
+        key_factors: How many factors a token has that multiply its keys: 0, 1, or one for each KV
+            head.
         value_factors: Whether values have factors too.
-        key_channels: Channels that share a scale of a token's key; 0 where keys have scales per channel.
-        striped: Whether keys lie in lines and values in stripes. Only the plain computation reads these."""
+        key_channels: Channels that share a scale of a token's key; 0 where keys have scales per
+            channel.
+        striped: Whether keys lie in lines and values in stripes. Only the plain computation reads
+        these."""
 
     key_bits: int
     value_bits: int
@@ -123,7 +130,9 @@ class PackedSpec:
         if self.datatype not in ("uniform", "nuq"):
             raise ValueError(f"datatype={self.datatype!r}; known: uniform, nuq")
         if self.width % self.value_group:
-            raise ValueError(f"value_group={self.value_group} does not divide the width {self.width}")
+            raise ValueError(
+                f"value_group={self.value_group} does not divide the width {self.width}"
+            )
 
     @property
     def width(self) -> int:
@@ -132,7 +141,8 @@ class PackedSpec:
 
     @property
     def unit(self) -> int:
-        """The least number of tokens that is a whole number of blocks, or groups, of every array."""
+        """The least number of tokens that is a whole number of blocks, or groups, of every
+        array."""
         if self.striped:
             return math.lcm(1024, self.key_group)
         key, value = split_bits(self.key_bits), split_bits(self.value_bits)
@@ -142,30 +152,49 @@ class PackedSpec:
     def plain(self) -> bool:
         """Say whether these are uniform codes of keys after RoPE per channel, without factors: what
         `reference` reads."""
-        extras = self.key_slots, self.value_slots, self.key_factors, self.value_factors, self.key_channels
+        extras = (
+            self.key_slots,
+            self.value_slots,
+            self.key_factors,
+            self.value_factors,
+            self.key_channels,
+        )
         return self.rope is None and self.datatype == "uniform" and not any(extras)
 
     @property
     def value_slice(self) -> int:
-        """Channels that share both a KV head and a value scale: the width of one product with the values."""
+        """Channels that share both a KV head and a value scale: the width of one product with the
+        values."""
         return math.gcd(self.head_dim, self.value_group)
 
 
 def uniform_body(weights, constants, stored, positions) -> PackedBody:
     """Name the stored fields of keys and values that are both uniform as kernels name them."""
     keys, values = stored["k"], stored["v"]
-    (key_scale,), (key_low,), (value_scale,), (value_low,) = keys["scale"], keys["low"], values["scale"], values["low"]
-    return PackedBody(keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions)
+    (key_scale,), (key_low,), (value_scale,), (value_low,) = (
+        keys["scale"],
+        keys["low"],
+        values["scale"],
+        values["low"],
+    )
+    return PackedBody(
+        keys["codes"], key_scale, key_low, values["codes"], value_scale, value_low, positions
+    )
 
 
 def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
-    """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The number of slots is taken from
-    the value scales."""
+    """Yield (name, array, expected shape) of every array. `lead` is (layers, rows). The number of
+    slots is taken from the value scales."""
     slots = body.value_scale.shape[-1]
-    for name, codes, bits in (("key", body.key_codes, spec.key_bits), ("value", body.value_codes, spec.value_bits)):
+    for name, codes, bits in (
+        ("key", body.key_codes, spec.key_bits),
+        ("value", body.value_codes, spec.value_bits),
+    ):
         parts = split_bits(bits)
         if len(codes) != len(parts):
-            raise ValueError(f"{name}_codes: got {len(codes)} arrays, want {len(parts)} for {bits} bits")
+            raise ValueError(
+                f"{name}_codes: got {len(codes)} arrays, want {len(parts)} for {bits} bits"
+            )
         for words, part in zip(codes, parts, strict=True):
             shape = (slots * part // 32, spec.width)
             if spec.striped:
@@ -192,20 +221,28 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
 
 
 def row_slots(body, pages: Int[Array, "B N"] | None) -> int:
-    """Count the slots of a row: those of the body's arrays, or of all N pages that a row may have."""
+    """Count the slots of a row: those of the body's arrays, or of all N pages that a row may
+    have."""
     return body.slots if pages is None else body.slots * pages.shape[1]
 
 
-def check(q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B N"] | None = None) -> None:
-    """Raise ValueError, while the program is traced, unless the query and every array have the shapes that `spec` says.
-    Where a table of `pages` is given, the body's rows are pages, and each of the query's rows may have N of them."""
+def check(
+    q: jax.Array, body: PackedBody, spec: PackedSpec, pages: Int[Array, "B N"] | None = None
+) -> None:
+    """Raise ValueError, while the program is traced, unless the query and every array have the
+    shapes that `spec` says. Where a table of `pages` is given, the body's rows are pages, and each
+    of the query's rows may have N of them."""
     heads, dim = q.shape[2:]
     if dim != spec.head_dim or heads % spec.kv_heads:
-        raise ValueError(f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]")
+        raise ValueError(
+            f"q: got {q.shape}, want [B, T, a multiple of {spec.kv_heads}, {spec.head_dim}]"
+        )
     if body.slots % spec.unit:
         raise ValueError(f"a body of {body.slots} slots; want a multiple of {spec.unit}")
     count = 0 if body.positions is None else len(body.positions)
-    slots = row_slots(body, pages)  # positions are those of a row's tokens, also where the arrays' rows are pages
+    slots = row_slots(
+        body, pages
+    )  # positions are those of a row's tokens, also where the arrays' rows are pages
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
     for name, present in (

@@ -1,12 +1,13 @@
 """The arguments of a kernel on AQUA-KV's bodies (arXiv 2501.19392, Algorithm 1).
 
-Linear maps predict a layer's keys and values from those of the layer below. A body holds HIGGS codes of the residuals,
-which are what the predictions miss:
+Linear maps predict a layer's keys and values from those of the layer below. A body holds HIGGS
+codes of the residuals, which are what the predictions miss:
 
     Kr = Kr_prev A + a + residual        Vr = [Kr, Vr_prev] B + b + residual
 
-Kr and Vr are the reconstructed keys and values, before RoPE, over all KV heads, rounded to bfloat16. Queries attend to
-them, and they flow on to the layer above. The first layer has no maps: its codes are of keys and values themselves."""
+Kr and Vr are the reconstructed keys and values, before RoPE, over all KV heads, rounded to
+bfloat16. Queries attend to them, and they flow on to the layer above. The first layer has no maps:
+its codes are of keys and values themselves."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,11 +17,10 @@ from jaxtyping import Array, Float, Int
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.packed import Rope
 
-__all__ = ["Maps", "PredictedBody", "PredictedSpec"]
-
 
 class Maps(NamedTuple):
-    """The layer's linear maps. Inputs of the values' map are this layer's keys, then the values of the layer below."""
+    """The layer's linear maps. Inputs of the values' map are this layer's keys, then the values of
+    the layer below."""
 
     key: Float[Array, "W W"]
     key_bias: Float[Array, " W"]

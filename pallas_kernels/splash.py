@@ -1,7 +1,8 @@
 """Attention of many queries to exact keys and values on TPUs, by JAX's own splash attention.
 
-Splash attention takes queries and keys in blocks, and skips blocks of keys that a block of queries does not see. Here
-it gets these blocks as arrays, so that one program serves every offset and length."""
+Splash attention takes queries and keys in blocks, and skips blocks of keys that a block of queries
+does not see. Here it gets these blocks as arrays, so that one program serves every offset and
+length."""
 
 import functools
 from collections.abc import Callable
@@ -12,20 +13,19 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial, oldest_seen
 
-__all__ = ["LANES", "Blocks", "block_sizes", "fits", "seen_blocks", "splash_attention"]
-
 LANES = 128
 MOST_QUERIES, MOST_KEYS = 1024, 2048  # in a block
 MOST_AT_ONCE = 1024  # keys of one product within a block
-# Splash asks which keys a query sees with one int32 number for each query. Where that number must hold the oldest and
-# the newest key, the newest one has this number of lower bits.
+# Splash asks which keys a query sees with one int32 number for each query. Where that number must
+# hold the oldest and the newest key, the newest one has this number of lower bits.
 LIMIT_BITS = 15
 MOST_LIMITED = 2**LIMIT_BITS
 HEAD_DIMS = (64, 96, 128, 256)  # the kernel was compiled for these
 
 
 class Blocks(NamedTuple):
-    """Sizes of blocks: queries of a block, keys of a block, and keys of one product within a block."""
+    """Sizes of blocks: queries of a block, keys of a block, and keys of one product within a
+    block."""
 
     queries: int
     keys: int
@@ -33,7 +33,8 @@ class Blocks(NamedTuple):
 
 
 def _part(length: int, most: int) -> int:
-    """Return the largest multiple of LANES that divides `length`, at most `most`; 0 where there is none."""
+    """Return the largest multiple of LANES that divides `length`, at most `most`; 0 where there is
+    none."""
     return max((n for n in range(LANES, most + 1, LANES) if length % n == 0), default=0)
 
 
@@ -49,7 +50,12 @@ def fits(queries: int, keys: int, head_dim: int) -> bool:
 
 
 def seen_blocks(
-    newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest=None, chunked: bool = False
+    newest: Int[Array, " T"],
+    keys: int,
+    blocks: Blocks,
+    sliding: int | None,
+    oldest=None,
+    chunked: bool = False,
 ):
     """Find the blocks of keys that each block of queries sees.
 
@@ -62,27 +68,33 @@ def seen_blocks(
         chunked: Whether `sliding` are chunks instead of windows, as in `splash_attention`.
 
     Returns:
-        (number of the first block of keys, one past the last), [N] each for N blocks of queries. The second number is 0
-        where a block of queries sees no key."""
+        (number of the first block of keys, one past the last), [N] each for N blocks of queries.
+        The second number is 0 where a block of queries sees no key."""
     by_block = newest.reshape(-1, blocks.queries)
     last = jnp.minimum(by_block.max(1), keys - 1) // blocks.keys + 1
     if sliding is None and oldest is None:
         return jnp.zeros_like(last), last
-    reach = oldest_seen(newest, sliding, chunked) if sliding is not None and oldest is None else jnp.asarray(oldest)
+    reach = (
+        oldest_seen(newest, sliding, chunked)
+        if sliding is not None and oldest is None
+        else jnp.asarray(oldest)
+    )
     # Queries that see nothing reach back no further than the others.
     reach = jnp.where(by_block < 0, keys, reach.reshape(by_block.shape)).min(1)
     return jnp.clip(reach // blocks.keys, 0, jnp.maximum(last - 1, 0)), last
 
 
 def _sees(sliding: int | None, chunked: bool, newest, key):
-    """Say whether queries see keys. Splash calls this with arrays `newest` and `key` of one shape."""
+    """Say whether queries see keys. Splash calls this with arrays `newest` and `key` of one
+    shape."""
     if chunked and sliding is not None:
         return (key <= newest) & (key >= newest // sliding * sliding)
     return key <= newest if sliding is None else (key <= newest) & (key > newest - sliding)
 
 
 def _sees_both(limits, key):
-    """Say the same where one number holds the oldest key in its upper bits and the newest key in its lower ones."""
+    """Say the same where one number holds the oldest key in its upper bits and the newest key in
+    its lower ones."""
     return (key <= (limits & (MOST_LIMITED - 1))) & (key >= limits >> LIMIT_BITS)
 
 
@@ -100,18 +112,21 @@ def _limits(
         return functools.partial(_sees, sliding, chunked), newest
     if keys >= MOST_LIMITED:
         raise ValueError(f"{keys} keys are too many for two limits")
-    return _sees_both, jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(oldest, 0, keys).astype(jnp.int32)
+    return _sees_both, jnp.clip(newest, 0, keys - 1) + MOST_LIMITED * jnp.clip(
+        oldest, 0, keys
+    ).astype(jnp.int32)
 
 
 def _mask(
     newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest, chunked: bool
 ) -> tuple[Array, Array]:
-    """Say for every one of N blocks of queries and M blocks of keys which block of keys is fetched, and whether it is
+    """Say for every one of N blocks of queries and M blocks of keys which block of keys is fetched,
+    and whether it is
     seen: [1, N, M] each."""
     first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest, chunked))
     every = jnp.arange(keys // blocks.keys)[None]
-    # In place of a block that is not seen the nearest one that is seen is named. It is fetched anyway, so that nothing
-    # more is moved.
+    # In place of a block that is not seen the nearest one that is seen is named. It is fetched
+    # anyway, so that nothing more is moved.
     nearest = jnp.clip(every, first, jnp.maximum(last - 1, first))
     seen = (every >= first) & (every < last)
     return nearest[None], seen.astype(jnp.int32)[None]
@@ -137,7 +152,8 @@ def splash_attention(
         newest: The newest key that each query sees; -1: it sees none.
         sliding: Each query sees only the newest `sliding` of these keys; None: all.
         interpret: As in `pl.pallas_call`.
-        oldest: Each query sees only keys from this one on; None: all. Only with fewer than MOST_LIMITED keys.
+        oldest: Each query sees only keys from this one on; None: all. Only with fewer than
+            MOST_LIMITED keys.
         softcap: As in `kvqjax.ops.attention.ScoreOptions`.
         chunked: Each query sees only the keys from the latest multiple of `sliding` on.
 
@@ -152,8 +168,13 @@ def splash_attention(
 
     batch, length, heads, dim = q.shape
     blocks, keys = block_sizes(length, k.shape[1]), k.shape[1]
-    by_head = (q * jnp.asarray(dim**-0.5, q.dtype)).transpose(0, 2, 1, 3).reshape(batch * heads, length, dim)
-    # Heads of fewer than 128 channels have tokens on the lanes. With channels there, XLA would pad and copy them.
+    by_head = (
+        (q * jnp.asarray(dim**-0.5, q.dtype))
+        .transpose(0, 2, 1, 3)
+        .reshape(batch * heads, length, dim)
+    )
+    # Heads of fewer than 128 channels have tokens on the lanes. With channels there, XLA would pad
+    # and copy them.
     layout = splash.QKVLayout.SEQ_MINOR if dim < LANES else splash.QKVLayout.HEAD_DIM_MINOR
     newest = newest.astype(jnp.int32)
     nearest, seen = _mask(newest, keys, blocks, sliding, oldest, chunked)

@@ -3,13 +3,15 @@ kvqjax.pallas_kernels` prints it.
 
 Levels, each of which includes the ones before it:
 
-- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records; AQUA-KV's spills a register
-  for every forty bundles at most). An interpreter ran it with stand-ins for what it does in registers.
+- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records;
+  AQUA-KV's spills a register for every forty bundles at most). An interpreter ran it with stand-ins
+  for what it does in registers.
 - simulated: the kernel as it is equals the plain path in Pallas' interpreter.
 - verified on <chip>: `kvqjax doctor` found the kernel right on a chip of that name.
 
-A chip that is there uses a kernel only after checking it (`kvqjax.kernel_checks`), or where the user forces it. The
-table decides for programs that are compiled ahead of time: they take kernels of every level but `compiled`.
+A chip that is there uses a kernel only after checking it (`kvqjax.kernel_checks`), or where the
+user forces it. The table decides for programs that are compiled ahead of time: they take kernels of
+every level but `compiled`.
 """
 
 from typing import NamedTuple
@@ -32,8 +34,6 @@ from kvqjax.pallas_kernels.work import (
     WHOLE,
     Work,
 )
-
-__all__ = ["COMPILED", "SIMULATED", "TABLE", "Entry", "lookup", "main", "verified"]
 
 COMPILED, SIMULATED = "compiled", "simulated"
 
@@ -60,9 +60,16 @@ class Entry(NamedTuple):
 Row = dict[str, Entry]
 
 
-def _tpu(v5: Work | None, v6e: Work | None, v7x: Work | None, rows: tuple[int, int, int] = (8, 8, 8)) -> Row:
+def _tpu(
+    v5: Work | None, v6e: Work | None, v7x: Work | None, rows: tuple[int, int, int] = (8, 8, 8)
+) -> Row:
     """Make a row of simulated kernels; `rows` are the most query rows on v5e and v5p, v6e, v7x."""
-    chips = {"v5e": (v5, rows[0]), "v5p": (v5, rows[0]), "v6e": (v6e, rows[1]), "v7x": (v7x, rows[2])}
+    chips = {
+        "v5e": (v5, rows[0]),
+        "v5p": (v5, rows[0]),
+        "v6e": (v6e, rows[1]),
+        "v7x": (v7x, rows[2]),
+    }
     return {chip: Entry(SIMULATED, most, work) for chip, (work, most) in chips.items()}
 
 
@@ -111,11 +118,14 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("oscar", 4, 4): _tpu(AHEAD, AHEAD, WHOLE),
     KernelForm("kivi_star", 2, 2): _tpu(WHOLE, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
     KernelForm("kivi_star", 3, 3): _tpu(HALVES_IN_TURN, WHOLE, HALVES) | HOPPER,
-    KernelForm("kivi_star", 4, 4): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
+    KernelForm("kivi_star", 4, 4): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN)
+    | HOPPER,
     KernelForm("kivi_star", 2, 2, group=32): _tpu(SHORT, Work(1024, 4, 0), EIGHTHS_IN_TURN),
     KernelForm("kivi_star", 4, 4, group=32): _tpu(EIGHTHS_IN_TURN, QUARTERS, QUARTERS),
     KernelForm("kivi_star", 2, 2, 64): _tpu(HALVES, QUARTERS_IN_TURN, QUARTERS_IN_TURN, FEW),
-    KernelForm("kivi_star", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN, FEW),
+    KernelForm("kivi_star", 4, 4, 64): _tpu(
+        EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN, FEW
+    ),
     KernelForm("kvquant", 2, 2): _tpu(WHOLE, WHOLE, WHOLE) | HOPPER,
     KernelForm("kvquant", 3, 3): _tpu(HALVES_IN_TURN, HALVES, HALVES_IN_TURN) | ON_HOPPER,
     KernelForm("kvquant", 4, 4): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES) | HOPPER,
@@ -146,13 +156,17 @@ TABLE: dict[KernelForm, Row] = {
 
 
 def lookup(form: KernelForm | None, target: str) -> Entry | None:
-    """Return what is known of the kernel for `form` on the chip `target`; None where there is none."""
+    """Return what is known of the kernel for `form` on the chip `target`; None where there is
+    none."""
     return TABLE.get(form, {}).get(target) if form is not None else None
 
 
 def main() -> None:
-    """Print the table as Markdown: a level for every kernel, nothing where the plain path serves."""
+    """Print the table as Markdown: a level for every kernel, nothing where the plain path
+    serves."""
     print(f"| kernel form | {' | '.join(TARGETS)} |\n|{'---|' * (len(TARGETS) + 1)}")
     for form, row in TABLE.items():
-        print(f"| {form} | {' | '.join(row[chip].level if chip in row else '' for chip in TARGETS)} |")
+        print(
+            f"| {form} | {' | '.join(row[chip].level if chip in row else '' for chip in TARGETS)} |"
+        )
     print("\nEmpty cells, and bodies of all other methods: the plain path.")

@@ -3,14 +3,26 @@
 for each kernel form and chip, the choice that took the fewest bundles (instruction words) without
 spilling registers.
 
-Every lane group (`tpu.plan`) of a tile has two steps: its scores, then its values. They are worked off
+Every lane group (`tpu.plan`) of a tile has two steps: its scores, then its values. They are worked
+off
 
-- in one go, or in loops over pieces of the tile: what is loaded for one piece cannot fill the registers of another;
-- one after the other, or interleaved with the neighbouring lane group's: `tpu.kernel` has a diagram of both."""
+- in one go, or in loops over pieces of the tile: what is loaded for one piece cannot fill the
+  registers of another;
+- one after the other, or interleaved with the neighbouring lane group's: `tpu.kernel` has a diagram
+  of both."""
 
 from typing import NamedTuple
 
-__all__ = ["AHEAD", "BEHIND", "EIGHTHS_IN_TURN", "HALVES", "HALVES_AHEAD", "HALVES_IN_TURN", "IN_TURN", "QUARTERS"]
+__all__ = [
+    "AHEAD",
+    "BEHIND",
+    "EIGHTHS_IN_TURN",
+    "HALVES",
+    "HALVES_AHEAD",
+    "HALVES_IN_TURN",
+    "IN_TURN",
+    "QUARTERS",
+]
 __all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE", "Work"]
 
 
@@ -20,7 +32,8 @@ class Work(NamedTuple):
     Attributes:
         tile: Tokens of a tile.
         pieces: Parts in which every lane group works off the tile.
-        ahead: By how many turns of 512 tokens scores are ahead of values (negative: behind), where lane groups are
+        ahead: By how many turns of 512 tokens scores are ahead of values (negative: behind), where
+            lane groups are
             interleaved. None: they are not interleaved."""
 
     tile: int
@@ -28,8 +41,8 @@ class Work(NamedTuple):
     ahead: int | None = None
 
 
-# By their names: pieces of a tile (SHORT: a tile of 1024 tokens), and whether scores are in turn with values, ahead of
-# them or behind them.
+# By their names: pieces of a tile (SHORT: a tile of 1024 tokens), and whether scores are in turn
+# with values, ahead of them or behind them.
 SHORT, WHOLE, HALVES, QUARTERS = Work(1024), Work(2048), Work(2048, 2), Work(2048, 4)
 IN_TURN, AHEAD, BEHIND = Work(2048, 1, 0), Work(2048, 1, 1), Work(2048, 1, -4)
 SHORT_IN_TURN, SHORT_AHEAD = Work(1024, 1, 0), Work(1024, 1, 1)

@@ -1,4 +1,5 @@
-"""A tiny model with key biases of dozens of times the keys' spread, as Qwen2 has; the same on every JAX version."""
+"""A tiny model with key biases of dozens of times the keys' spread, as Qwen2 has; the same on every
+JAX version."""
 
 import functools
 
@@ -15,7 +16,8 @@ TOKENS = np.random.default_rng(2).integers(2, 50, (1, 100)).astype(np.int32)
 
 @functools.cache
 def biased(size: float = 20.0, **changes) -> kvq.Model:
-    """`tiny` with NumPy's random weights: variance 1/fan_in, biases 1, those of keys `size` times as large."""
+    """`tiny` with NumPy's random weights: variance 1/fan_in, biases 1, those of keys `size` times
+    as large."""
     base, rng = tiny(qkv_bias=True, **changes), np.random.default_rng(0)
 
     def draw(path, x):
@@ -33,4 +35,6 @@ def filled(model: kvq.Model, method: kvq.Method) -> Cache:
 
 def logits(model: kvq.Model, cache: Cache) -> np.ndarray:
     """What two more tokens get from it."""
-    return np.asarray(kvq.forward(model, jnp.asarray([[3, 14]], jnp.int32), jnp.asarray([2], jnp.int32), cache)[0])
+    return np.asarray(
+        kvq.forward(model, jnp.asarray([[3, 14]], jnp.int32), jnp.asarray([2], jnp.int32), cache)[0]
+    )

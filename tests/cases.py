@@ -1,6 +1,8 @@
-"""The one list of cache specs that every general test of caches runs over: a new method adds itself here.
+"""The one list of cache specs that every general test of caches runs over: a new method adds itself
+here.
 
-A calibrated method gets made-up constants of the shapes it asks for: valid, random, and quick to have.
+A calibrated method gets made-up constants of the shapes it asks for: valid, random, and quick to
+have.
 """
 
 import functools
@@ -16,7 +18,8 @@ from kvqjax.cache import runs_of
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.kernel_checks.trial import made_up
 
-# name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at most.
+# name -> (spec string, changes to the tiny model). Widths are tiny, so groups of channels are 32 at
+# most.
 CASES: dict[str, tuple[str, dict]] = {
     "exact": ("exact", {}),
     "kivi2": ("kivi:bits=2,window=32", {}),
@@ -46,13 +49,24 @@ CASES: dict[str, tuple[str, dict]] = {
     "xquant-cl": ("xquant_cl:bits=3,group=32,base=0,protected=1,latent=true", {}),
 }
 
-# For tests of what every cache goes through: without those that differ from others in the numbers of a codec alone (its
-# bits, groups, the dtype of scales), or that put together what two others have (a rotation; a window in all
-# layers; predictors and transforms; a number per channel of a block of tokens beside a codec of single tokens).
-SAME = ("kivi4-float32", "kivi8", "kivi-wide-groups", "sliding", "kivi-rotated", "kvarn4", "higgs-block", "aqua-klt")
+# For tests of what every cache goes through: without those that differ from others in the numbers
+# of a codec alone (its bits, groups, the dtype of scales), or that put together what two others
+# have (a rotation; a window in all layers; predictors and transforms; a number per channel of a
+# block of tokens beside a codec of single tokens).
+SAME = (
+    "kivi4-float32",
+    "kivi8",
+    "kivi-wide-groups",
+    "sliding",
+    "kivi-rotated",
+    "kvarn4",
+    "higgs-block",
+    "aqua-klt",
+)
 GENERAL = tuple(name for name in CASES if name not in SAME)
 
-# One of every family: the tests of general behaviour run over these with every change, and over the others nightly.
+# One of every family: the tests of general behaviour run over these with every change, and over the
+# others nightly.
 CORE = ("exact", "kivi2", "mixed", "sliding-mixed", "kvquant", "commvq", "aqua", "xquant-cl")
 
 # Half of these, for tests that compile several programs for every case.
@@ -64,16 +78,22 @@ FEW = ("exact", "kivi2", "kivi-published", "mixed")
 
 def with_nightly(names: Iterable[str], often: Collection[str] = CORE) -> list:
     """Parameters of a test: the names that are in `often`, and the others marked nightly."""
-    return [name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return [
+        name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names
+    ]
 
 
 def thinned(values: Iterable, every: int) -> list:
-    """Parameters of a test, of which the first of every `every` run with every change, the others nightly."""
+    """Parameters of a test, of which the first of every `every` run with every change, the others
+    nightly."""
     parameters = [
-        value if isinstance(value, type(pytest.param())) else pytest.param(*_as_tuple(value)) for value in values
+        value if isinstance(value, type(pytest.param())) else pytest.param(*_as_tuple(value))
+        for value in values
     ]
     return [
-        parameter if number % every == 0 else parameter._replace(marks=[*parameter.marks, pytest.mark.nightly])
+        parameter
+        if number % every == 0
+        else parameter._replace(marks=[*parameter.marks, pytest.mark.nightly])
         for number, parameter in enumerate(parameters)
     ]
 
@@ -101,7 +121,11 @@ def _constants(model: kvq.Model, method: kvq.Method) -> tuple[dict, ...]:
 def with_constants(model: kvq.Model, method: kvq.Method) -> kvq.Model:
     """The model with the method's constants: made up, or those that follow from its weights."""
     from_weights = prepared(model.replace(constants=()), method)
-    return from_weights if from_weights.constants else model.replace(constants=_constants(model, method))
+    return (
+        from_weights
+        if from_weights.constants
+        else model.replace(constants=_constants(model, method))
+    )
 
 
 @functools.cache

@@ -29,7 +29,10 @@ def random_params(config=CONFIG, dtype=jnp.float32):
     """Every leaf random, biases and norms too: a swapped pair cannot pass."""
     shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32).astype(dtype)), shapes)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32).astype(dtype)),
+        shapes,
+    )
 
 
 def edit(folder, change):

@@ -1,9 +1,11 @@
-"""Strict settings for every test, set before JAX is used. Never import kvqjax here: jaxtyping's hook must see it first.
+"""Strict settings for every test, set before JAX is used. Never import kvqjax here: jaxtyping's
+hook must see it first.
 
-Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite compiles nothing anew.
-Two thirds of the suite's time is compiling, so XLA is told to generate code quickly: unoptimised, each program as one
-module of narrow vectors. Set XLA_FLAGS to run it otherwise; tests/cache/test_cache_memory.py compiles as users do in
-any case. Whole files go to a worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
+Compiled programs are kept in .jax_cache (safe to delete), so that a second run of the suite
+compiles nothing anew. Two thirds of the suite's time is compiling, so XLA is told to generate code
+quickly: unoptimised, each program as one module of narrow vectors. Set XLA_FLAGS to run it
+otherwise; tests/cache/test_cache_memory.py compiles as users do in any case. Whole files go to a
+worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
 """
 
 import ctypes
@@ -38,28 +40,37 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # With a size limit the cache locks its folder, which two test workers writing at once need.
 jax.config.update("jax_compilation_cache_max_size", 2**30)
 
-# Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness, no database.
-hypothesis.settings.register_profile("strict", deadline=None, derandomize=True, database=None, max_examples=50)
+# Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness,
+# no database.
+hypothesis.settings.register_profile(
+    "strict", deadline=None, derandomize=True, database=None, max_examples=50
+)
 hypothesis.settings.load_profile("strict")
 
-# Tracing makes many objects that stay; collecting garbage at Python's own pace took a sixteenth of the suite's time.
+# Tracing makes many objects that stay; collecting garbage at Python's own pace took a sixteenth of
+# the suite's time.
 gc.set_threshold(200_000, 20, 100)
 
-# Every compiled program takes memory maps, of which a process may have 65 530: the compiler then dies.
+# Every compiled program takes memory maps, of which a process may have 65 530: the compiler then
+# dies.
 MOST_MAPS = 20_000
 MAPS = Path("/proc/self/maps")
-# Bytes that a worker may hold. Programs of one file of the night's tests took 10 GiB, and two workers share 24.
+# Bytes that a worker may hold. Programs of one file of the night's tests took 10 GiB, and two
+# workers share 24.
 MOST_BYTES = 4 * 2**30
 PAGES = Path("/proc/self/statm")
 
 NIGHTLY = {
-    line for line in Path(__file__).with_name("nightly.txt").read_text().splitlines() if not line.startswith("#")
+    line
+    for line in Path(__file__).with_name("nightly.txt").read_text().splitlines()
+    if not line.startswith("#")
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark what nightly.txt names, before pytest chooses by marks. A run of all files finds names of no test."""
+    """Mark what nightly.txt names, before pytest chooses by marks. A run of all files finds names
+    of no test."""
     collected = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in NIGHTLY & collected.keys():
         collected[name].add_marker(pytest.mark.nightly)
@@ -67,11 +78,14 @@ def pytest_collection_modifyitems(config, items):
     complete = not any("::" in argument for argument in config.args)
     unknown = NIGHTLY - collected.keys()
     if complete and unknown and all(name.partition("::")[0] in files for name in NIGHTLY):
-        raise pytest.UsageError(f"tests/nightly.txt names what is no test: {', '.join(sorted(unknown))}")
+        raise pytest.UsageError(
+            f"tests/nightly.txt names what is no test: {', '.join(sorted(unknown))}"
+        )
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Let go of programs before there are too many, or too large ones; those needed again come from the folder."""
+    """Let go of programs before there are too many, or too large ones; those needed again come from
+    the folder."""
     leaves = nextitem is None or nextitem.path != item.path
     many = leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS
     if many or _held_bytes() > MOST_BYTES:

@@ -1,4 +1,5 @@
-"""The oracle of token eviction: a dense decoder that is told by hand which tokens each query may still see."""
+"""The oracle of token eviction: a dense decoder that is told by hand which tokens each query may
+still see."""
 
 import functools
 
@@ -15,8 +16,9 @@ forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 
 SINKS, WINDOW, UNIT, BUDGET, CAPACITY, LENGTH = 3, 32, 32, 64, 512, 288
 SPEC = f"exact:sinks={SINKS},window={WINDOW},keep=streaming:{BUDGET}"
-# Float32: sums of at most 288 terms of size about 1 in another order, through 2 layers and the head; see
-# test_cache_forward.py. Probabilities lie in [0, 1] and follow logits that are ten times sharper here.
+# Float32: sums of at most 288 terms of size about 1 in another order, through 2 layers and the
+# head; see test_cache_forward.py. Probabilities lie in [0, 1] and follow logits that are ten times
+# sharper here.
 BOUND = 1e-3
 
 
@@ -36,7 +38,11 @@ def dense(model, text, mask):
     for index in range(config.num_layers):
         weights = decoder.layer(model.params, index)
         projected = decoder.project(weights, h, positions, config)
-        k = jnp.repeat(rotate(projected.k, positions, config)[0], config.num_heads // config.num_kv_heads, axis=1)
+        k = jnp.repeat(
+            rotate(projected.k, positions, config)[0],
+            config.num_heads // config.num_kv_heads,
+            axis=1,
+        )
         v = jnp.repeat(projected.v[0], config.num_heads // config.num_kv_heads, axis=1)
         scores = jnp.einsum("thd,shd->hts", projected.q[0], k) * config.head_dim**-0.5
         share = jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf), axis=-1)
@@ -52,7 +58,11 @@ class ByHand:
         self.mask = np.tri(LENGTH, dtype=bool)
 
     def seen(self) -> list[int]:
-        return [*range(min(SINKS, self.length)), *(p for group in self.groups for p in group), *self.recent]
+        return [
+            *range(min(SINKS, self.length)),
+            *(p for group in self.groups for p in group),
+            *self.recent,
+        ]
 
     def query(self, count: int):
         """Append `count` tokens; their logits."""
@@ -74,7 +84,9 @@ class ByHand:
                 self.groups.remove(min(self.groups, key=max))
 
     def crop(self, length: int):
-        keep = lambda line: [p for p in line if p < length]  # noqa: E731
+        def keep(line):
+            return [p for p in line if p < length]
+
         self.groups = [keep(group) for group in self.groups if keep(group)]
         self.recent = keep(self.recent)
         self.length = length

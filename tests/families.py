@@ -20,7 +20,9 @@ FAMILIES = {
     "gemma3": GEMMA | {"qk_norm": True, "rope": (LOCAL, FAR)},
     "gpt-oss": {
         "sliding_window": (96, None),
-        "rope": RopeConfig(kind="yarn", factor=4.0, original_max_position=32, truncate=False, attention_factor=1.14),
+        "rope": RopeConfig(
+            kind="yarn", factor=4.0, original_max_position=32, truncate=False, attention_factor=1.14
+        ),
         "qkv_bias": True,
         "output_bias": True,
         "score_sinks": True,
@@ -35,7 +37,13 @@ FAMILIES = {
         "query_growth": 0.5,
         "growth_length": 16,
         "experts": ExpertConfig(
-            count=4, per_token=1, width=24, shared_width=24, normalised=False, sigmoid=True, shared_gate=False
+            count=4,
+            per_token=1,
+            width=24,
+            shared_width=24,
+            normalised=False,
+            sigmoid=True,
+            shared_gate=False,
         ),
     },
 }

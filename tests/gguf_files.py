@@ -1,4 +1,5 @@
-"""GGUF files written from Hugging Face checkpoints by the `gguf` package's own writer and names, for tests."""
+"""GGUF files written from Hugging Face checkpoints by the `gguf` package's own writer and names,
+for tests."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,8 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def converted(name: str, x: np.ndarray, config: dict) -> np.ndarray:
-    """A tensor of a family whose converter does more than to rename: norms of 1 + weight, decays, heads of values."""
+    """A tensor of a family whose converter does more than to rename: norms of 1 + weight, decays,
+    heads of values."""
     kind = config["model_type"]
     if not kind.startswith(("gemma", "qwen3_5")):
         return x
@@ -56,14 +58,20 @@ def converted(name: str, x: np.ndarray, config: dict) -> np.ndarray:
 
 
 def of_gpt_oss(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Tensors of gpt-oss's attention sinks and experts as its converter names them and lays them out."""
+    """Tensors of gpt-oss's attention sinks and experts as its converter names them and lays them
+    out."""
     if name.endswith("sinks"):
         return {f"{name}.weight": x}
     front, _, part = name.partition(".experts.")
     part, bias, _ = part.partition("_bias")
     x = x if bias else x.swapaxes(1, 2)  # [experts, inputs, outputs] -> [experts, outputs, inputs]
-    pieces = {"gate_proj": x[:, ::2], "up_proj": x[:, 1::2]} if part == "gate_up_proj" else {part: x}
-    return {f"{front}.experts.{key}.{'bias' if bias else 'weight'}": piece for key, piece in pieces.items()}
+    pieces = (
+        {"gate_proj": x[:, ::2], "up_proj": x[:, 1::2]} if part == "gate_up_proj" else {part: x}
+    )
+    return {
+        f"{front}.experts.{key}.{'bias' if bias else 'weight'}": piece
+        for key, piece in pieces.items()
+    }
 
 
 def stored(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
@@ -89,7 +97,9 @@ def stored(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
             if part in name and arch == "llama":
                 x = interleaved(x, config[heads])
         name = name.replace(".dt_bias", ".dt_proj.bias")
-        tensors[names.get_name(name, (".weight", ".bias"))] = x[0] if "shared_expert_gate" in name else x
+        tensors[names.get_name(name, (".weight", ".bias"))] = (
+            x[0] if "shared_expert_gate" in name else x
+        )
     for name, matrices in experts.items():
         merged = names.get_name(name, (".weight",))
         tensors[merged] = np.stack([matrices[number] for number in range(len(matrices))])
@@ -97,10 +107,13 @@ def stored(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def rope_of(config: dict) -> dict:
-    """The rope of the layers that see all tokens, or of all layers. The bundled models have the older spelling."""
+    """The rope of the layers that see all tokens, or of all layers. The bundled models have the
+    older spelling."""
     ropes = config.get("rope_parameters")
     if ropes is None:
-        return {"rope_type": "default", "rope_theta": config["rope_theta"]} | (config["rope_scaling"] or {})
+        return {"rope_type": "default", "rope_theta": config["rope_theta"]} | (
+            config["rope_scaling"] or {}
+        )
     return ropes.get("full_attention") or ropes.get("sliding_attention") or ropes
 
 
@@ -117,7 +130,9 @@ def write_values(writer: gguf.GGUFWriter, config: dict) -> None:
     rope = rope_of(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if config["model_type"] not in ("gemma2", "gemma3_text", "gpt_oss"):
-        writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(
+            int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        )
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
@@ -142,7 +157,9 @@ def write_layer_kinds(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(
+            config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        )
         recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -161,10 +178,17 @@ def write_layer_kinds(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
-def write_gguf(folder: Path, file: Path, kind: str = "F32", extra=lambda writer: None, change=lambda tensors: None):
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: str = "F32",
+    extra=lambda writer: None,
+    change=lambda tensors: None,
+):
     """Write a Hugging Face folder as a GGUF file.
 
-    `kind` is the type of its matrices. `extra` adds values to the writer, `change` changes the tensors.
+    `kind` is the type of its matrices. `extra` adds values to the writer, `change` changes the
+    tensors.
     """
     config, tensors = stored(folder)
     change(tensors)
@@ -186,8 +210,11 @@ def write_gguf(folder: Path, file: Path, kind: str = "F32", extra=lambda writer:
     return file
 
 
-def write_vocabulary(writer: gguf.GGUFWriter, model: str, tokens, kinds, pre=None, merges=None, scores=None, **ids):
-    """Add a tokenizer to a writer; `ids` are numbers of special tokens by their names, such as bos."""
+def write_vocabulary(
+    writer: gguf.GGUFWriter, model: str, tokens, kinds, pre=None, merges=None, scores=None, **ids
+):
+    """Add a tokenizer to a writer; `ids` are numbers of special tokens by their names, such as
+    bos."""
     writer.add_tokenizer_model(model)
     if pre is not None:
         writer.add_tokenizer_pre(pre)

@@ -1,8 +1,10 @@
-"""Decode attention on exact bfloat16 keys and values, split over tokens: a GPU kernel that nothing stands in for.
+"""Decode attention on exact bfloat16 keys and values, split over tokens: a GPU kernel that nothing
+stands in for.
 
-The same skeleton as the packed kernels' (`pallas_kernels/gpu/kernel.py`) without unpacking, so that JAX's interpreter
-can run it whole and look for races: keys are the left operand of the scores as they lie in shared memory, values,
-transposed, that of the output. No cache uses it."""
+The same skeleton as the packed kernels' (`pallas_kernels/gpu/kernel.py`) without unpacking, so that
+JAX's interpreter
+can run it whole and look for races: keys are the left operand of the scores as they lie in shared
+memory, values, transposed, that of the output. No cache uses it."""
 
 import dataclasses
 import math
@@ -52,8 +54,8 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one call: sizes, query rows of a KV head (a multiple of 8), programs that share a row's
-    tokens."""
+    """Static choices of one call: sizes, query rows of a KV head (a multiple of 8), programs that
+    share a row's tokens."""
 
     kv_heads: int
     dim: int
@@ -77,12 +79,14 @@ def exact_attention(
     *,
     splits: int | None = None,
 ) -> Partial:
-    """Attend to one layer, whose KV heads lie side by side on the last axis W = K*D. Query t of row b sees tokens
-    start[b, t] <= s < stop[b, t]. D is a multiple of 64, S at least TILE."""
+    """Attend to one layer, whose KV heads lie side by side on the last axis W = K*D. Query t of row
+    b sees tokens start[b, t] <= s < stop[b, t]. D is a multiple of 64, S at least TILE."""
     batch, slots, width = keys.shape[1:]
     kv_heads, dim = width // q.shape[-1], q.shape[-1]
     if slots < TILE or dim % 64:
-        raise ValueError(f"{slots} slots of {dim} channels; want at least {TILE}, and a multiple of 64")
+        raise ValueError(
+            f"{slots} slots of {dim} channels; want at least {TILE}, and a multiple of 64"
+        )
     queries = gpu_call.columns(q, kv_heads)
     chosen = splits or gpu_call.default_splits(slots // TILE, batch * kv_heads, RESIDENT)
     plan = Plan(kv_heads, dim, slots, queries.shape[-1], chosen)
@@ -140,7 +144,9 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
     plgpu.barrier_wait(memory.keys_here)
     score = product((held.key, held.raw)) * (plan.dim**-0.5 * math.log2(math.e))
     slot = gpu_parts.row_index(score.shape) + plan.first_token(tile)
-    seen = gpu_parts.visible(slot, limits) & (slot >= tile * TILE)  # an earlier tile has counted what is before
+    seen = gpu_parts.visible(slot, limits) & (
+        slot >= tile * TILE
+    )  # an earlier tile has counted what is before
     score = jnp.where(seen, score, gpu_parts.NEVER)
     plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
     pl.when(tile + 1 < end)(lambda: fetch("keys", tile + 1))
@@ -154,7 +160,9 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
         plgpu.commit_smem()  # the weights are written: products read all threads' parts
         plgpu.barrier_wait(memory.values_here)
         channels = (pl.ds(first, CHANNELS) for first in range(0, plan.dim, CHANNELS))
-        sums = tuple(product((held.value.at[:, x].transpose((1, 0)), held.weights)) for x in channels)
+        sums = tuple(
+            product((held.value.at[:, x].transpose((1, 0)), held.weights)) for x in channels
+        )
         plgpu.commit_smem()  # all threads have read values and weights, which are overwritten next
         pl.when(tile + 1 < end)(lambda: fetch("values", tile + 1))
         return sums

@@ -1,10 +1,12 @@
-"""Runs the body of a Mosaic GPU kernel on a CPU: the same Python function, eagerly, on arrays in place of references.
+"""Runs the body of a Mosaic GPU kernel on a CPU: the same Python function, eagerly, on arrays in
+place of references.
 
-What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for, not before (until
-then the destination holds NaN); a barrier is waited for by as many copies as it was made for; products read only what
-was committed after it was written; what was read is not written again before a commit. What it does not know: layouts
-of registers, swizzles, threads and their races. It runs on every JAX;
-tests/kernels/test_kernels_gpu_interpreter.py uses JAX's own interpreter, which knows these kernels from 0.12 on.
+What it checks beside the numbers: a copy into shared memory lands when its barrier is waited for,
+not before (until then the destination holds NaN); a barrier is waited for by as many copies as it
+was made for; products read only what was committed after it was written; what was read is not
+written again before a commit. What it does not know: layouts of registers, swizzles, threads and
+their races. It runs on every JAX; tests/kernels/test_kernels_gpu_interpreter.py uses JAX's own
+interpreter, which knows these kernels from 0.12 on.
 """
 
 import itertools
@@ -57,8 +59,12 @@ class _At:
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
-        array = self.ref.array[tuple(_plain(i, n) for i, n in zip(index, self.ref.shape, strict=False))]
-        return Ref(array.reshape(()) if not isinstance(array, np.ndarray) else array, self.ref.owner)
+        array = self.ref.array[
+            tuple(_plain(i, n) for i, n in zip(index, self.ref.shape, strict=False))
+        ]
+        return Ref(
+            array.reshape(()) if not isinstance(array, np.ndarray) else array, self.ref.owner
+        )
 
 
 def _plain(index, size: int):
@@ -78,7 +84,9 @@ class Barrier:
         self.arrivals, self.pending = arrivals, []
 
     def wait(self):
-        assert len(self.pending) == self.arrivals, f"{len(self.pending)} copies, {self.arrivals} expected"
+        assert len(self.pending) == self.arrivals, (
+            f"{len(self.pending)} copies, {self.arrivals} expected"
+        )
         for source, target in self.pending:
             target[...] = source
         self.pending.clear()
@@ -114,7 +122,9 @@ class Machine:
     def product(self, acc, left, right):
         for operand in (left, right):
             assert operand.dtype in (jnp.bfloat16, jnp.float16)
-            assert not (isinstance(operand, Ref) and operand.owner.written), "written, not committed"
+            assert not (isinstance(operand, Ref) and operand.owner.written), (
+                "written, not committed"
+            )
         left = left.array if isinstance(left, Ref) else np.asarray(left)
         assert (left.shape[0] % 64, left.shape[1] % 16) == (0, 0)
         right.owner.read = True
@@ -133,7 +143,9 @@ class Machine:
                 self.place, self.shared = dict(zip(grid_names, point, strict=True)), []
                 memory = [self.allocate(kind) for kind in scratch_types]
                 body(*operands, *outs, *memory)
-                assert not any(x.pending for x in memory if isinstance(x, Barrier)), "copies nobody waits for"
+                assert not any(x.pending for x in memory if isinstance(x, Barrier)), (
+                    "copies nobody waits for"
+                )
             return [jnp.asarray(x.array) for x in outs]
 
         return call
@@ -155,7 +167,9 @@ def permute(low, high, selector):
     selector = np.asarray(selector, np.uint32)
     assert not (selector & 0x8888).any(), "the highest bit of a nibble asks for a byte's sign"
     picked = (selector >> np.uint32(4 * i) & np.uint32(7) for i in range(4))
-    bytes_ = (((both >> (i * 8).astype(np.uint64)) & np.uint64(255)).astype(np.uint32) for i in picked)
+    bytes_ = (
+        ((both >> (i * 8).astype(np.uint64)) & np.uint64(255)).astype(np.uint32) for i in picked
+    )
     return sum((b << np.uint32(8 * i) for i, b in enumerate(bytes_)), np.uint32(0))
 
 
@@ -172,7 +186,12 @@ def packed(change, dtype, *arrays, scalars=()):
 def traced_packed(change, dtype, *arrays, scalars=()):
     """The same where arrays are traced."""
     count = len(
-        packed_numbers(change, dtype, *(np.zeros((1, 2), np.uint16) for _ in arrays), scalars=[0 for _ in scalars])
+        packed_numbers(
+            change,
+            dtype,
+            *(np.zeros((1, 2), np.uint16) for _ in arrays),
+            scalars=[0 for _ in scalars],
+        )
     )
     results = (jax.ShapeDtypeStruct(arrays[0].shape, dtype),) * count
 
@@ -188,7 +207,8 @@ def half(words, upper, layout):
 
 
 def twice(halves, bits):
-    """Shifted in pairs, as registers are, but for what a neighbour's bits would be: ones, the most harm they can do."""
+    """Shifted in pairs, as registers are, but for what a neighbour's bits would be: ones, the most
+    harm they can do."""
     return jnp.concatenate([halves, ~(~halves >> jnp.uint16(bits))])
 
 
@@ -199,13 +219,19 @@ def beside(left, right):
 def install_words(monkeypatch, *modules, packed=packed):
     """Let functions on registers run on numpy."""
     for module in modules:
-        for name, stand in {"packed": packed, "half": half, "twice": twice, "beside": beside}.items():
+        for name, stand in {
+            "packed": packed,
+            "half": half,
+            "twice": twice,
+            "beside": beside,
+        }.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand)
 
 
 def install(monkeypatch, host, *bodies):
-    """Let calls of the module `host` run the kernels whose bodies are in `bodies`, until monkeypatch is undone."""
+    """Let calls of the module `host` run the kernels whose bodies are in `bodies`, until
+    monkeypatch is undone."""
     install_words(monkeypatch, *bodies)
     machine = Machine()
     monkeypatch.setattr(host, "plgpu", _Stand(plgpu, kernel=machine.kernel))

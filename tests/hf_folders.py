@@ -1,5 +1,5 @@
-"""A model of ours as a Hugging Face folder: config.json and model.safetensors. The library reads them
-and never writes them.
+"""A model of ours as a Hugging Face folder: config.json and model.safetensors. The library reads
+them and never writes them.
 
 `config_to_hf` undoes `kvqjax.model.hf_config.parse_config`, and `save_params` undoes
 `kvqjax.model.weights.load_params`.
@@ -22,7 +22,9 @@ from kvqjax.model.tensor_rows import Order
 from kvqjax.model.weight_trees import Params, Rows, stacked
 from kvqjax.model.weights import Parameter, parameters
 
-FULL, SLIDING, CHUNKED, LINEAR = (f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear"))
+FULL, SLIDING, CHUNKED, LINEAR = (
+    f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
+)
 
 ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # Hugging Face's names
 
@@ -69,7 +71,9 @@ def _check(raw: dict[str, Any], config: ModelConfig) -> None:
     length = max((rope.length for rope in config.ropes), default=0)
     back = parse_config(raw, rope_length=length or None)
     if back != config:
-        fields = [name for name in vars(config) if getattr(back, name, None) != getattr(config, name)]
+        fields = [
+            name for name in vars(config) if getattr(back, name, None) != getattr(config, name)
+        ]
         names = ", ".join(name for name in fields if name in ModelConfig.__dataclass_fields__)
         raise UserError(f"{config.architecture}: config.json cannot describe this {names}")
 
@@ -95,7 +99,8 @@ def _latents(config: ModelConfig) -> dict[str, Any]:
 
 
 def _scores(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """How scores are scaled, how scores and logits are capped, and what a family has beside these."""
+    """How scores are scaled, how scores and logits are capped, and what a family has beside
+    these."""
     raw: dict[str, Any] = {}
     if family.activation != "silu":
         raw["hidden_activation"] = ACTIVATIONS[config.activation]
@@ -134,7 +139,9 @@ def _chunks(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_chunk_size": _window(config),
         "layer_types": [FULL if window is None else CHUNKED for window in config.windows],
-        "no_rope_layers": [int(rope is not None and rope.kind != "none") for rope in _by_layer(config)],
+        "no_rope_layers": [
+            int(rope is not None and rope.kind != "none") for rope in _by_layer(config)
+        ],
         "use_qk_norm": any(normed),
         "attn_temperature_tuning": config.query_growth > 0,
         **(growth if config.query_growth else {}),
@@ -144,7 +151,9 @@ def _chunks(config: ModelConfig) -> dict[str, Any]:
 def _recurrent(config: ModelConfig) -> dict[str, Any]:
     shape = config.recurrent
     layers = () if shape is None else shape.layers
-    raw: dict[str, Any] = {"layer_types": [LINEAR if index in layers else FULL for index in range(config.depth)]}
+    raw: dict[str, Any] = {
+        "layer_types": [LINEAR if index in layers else FULL for index in range(config.depth)]
+    }
     if shape is None:
         return raw
     return raw | {
@@ -210,11 +219,17 @@ def _ropes(config: ModelConfig, family: Family) -> dict[str, Any]:
     ropes = _by_layer(config)
     if family.rope_by_type:
         types = [FULL if window is None else SLIDING for window in config.windows]
-        return {name: _rope(rope) for name, rope in zip(types, ropes, strict=True) if rope is not None}
-    raw = _rope(next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig()))
+        return {
+            name: _rope(rope) for name, rope in zip(types, ropes, strict=True) if rope is not None
+        }
+    raw = _rope(
+        next((rope for rope in ropes if rope is not None and rope.kind != "none"), RopeConfig())
+    )
     if family.query_growth:
         raw["llama_4_scaling_beta"] = config.query_growth
-        raw["original_max_position_embeddings"] = max(rope.original_max_position for rope in config.ropes)
+        raw["original_max_position_embeddings"] = max(
+            rope.original_max_position for rope in config.ropes
+        )
     if family.recurrent:
         raw["partial_rotary_factor"] = next((rope.fraction for rope in config.ropes), 1.0)
     return raw | (_latent_scale(config, raw["factor"]) if family.latent and "factor" in raw else {})
@@ -223,7 +238,8 @@ def _ropes(config: ModelConfig, family: Family) -> dict[str, Any]:
 def _rope(rope: RopeConfig) -> dict[str, Any]:
     values = {name: getattr(rope, name) for name in FIELDS_OF_KINDS.get(rope.kind, ())}
     raw = {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-    # The length before scaling of the kinds linear and dynamic follows from max_position_embeddings.
+    # The length before scaling of the kinds linear and dynamic follows from
+    # max_position_embeddings.
     if rope.kind in ("llama3", "yarn", "longrope"):
         raw["original_max_position_embeddings"] = rope.original_max_position
     return {"rope_type": rope.kind, "rope_theta": rope.theta} | raw
@@ -248,12 +264,16 @@ def _latent_scale(config: ModelConfig, factor: float) -> dict[str, Any]:
 # --- model.safetensors ---
 
 CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
-TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # matrices whose products RoPE rotates
+TURNED = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+)  # matrices whose products RoPE rotates
 FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
-    """Write config.json and model.safetensors, the weights in their dtype. Raises UserError as `config_to_hf`."""
+    """Write config.json and model.safetensors, the weights in their dtype. Raises UserError as
+    `config_to_hf`."""
     raw, params = config_to_hf(config), stacked(params)
     family, tensors = FAMILIES[config.architecture], {}
     for parameter in parameters(config):
@@ -289,7 +309,9 @@ def _add(tensors: dict[str, np.ndarray], parameter: Parameter, layers: Any) -> N
             tensor[rows] = array
 
 
-def _fuse(tensors: dict[str, np.ndarray], config: ModelConfig, fields: ExpertFields, experts: ExpertConfig) -> None:
+def _fuse(
+    tensors: dict[str, np.ndarray], config: ModelConfig, fields: ExpertFields, experts: ExpertConfig
+) -> None:
     """Put the matrices of experts together, one tensor a layer, as the family saves them."""
 
     def joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -299,16 +321,22 @@ def _fuse(tensors: dict[str, np.ndarray], config: ModelConfig, fields: ExpertFie
             columns = np.concatenate(parts, -1)
         if columns.ndim == 3 and not fields.inward:
             columns = columns.swapaxes(1, 2)
-        return np.ascontiguousarray(columns)  # safetensors writes memory, whatever the order of axes
+        return np.ascontiguousarray(
+            columns
+        )  # safetensors writes memory, whatever the order of axes
 
     tensors_of = {parameter.name: parameter.tensors for parameter in parameters(config)}
     for number in range(len(config.sparse_layers)):
         for fused, matrices in FUSED.items():
             names = [tensors_of[f"layers/{matrix}"][number] for matrix in matrices]
             together = f"{names[0][0].partition('.experts')[0]}.experts.{fused}"
-            stacks = [np.stack([tensors.pop(name).T for name in of_experts]) for of_experts in names]
+            stacks = [
+                np.stack([tensors.pop(name).T for name in of_experts]) for of_experts in names
+            ]
             assert all(len(stack) == experts.count for stack in stacks)
             tensors[together] = joined(stacks)
             if fields.biases:
                 biases = [tensors_of[f"layers/{matrix}_bias"][number] for matrix in matrices]
-                tensors[f"{together}_bias"] = joined([tensors.pop(of_layer[0]) for of_layer in biases])
+                tensors[f"{together}_bias"] = joined(
+                    [tensors.pop(of_layer[0]) for of_layer in biases]
+                )

@@ -1,4 +1,5 @@
-"""Bodies of keys before RoPE and of KVQuant's signposts, for the kernel tests: `kernel_cases` has the plain ones."""
+"""Bodies of keys before RoPE and of KVQuant's signposts, for the kernel tests: `kernel_cases` has
+the plain ones."""
 
 import dataclasses
 
@@ -18,12 +19,14 @@ def rope(theta: float, head_dim: int, factor: float = 1.0) -> Rope:
 
 
 def within(first: int = 4, apart: int = 0) -> float:
-    """How far an output may be off: 1 %, three times that where float32 no longer resolves the angles of positions."""
+    """How far an output may be off: 1 %, three times that where float32 no longer resolves the
+    angles of positions."""
     return 0.03 if first > 2**17 else 0.01
 
 
 def first_positions(case: Case, first: int, apart: int) -> np.ndarray:
-    """Where each stretch of a unit of the layout begins: `apart` stretches lie between two of them on other devices."""
+    """Where each stretch of a unit of the layout begins: `apart` stretches lie between two of them
+    on other devices."""
     return first + np.arange(0, case.slots, case.spec.unit) * (apart + 1)
 
 
@@ -33,19 +36,28 @@ def turned(key, case: Case, positions: np.ndarray):
     angle = token[:, None] * np.asarray(case.rope.frequencies)[None]
     cos, sin = (case.rope.factor * f(angle)[None, :, None] for f in (np.cos, np.sin))
     low, high = np.split(np.asarray(key, np.float64), 2, axis=-1)
-    return jnp.asarray(np.concatenate([low * cos - high * sin, high * cos + low * sin], -1), jnp.float32)
+    return jnp.asarray(
+        np.concatenate([low * cos - high * sin, high * cos + low * sin], -1), jnp.float32
+    )
 
 
 def make_form(case: Case, first: int = 4, apart: int = 0):
-    """A body of the case's form whose layer 1 holds random tokens, with keys as attended and values, [B, S, K, D]."""
+    """A body of the case's form whose layer 1 holds random tokens, with keys as attended and
+    values, [B, S, K, D]."""
     positions = first_positions(case, first, apart)
     body, key, value = _signpost_body(case) if case.datatype == "nuq" else make_body(case)
-    return body._replace(positions=jnp.asarray(positions, jnp.int32)), turned(key, case, positions), value
+    return (
+        body._replace(positions=jnp.asarray(positions, jnp.int32)),
+        turned(key, case, positions),
+        value,
+    )
 
 
 def _signposts(rng, bits: int):
     """Sorted, uneven, and to nearly the ends of [-1, 1]."""
-    return jnp.asarray(np.sort(np.append(rng.uniform(-1, 1, 2**bits - 2), (-0.93, 0.97))), jnp.float32)
+    return jnp.asarray(
+        np.sort(np.append(rng.uniform(-1, 1, 2**bits - 2), (-0.93, 0.97))), jnp.float32
+    )
 
 
 def _signpost_body(case: Case, seed: int = 0):
@@ -55,7 +67,9 @@ def _signpost_body(case: Case, seed: int = 0):
     low, high = np.quantile(np.asarray(x), (0.02, 0.98), axis=(0, 1)).astype(np.float32)
     constants = {"signposts": table[0], "upper": jnp.asarray(high), "lower": jnp.asarray(low)}
     k, key = _stored(Nuq(bits=case.key_bits, per="channel", slots=case.key_slots), constants, x)
-    v, value = _stored(Nuq(bits=case.value_bits, per="token", slots=case.value_slots), {"signposts": table[1]}, y)
+    v, value = _stored(
+        Nuq(bits=case.value_bits, per="token", slots=case.value_slots), {"signposts": table[1]}, y
+    )
     centre, scale = channel_range(constants)
     body = PackedBody(k["codes"], scale, centre, v["codes"], v["scale"], v["centre"])
     body = body._replace(signposts=Signposts(*table))
@@ -67,10 +81,15 @@ def _signpost_body(case: Case, seed: int = 0):
 
 
 def _stored(spec: Nuq, constants, x):
-    """The fields of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the codec decodes."""
+    """The fields of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the
+    codec decodes."""
     codec = spec.build(x.shape[-1])
-    payload = jax.jit(jax.vmap(lambda rows: codec.encode(constants, rows)), compiler_options=QUICK)(x)
-    decoded = jax.jit(lambda payload: codec.decode(constants, payload), compiler_options=QUICK)(payload)
+    payload = jax.jit(jax.vmap(lambda rows: codec.encode(constants, rows)), compiler_options=QUICK)(
+        x
+    )
+    decoded = jax.jit(lambda payload: codec.decode(constants, payload), compiler_options=QUICK)(
+        payload
+    )
     fields = {name: to_bits(part) for name, part in payload.items()} | {
         "codes": packed_codes(np.asarray(payload["codes"]), spec.bits)
     }
@@ -99,5 +118,7 @@ def inputs(case: Case, **place):
 
 
 def name(case: Case) -> str:
-    form = {"uniform": "kivi" if case.rope is None else "kivi_star", "nuq": "kvquant"}[case.datatype]
+    form = {"uniform": "kivi" if case.rope is None else "kivi_star", "nuq": "kvquant"}[
+        case.datatype
+    ]
     return f"{form}{case.key_bits}"

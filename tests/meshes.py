@@ -14,7 +14,9 @@ def pending(cache) -> tuple[dict, ...]:
     for run in runs_of(cache.layout):
         sources = {}
         for name, width in run.wiring.storage.sources.items():
-            x = random.normal(size=(run.count, len(LENGTHS), max(LENGTHS), width)) + 2 * random.normal(size=width)
+            x = random.normal(
+                size=(run.count, len(LENGTHS), max(LENGTHS), width)
+            ) + 2 * random.normal(size=width)
             x += 10 * (random.random(x.shape) < 0.002)
             sources[name] = jnp.asarray(np.abs(x) if name == "inverse_rms" else x, jnp.float32)
         out.append(sources)

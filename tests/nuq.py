@@ -6,7 +6,10 @@ import numpy as np
 
 from kvqjax.codecs.nuq_outliers import split_outliers
 
-FULL = {"dtype": "float32", "outlier_dtype": "float32"}  # storage as wide as the released simulation's
+FULL = {
+    "dtype": "float32",
+    "outlier_dtype": "float32",
+}  # storage as wide as the released simulation's
 
 
 def round_trip(spec, constants, x):
@@ -22,6 +25,7 @@ def slots_of(spec, tile, x):
 
 
 def mostly_close(ours, theirs, bound, share=0.999):
-    """The golden tolerance: `share` of the entries within `bound`, the rest being ties between two signposts."""
+    """The golden tolerance: `share` of the entries within `bound`, the rest being ties between two
+    signposts."""
     close = np.abs(ours - theirs) <= bound
     assert close.mean() >= share, np.abs(ours - theirs).max()

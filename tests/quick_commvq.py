@@ -8,4 +8,6 @@ from kvqjax.methods import commvq
 METHOD = commvq(bits=2, rounds=4, levels=8, hidden=32, window=32, unit=32, sinks=1)
 
 
-QUICK = Recipe(keys=EMSettings(steps=6, batch=64), values=ValueSettings(steps=120, warmup=5), key_tokens=256)
+QUICK = Recipe(
+    keys=EMSettings(steps=6, batch=64), values=ValueSettings(steps=120, warmup=5), key_tokens=256
+)

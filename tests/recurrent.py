@@ -9,7 +9,10 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.model.config import RecurrentConfig, RopeConfig
 
-EVEN, UNEVEN = (0, 1, 3, 4), (1, 2, 4)  # recurrent layers before each of attention; or none, two, and one at the end
+EVEN, UNEVEN = (
+    (0, 1, 3, 4),
+    (1, 2, 4),
+)  # recurrent layers before each of attention; or none, two, and one at the end
 
 # What the tiny model of `cases` becomes: Qwen3.5's parts.
 PARTS = {
@@ -21,13 +24,17 @@ PARTS = {
 
 
 def recurrent(layers: tuple[int, ...] = EVEN) -> RecurrentConfig:
-    return RecurrentConfig(layers=layers, key_heads=2, value_heads=4, key_dim=8, value_dim=12, kernel=4)
+    return RecurrentConfig(
+        layers=layers, key_heads=2, value_heads=4, key_dim=8, value_dim=12, kernel=4
+    )
 
 
 def drawn(model: kvq.Model) -> kvq.Model:
     """The model with every weight random, of a gain that keeps errors of float32 small."""
     params = random_params(model.config)
-    layers = jax.tree.map(lambda x: x * (x.shape[-2] ** -0.5 if x.ndim > 2 else 0.5), params["layers"])
+    layers = jax.tree.map(
+        lambda x: x * (x.shape[-2] ** -0.5 if x.ndim > 2 else 0.5), params["layers"]
+    )
     return model.replace(params=params | {"layers": layers, "norm": 0.5 * params["norm"]})
 
 

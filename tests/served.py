@@ -21,7 +21,9 @@ class Running:
         app = make_app(engine, NAME, **options)
         settings = uvicorn.Config(app, port=0, log_level="error", http=ImpatientProtocol)
         self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._server.serve(),), daemon=True
+        )
 
     def __enter__(self) -> int:
         self._thread.start()
@@ -43,7 +45,9 @@ def answer(port: int, path: str, body=None, key: str | None = KEY):
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
-    return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
+    return response.status, json.loads(text) if response.headers[
+        "Content-Type"
+    ] == "application/json" else text
 
 
 def settled(engine, **wanted):

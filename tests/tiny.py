@@ -13,14 +13,27 @@ from kvqjax.model.config import ModelConfig
 @functools.cache
 def tiny(**changes) -> kvq.Model:
     """2 layers, width 32, 4 query and 2 KV heads of 16, 50 tokens; random weights, no tokenizer."""
-    base = {"vocab_size": 50, "width": 32, "mlp_width": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    base = {
+        "vocab_size": 50,
+        "width": 32,
+        "mlp_width": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
     config = ModelConfig(**(base | {"head_dim": 16} | changes))
-    return kvq.Model(params=weight_trees.init_params(jax.random.key(0), config), constants=(), config=config)
+    return kvq.Model(
+        params=weight_trees.init_params(jax.random.key(0), config), constants=(), config=config
+    )
 
 
 def in_form(params: dict, form: str) -> dict:
     """The weights with their layers as `kvqjax.load(layers=form)` stores them."""
-    make = {"scan": weight_trees.stacked, "switch": weight_trees.switched, "unroll": weight_trees.unrolled}
+    make = {
+        "scan": weight_trees.stacked,
+        "switch": weight_trees.switched,
+        "unroll": weight_trees.unrolled,
+    }
     return make[form](params)
 
 

@@ -11,7 +11,15 @@ import jax
 import numpy as np
 
 from benchmarks.compiled_cost import tpu
-from benchmarks.compiled_cost.hlo import PARTS, Computation, Instruction, Program, dimensions, elements, numbers
+from benchmarks.compiled_cost.hlo import (
+    PARTS,
+    Computation,
+    Instruction,
+    Program,
+    dimensions,
+    elements,
+    numbers,
+)
 from benchmarks.compiled_cost.walk import Bytes, Visit, Walk, kernels, walk
 from benchmarks.schedule import estimate
 from kvqjax.cache import CacheLayout, allocate_cache, runs_of
@@ -21,8 +29,9 @@ from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.model.config import ModelConfig
 
-# Seconds of a kernel's launch on a GPU. By itself a launch takes about 3 us; but XLA records nearly a whole decode step
-# into one command buffer (a CUDA graph), where it takes 1.0 us on an H100 (docs/speed.md).
+# Seconds of a kernel's launch on a GPU. By itself a launch takes about 3 us; but XLA records nearly
+# a whole decode step into one command buffer (a CUDA graph), where it takes 1.0 us on an H100
+# (docs/speed.md).
 LAUNCH = 1e-6
 SYNC = 22.5e-6  # seconds in which a GPU's host reads a number and decides, likewise
 ASSUMPTIONS = {
@@ -38,7 +47,9 @@ ASSUMPTIONS = {
         "a kernel's tile takes the longer of its bundles and its bytes at the chip's bandwidth",
     ),
 }
-Price = Callable[[Visit], tuple[float, Bytes]]  # cycles and bytes of one call of our own kernel on a TPU
+Price = Callable[
+    [Visit], tuple[float, Bytes]
+]  # cycles and bytes of one call of our own kernel on a TPU
 
 
 class Costs(NamedTuple):
@@ -70,10 +81,16 @@ def operations(program: Program, instruction: Instruction, computation: Computat
     if instruction.op == "fusion":
         fused = program.computations[instruction.called]
         return sum(operations(program, line, fused) for line in fused.instructions.values())
-    library = instruction.op == "custom-call" and 'custom_call_target="__cublas' in instruction.attributes
+    library = (
+        instruction.op == "custom-call" and 'custom_call_target="__cublas' in instruction.attributes
+    )
     if not library and instruction.op != "dot":
         return 0.0
-    pattern = r'"lhs_contracting_dimensions":\[([\d",]*)\]' if library else r"lhs_contracting_dims=\{([\d,]*)\}"
+    pattern = (
+        r'"lhs_contracting_dimensions":\[([\d",]*)\]'
+        if library
+        else r"lhs_contracting_dims=\{([\d,]*)\}"
+    )
     contracted = re.search(pattern, instruction.attributes)
     if contracted is None:
         raise ValueError(f"{instruction.name}: which axes it sums over is not said")
@@ -105,7 +122,9 @@ def costs(steps: Walk, chip: str, price: Price, stride: int = 1) -> Costs:
             duration = estimate(visit.instruction.attributes) / clock
         launches += times
         seconds[part] += times * duration
-        moved[part] = Bytes(*(total + times * new for total, new in zip(moved[part], traffic, strict=True)))
+        moved[part] = Bytes(
+            *(total + times * new for total, new in zip(moved[part], traffic, strict=True))
+        )
     syncs = 0 if clock else steps.syncs
     seconds["rest"] += SYNC * syncs
     return Costs(launches, syncs, moved, seconds, steps.unsure)
@@ -114,7 +133,8 @@ def costs(steps: Walk, chip: str, price: Price, stride: int = 1) -> Costs:
 def as_record(result: Costs) -> dict:
     """Return costs as JSON has them."""
     moved = {
-        part: {"read": round(traffic.read), "written": round(traffic.written)} for part, traffic in result.bytes.items()
+        part: {"read": round(traffic.read), "written": round(traffic.written)}
+        for part, traffic in result.bytes.items()
     }
     record = {"launches": round(result.launches), "syncs": result.syncs, "bytes": moved}
     return record | {"seconds": result.seconds, "unsure": result.unsure}
@@ -125,7 +145,9 @@ def as_record(result: Costs) -> dict:
 
 def _clocks(layout: CacheLayout) -> list:
     """Return the clocks by which several tokens at a time are encoded, each once."""
-    clocks = (clock for run in runs_of(layout) for clock in run.wiring.storage.clocks if clock.unit > 1)
+    clocks = (
+        clock for run in runs_of(layout) for clock in run.wiring.storage.clocks if clock.unit > 1
+    )
     return [*{clock[1:]: clock for clock in clocks}.values()]
 
 
@@ -134,34 +156,48 @@ def _units(layout: CacheLayout, clock, length: int) -> int:
 
 
 def resting(layout: CacheLayout, length: int) -> int:
-    """Return the most tokens, below `length`, of a row whose next step encodes no unit of several tokens."""
+    """Return the most tokens, below `length`, of a row whose next step encodes no unit of several
+    tokens."""
     tokens = length - 1
-    while any(_units(layout, clock, tokens + 1) > _units(layout, clock, tokens) for clock in _clocks(layout)):
+    while any(
+        _units(layout, clock, tokens + 1) > _units(layout, clock, tokens)
+        for clock in _clocks(layout)
+    ):
         tokens -= 1
     return tokens
 
 
 def encoding(layout: CacheLayout, length: int) -> list[tuple[int, int]]:
-    """Return for every clock the most tokens, below `length`, before a step that encodes a unit, and the unit's."""
+    """Return for every clock the most tokens, below `length`, before a step that encodes a unit,
+    and the unit's."""
     flushes = []
     for clock in _clocks(layout):
         units = _units(layout, clock, length)
         if units and any(run.slots for run in runs_of(layout)):
-            flushes.append((units * clock.unit + clock.window + layout.method.sinks - 1, clock.unit))
+            flushes.append(
+                (units * clock.unit + clock.window + layout.method.sinks - 1, clock.unit)
+            )
     return flushes
 
 
-def known_arguments(layout: CacheLayout, rows: list[int], new: int | None = None) -> dict[str, np.ndarray]:
+def known_arguments(
+    layout: CacheLayout, rows: list[int], new: int | None = None
+) -> dict[str, np.ndarray]:
     """Return what is known of a program's arguments, by their names in it.
 
     Args:
         layout: The cache's layout.
         rows: Tokens that every row holds.
-        new: Tokens that a prompt or chunk adds to every row; None for a decode loop, none of whose rows is done.
+        new: Tokens that a prompt or chunk adds to every row; None for a decode loop, none of whose
+            rows is done.
     """
     lengths, fill = np.asarray(rows, np.int32), functools.partial(np.full, len(rows))
     if new is None:
-        arguments = {"state.done": fill(False), "state.owed": fill(True), "state.made": fill(1, np.int32)}
+        arguments = {
+            "state.done": fill(False),
+            "state.owed": fill(True),
+            "state.made": fill(1, np.int32),
+        }
         arguments["limit"], prefix = np.asarray(16, np.int32), "state.cache."
     else:
         arguments, prefix = {"counts": fill(new, np.int32), "cache.finite": lengths}, "cache."
@@ -176,13 +212,19 @@ def known_arguments(layout: CacheLayout, rows: list[int], new: int | None = None
 def _encoded(layout: CacheLayout, rows: list[int]) -> list[int]:
     """Return the encoded tokens of every row, of the layers that have most of them."""
     clocks = [clock for run in runs_of(layout) if run.slots for clock in run.wiring.storage.clocks]
-    return [max((_units(layout, clock, tokens) * clock.unit for clock in clocks), default=0) for tokens in rows]
+    return [
+        max((_units(layout, clock, tokens) * clock.unit for clock in clocks), default=0)
+        for tokens in rows
+    ]
 
 
 def _token_bytes(layout: CacheLayout) -> float:
-    """Return the bytes of one encoded token in one layer, on average over the layers that have a body."""
+    """Return the bytes of one encoded token in one layer, on average over the layers that have a
+    body."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, 1))
-    runs = [(run, state) for run, state in zip(runs_of(layout), cache.runs, strict=True) if run.slots]
+    runs = [
+        (run, state) for run, state in zip(runs_of(layout), cache.runs, strict=True) if run.slots
+    ]
     total = sum(array_bytes(state.body) / run.slots for run, state in runs)
     return total / sum(run.count for run, _ in runs) if runs else 0.0
 
@@ -212,14 +254,21 @@ def bound(config: ModelConfig, lengths: list[int]) -> Bound:
     return Bound(weights, tokens * 2 * config.kv_width * 2)
 
 
-def step_costs(program: Program, chip: str, layout: CacheLayout, rows: list[int], folder: Path) -> Costs:
+def step_costs(
+    program: Program, chip: str, layout: CacheLayout, rows: list[int], folder: Path
+) -> Costs:
     """Return the costs of one step whose rows hold `rows` tokens."""
     tokens, token_bytes = _encoded(layout, rows), _token_bytes(layout)
-    price = lambda visit: tpu.packed_cost(visit, folder, chip, tokens, token_bytes)  # noqa: E731
+
+    def price(visit):
+        return tpu.packed_cost(visit, folder, chip, tokens, token_bytes)
+
     return costs(walk(program, known_arguments(layout, rows)), chip, price, STRIDE)
 
 
-def step_record(program: Program, chip: str, layout: CacheLayout, lengths: list[int], folder: Path) -> dict:
+def step_record(
+    program: Program, chip: str, layout: CacheLayout, lengths: list[int], folder: Path
+) -> dict:
     """Return the costs of one step of rows of one length, and what encoding adds to it on average.
 
     A unit of several tokens falls due in one step of many, at another step in every row.
@@ -234,26 +283,46 @@ def step_record(program: Program, chip: str, layout: CacheLayout, lengths: list[
 
 def step_summary(record: dict, chip: str, config: ModelConfig, lengths: list[int]) -> dict:
     """Return a step's costs over its bound: of parts, bytes on a GPU and time on a TPU."""
-    least, moved = bound(config, lengths), {part: sum(traffic.values()) for part, traffic in record["bytes"].items()}
+    least, moved = (
+        bound(config, lengths),
+        {part: sum(traffic.values()) for part, traffic in record["bytes"].items()},
+    )
     if chip in tpu.CLOCKS:
         work = {part: seconds * bandwidth(chip) for part, seconds in record["seconds"].items()}
     else:
         work = moved
     summary = {"bytes_over_bound": sum(moved.values()) / least.total}
-    summary |= {f"{part}_over_bound": work[part] / getattr(least, part) for part in ("attention", "weights")}
+    summary |= {
+        f"{part}_over_bound": work[part] / getattr(least, part) for part in ("attention", "weights")
+    }
     estimated = 1e3 * (sum(record["seconds"].values()) + record["encoding_seconds"])
     bound_ms = 1e3 * least.total / bandwidth(chip)
-    summary |= {"estimated_ms": estimated, "bound_ms": bound_ms, "time_over_bound": estimated / bound_ms}
-    return summary | {"bound_bytes": {"attention": round(least.attention), "weights": round(least.weights)}}
+    summary |= {
+        "estimated_ms": estimated,
+        "bound_ms": bound_ms,
+        "time_over_bound": estimated / bound_ms,
+    }
+    return summary | {
+        "bound_bytes": {"attention": round(least.attention), "weights": round(least.weights)}
+    }
 
 
 # A prompt, or a chunk of one.
 
 
 def prompt_record(
-    program: Program, chip: str, config: ModelConfig, layout: CacheLayout, tokens: int, new: int, folder: Path
+    program: Program,
+    chip: str,
+    config: ModelConfig,
+    layout: CacheLayout,
+    tokens: int,
+    new: int,
+    folder: Path,
 ) -> dict:
     """Return the costs of `new` tokens of one row that holds `tokens`."""
-    price = lambda visit: tpu.splash_cost(visit, folder, chip, tokens and new, config.windows[0])  # noqa: E731
+
+    def price(visit):
+        return tpu.splash_cost(visit, folder, chip, tokens and new, config.windows[0])
+
     arguments = known_arguments(layout, [tokens], new)
     return as_record(costs(walk(program, arguments, per_step=False), chip, price))

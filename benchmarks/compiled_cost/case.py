@@ -40,8 +40,10 @@ class Case(NamedTuple):
     """A program to compile.
 
     Attributes:
-        context: Tokens of a row: a decode step's room, a prompt's tokens, or the tokens before a chunk.
-        new: None for a decode step, 0 for a prompt of `context` tokens at once, else the tokens of a chunk.
+        context: Tokens of a row: a decode step's room, a prompt's tokens, or the tokens before a
+            chunk.
+        new: None for a decode step, 0 for a prompt of `context` tokens at once, else the tokens of
+            a chunk.
         filled: Tokens that a decode step's rows hold, where fewer than they have room for.
     """
 
@@ -55,7 +57,8 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of a decode step's rows, by which `generate` chooses a program of static lengths."""
+        """Tokens of a decode step's rows, by which `generate` chooses a program of static
+        lengths."""
         return [self.filled or self.context] * self.batch
 
     @property
@@ -79,12 +82,18 @@ def _lower(case: Case, config: ModelConfig) -> Lowered:
 
 def _compile(case: Case, config: ModelConfig, folder: Path, dump: Path | None) -> dict:
     """Return the costs of one model's program, not yet beside the bound."""
-    jax.config.update("jax_traceback_in_locations_limit", -1)  # parts are told apart by stack frames
+    jax.config.update(
+        "jax_traceback_in_locations_limit", -1
+    )  # parts are told apart by stack frames
     layout = layout_for(config, parse_method(case.cache), case.context + (case.new or 0), case.chip)
     lowered = _lower(case, config)
     begun = time.perf_counter()
     compiled = lowered.compile()
-    seconds, text, memory = time.perf_counter() - begun, compiled.as_text(), compiled.memory_analysis()
+    seconds, text, memory = (
+        time.perf_counter() - begun,
+        compiled.as_text(),
+        compiled.memory_analysis(),
+    )
     if dump is not None:
         dump.write_text(text, encoding="utf-8")
     if case.new is None:
@@ -93,28 +102,39 @@ def _compile(case: Case, config: ModelConfig, folder: Path, dump: Path | None) -
         record = account.prompt_record(parse(text), case.chip, config, layout, *case.tokens, folder)
     cache = array_bytes(jax.eval_shape(functools.partial(allocate_cache, layout, case.batch)))
     # The cache is donated: what of the results does not lie in its buffers is a copy.
-    temporaries = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporaries = (
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
     sizes = {"cache": cache, "arguments": memory.argument_size_in_bytes, "temp": temporaries}
     sizes["peak"] = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    return record | {f"{name}_gb": size / 1e9 for name, size in sizes.items()} | {"compile_s": seconds}
+    return (
+        record | {f"{name}_gb": size / 1e9 for name, size in sizes.items()} | {"compile_s": seconds}
+    )
 
 
 def _shallow(config: ModelConfig, depth: int) -> ModelConfig:
     """The first `depth` layers of attention, with the recurrent ones before each."""
     recurrent = config.recurrent
     if recurrent is not None and depth < config.num_layers:
-        layers = tuple(layer for layer in recurrent.layers if layer < config.attention_layers[depth - 1])
+        layers = tuple(
+            layer for layer in recurrent.layers if layer < config.attention_layers[depth - 1]
+        )
         recurrent = dataclasses.replace(recurrent, layers=layers) if layers else None
-    return dataclasses.replace(config, num_layers=depth, sliding_window=config.windows[:depth], recurrent=recurrent)
+    return dataclasses.replace(
+        config, num_layers=depth, sliding_window=config.windows[:depth], recurrent=recurrent
+    )
 
 
-def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None) -> dict:
+def measure(
+    case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path | None = None
+) -> dict:
     """Compile a case and return its account.
 
     Args:
         case: The case.
         folder: An empty folder where libtpu writes its schedules (`tpu.write_schedules`).
-        depths: Two numbers of layers: models of so many are compiled, and figures extrapolated to all layers.
+        depths: Two numbers of layers: models of so many are compiled, and figures extrapolated to
+            all layers.
         dump: Where to write the compiled program.
     """
     config, records = config_of(case.model), []
@@ -135,12 +155,16 @@ def measure(case: Case, folder: Path, depths: tuple[int, ...] = (), dump: Path |
         least = case.batch * prompt_operations(config, *case.tokens) / account.peak(case.chip)
         record |= {"estimated_s": estimated, "bound_s": least, "share_of_peak": least / estimated}
     packages = ("jax", "libtpu" if case.is_tpu else "jax-cuda13-plugin")
-    record |= {"versions": {name: metadata.version(name) for name in packages}, "layers": list(depths)}
+    record |= {
+        "versions": {name: metadata.version(name) for name in packages},
+        "layers": list(depths),
+    }
     return case._asdict() | record
 
 
 def extrapolate(low, high, share: float):
-    """Return numbers on the straight line through two records, `share` times their distance from `low`."""
+    """Return numbers on the straight line through two records, `share` times their distance from
+    `low`."""
     if isinstance(low, dict):
         return {name: extrapolate(value, high[name], share) for name, value in low.items()}
     if isinstance(low, (int, float)):
@@ -152,28 +176,40 @@ def extrapolate(low, high, share: float):
 def report(case: Case, record: dict) -> str:
     """Return a case's account as lines of text."""
     rows = f"{case.batch} x {case.context} tokens"
-    kinds = {None: f"a decode step of {case.batch} x {case.lengths[0]} tokens", 0: f"prompts of {rows}"}
+    kinds = {
+        None: f"a decode step of {case.batch} x {case.lengths[0]} tokens",
+        0: f"prompts of {rows}",
+    }
     kind = kinds.get(case.new, f"chunks of {case.new} tokens after {rows}")
     lines = [f"{case.chip} {case.model} {case.cache}: {kind}"]
     for part, moved in record["bytes"].items():
         traffic = f"{moved['read'] / 1e9:9.3f} GB read {moved['written'] / 1e9:9.3f} GB written"
         lines.append(f"{part:9} {traffic} {1e3 * record['seconds'][part]:9.3f} ms")
     figures = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    lines += [f"{name:20} {value:.6g}" for name, value in figures.items() if name not in Case._fields]
-    lines += [f"not computed, so counted once or at its costliest: {name}" for name in record["unsure"]]
+    lines += [
+        f"{name:20} {value:.6g}" for name, value in figures.items() if name not in Case._fields
+    ]
+    lines += [
+        f"not computed, so counted once or at its costliest: {name}" for name in record["unsure"]
+    ]
     lines += [f"assumed: {line}" for line in account.ASSUMPTIONS["tpu" if case.is_tpu else "gpu"]]
     return "\n".join(lines)
 
 
 def run(case: Case, layers: str, dump: Path | None, as_json: bool) -> None:
-    """Compile one case and print its account. A mistake of the user's is one line and exit code 2."""
+    """Compile one case and print its account. A mistake of the user's is one line and exit code
+    2."""
     if case.chip not in CHIPS:
         raise typer.BadParameter(f"{case.chip}; known: {', '.join(CHIPS)}", param_hint="--chip")
     if case.lengths[0] > case.context:
-        raise typer.BadParameter(f"{case.filled} is more than the context, {case.context}", param_hint="--held")
+        raise typer.BadParameter(
+            f"{case.filled} is more than the context, {case.context}", param_hint="--held"
+        )
     depths = numbers(layers) if re.fullmatch(r"(\d+,\d+)?", layers) else (0,)
     if depths and not 0 < depths[0] < depths[-1]:
-        raise typer.BadParameter(f"{layers}; wanted two depths, the smaller one first: 2,4", param_hint="--layers")
+        raise typer.BadParameter(
+            f"{layers}; wanted two depths, the smaller one first: 2,4", param_hint="--layers"
+        )
     with tempfile.TemporaryDirectory() as folder:
         if case.is_tpu:
             tpu.write_schedules(folder)

@@ -1,4 +1,5 @@
-"""Parse a compiled program: optimised HLO text as computations and instructions, with sizes and source files."""
+"""Parse a compiled program: optimised HLO text as computations and instructions, with sizes and
+source files."""
 
 import math
 import re
@@ -23,7 +24,16 @@ SOURCES = {
     "decoder.py": "weights",
 }
 # These say where a value lies, not what computes it.
-CARRIERS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy", "while", "conditional")
+CARRIERS = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "copy",
+    "while",
+    "conditional",
+)
 
 
 class Instruction(NamedTuple):
@@ -73,11 +83,16 @@ class Computation(NamedTuple):
 
     def shapes(self, instruction: Instruction) -> list[str]:
         """Return the types of an instruction's operands."""
-        return [self.instructions[name].shape for name in instruction.operands if name in self.instructions]
+        return [
+            self.instructions[name].shape
+            for name in instruction.operands
+            if name in self.instructions
+        ]
 
 
 class Program(NamedTuple):
-    """Computations by name; `parts` says for each stack frame to which part of a step it belongs."""
+    """Computations by name; `parts` says for each stack frame to which part of a step it
+    belongs."""
 
     computations: dict[str, Computation]
     entry: str
@@ -86,8 +101,8 @@ class Program(NamedTuple):
     def part(self, instruction: Instruction, computation: Computation, default: str) -> str:
         """Return "attention", "weights" or "rest".
 
-        An instruction that the compiler added names no source. It belongs where its largest operand comes from, or
-        where its result goes, else to `default`.
+        An instruction that the compiler added names no source. It belongs where its largest operand
+        comes from, or where its result goes, else to `default`.
         """
         part = self.parts.get(instruction.attribute("stack_frame_id="), "")
         if part or instruction.op in CARRIERS:
@@ -97,7 +112,9 @@ class Program(NamedTuple):
         users = [line for line in lines.values() if instruction.name in line.operands]
         neighbours = sorted(operands, key=lambda operand: size(operand.shape), reverse=True) + users
         parts = [
-            self.parts.get(line.attribute("stack_frame_id="), "") for line in neighbours if line.op not in CARRIERS
+            self.parts.get(line.attribute("stack_frame_id="), "")
+            for line in neighbours
+            if line.op not in CARRIERS
         ]
         return next(filter(None, parts), default)
 
@@ -118,7 +135,8 @@ def elements(shape: str) -> int:
 
 
 def size(shape: str) -> float:
-    """Return the bytes of an array or tuple. Types below a byte are packed. "S(1)" is a TPU's fast memory and free."""
+    """Return the bytes of an array or tuple. Types below a byte are packed. "S(1)" is a TPU's fast
+    memory and free."""
     total = 0.0
     for array in ARRAY.finditer(shape):
         kind, bits, axes = array.groups()
@@ -170,7 +188,8 @@ def parse(text: str) -> Program:
 
 
 def _parts(text: str) -> dict[str, str]:
-    """Return the part of every stack frame: that of its outermost file, but attention wherever it is called."""
+    """Return the part of every stack frame: that of its outermost file, but attention wherever it
+    is called."""
     files = dict(re.findall(r'(?m)^(\d+) "(.*)"$', text.partition("\nFunctionNames")[0]))
     locations = dict(re.findall(r"(?m)^(\d+) \{file_name_id=(\d+)", text))
     frames = {frame: (location, parent) for frame, location, parent in FRAME.findall(text)}

@@ -1,4 +1,5 @@
-"""Cycles of our kernels on a TPU, from the schedules that libtpu writes: XLA has no estimate for them."""
+"""Cycles of our kernels on a TPU, from the schedules that libtpu writes: XLA has no estimate for
+them."""
 
 import glob
 import math
@@ -14,7 +15,11 @@ from benchmarks.schedule import BUNDLE, bundles
 from kvqjax.hardware.devices import DEVICES
 from kvqjax.pallas_kernels.splash import block_sizes, seen_blocks
 
-CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9, "v7x": 2.2e9}  # cycles a second; assumed, no chip here confirmed them
+CLOCKS = {
+    "v5e": 1.5e9,
+    "v6e": 1.75e9,
+    "v7x": 2.2e9,
+}  # cycles a second; assumed, no chip here confirmed them
 SCHEDULE, ANALYSIS = "-01-final_bundles.txt", "-00-schedule-analysis_final_bundles.txt"
 KERNEL = re.compile(r'operand_layout_constraints=({.*?}}).*?"body":"([^"]*)"', re.DOTALL)
 
@@ -27,7 +32,10 @@ def write_schedules(folder: str) -> None:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    return instruction.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.attributes
+    return (
+        instruction.op == "custom-call"
+        and 'custom_call_target="tpu_custom_call"' in instruction.attributes
+    )
 
 
 def cycles_of(moved: float, chip: str) -> float:
@@ -38,8 +46,9 @@ def cycles_of(moved: float, chip: str) -> float:
 def schedule(folder: Path, instruction: Instruction) -> str:
     """Read the schedule of a call of a kernel.
 
-    libtpu writes one schedule for several calls of one kernel, under the name of one of them. Where the calls' operands
-    lie in different memory there are several: another call is taken to have the longest.
+    libtpu writes one schedule for several calls of one kernel, under the name of one of them. Where
+    the calls' operands lie in different memory there are several: another call is taken to have the
+    longest.
 
     Raises:
         ValueError: No schedule of the kernel was written.
@@ -50,16 +59,21 @@ def schedule(folder: Path, instruction: Instruction) -> str:
     for analysis in folder.glob(f"[0-9]*-{instruction.name.partition('.')[0]}*{ANALYSIS}"):
         call = KERNEL.search(analysis.read_text())  # the text of the call that the schedule is of
         if kernel and call and call.groups() == kernel.groups():
-            listings.append(analysis.with_name(analysis.name.replace(ANALYSIS, SCHEDULE)).read_text())
+            listings.append(
+                analysis.with_name(analysis.name.replace(ANALYSIS, SCHEDULE)).read_text()
+            )
     if not listings:
         raise ValueError(f"{instruction.name}: no schedule of its kernel was written")
     return max(listings, key=block_bundles)
 
 
-def packed_cost(visit: Visit, folder: Path, chip: str, tokens: list[int], token_bytes: float) -> tuple[float, Bytes]:
+def packed_cost(
+    visit: Visit, folder: Path, chip: str, tokens: list[int], token_bytes: float
+) -> tuple[float, Bytes]:
     """Return the cycles and bytes of one call of a kernel that reads encoded tokens.
 
-    A grid step fetches one tile while it works off the one before. Each tile of a row takes the longer of the two.
+    A grid step fetches one tile while it works off the one before. Each tile of a row takes the
+    longer of the two.
 
     Args:
         visit: The call. The name of the kernel ends with the tokens of a tile.
@@ -68,14 +82,19 @@ def packed_cost(visit: Visit, folder: Path, chip: str, tokens: list[int], token_
         tokens: Encoded tokens of each row.
         token_bytes: Bytes of one encoded token in one layer.
     """
-    name, aliases = visit.instruction.name, r"\{(\d+)\}: \(\d+, \{\}\)"  # output_to_operand_aliasing
+    name, aliases = (
+        visit.instruction.name,
+        r"\{(\d+)\}: \(\d+, \{\}\)",
+    )  # output_to_operand_aliasing
     tile = re.search(r"_(\d+)(?:\.\d+)*$", name)
     if tile is None:
         raise ValueError(f"{name}: its name ends with no tile")
     # Arrays [rows, tokens, channels] that the kernel writes in place are read as well.
     arrays = [array[0] for array in ARRAY.finditer(visit.instruction.shape)]
     replaced = [arrays[int(number)] for number in re.findall(aliases, visit.instruction.attributes)]
-    written = int(tile[1]) * sum(size(array) / math.prod(dimensions(array)[:2]) for array in replaced)
+    written = int(tile[1]) * sum(
+        size(array) / math.prod(dimensions(array)[:2]) for array in replaced
+    )
     fetched = int(tile[1]) * token_bytes + written
     tiles = sum(-(-count // int(tile[1])) for count in tokens)
     cycles = max(bundles(schedule(folder, visit.instruction)), cycles_of(fetched + written, chip))
@@ -83,23 +102,29 @@ def packed_cost(visit: Visit, folder: Path, chip: str, tokens: list[int], token_
 
 
 def block_bundles(listing: str) -> tuple[int, int]:
-    """Return the bundles of a block of splash attention that queries see, and of one that they do not.
+    """Return the bundles of a block of splash attention that queries see, and of one that they do
+    not.
 
     A block that is not seen skips its products, the longest region between marks of a schedule.
     """
     bundled = [match for match in BUNDLE.finditer(listing) if match[2]]
     marks = [number for number, match in enumerate(bundled) if match[1] == "PF"]
-    skipped = max((end - begin for begin, end in zip(marks, [*marks[1:], len(bundled)], strict=True)), default=0)
+    skipped = max(
+        (end - begin for begin, end in zip(marks, [*marks[1:], len(bundled)], strict=True)),
+        default=0,
+    )
     return len(bundled), len(bundled) - skipped
 
 
 def seen(queries: int, keys: int, prompt: int, sliding: int | None) -> tuple[float, int]:
-    """Return how many blocks of a call of splash attention are seen, on average, and how many there are.
+    """Return how many blocks of a call of splash attention are seen, on average, and how many there
+    are.
 
     Args:
         queries: Queries of a call.
         keys: Keys of a call.
-        prompt: Tokens of the prompt; 0 for a call that reads the body of a cache, all of which is seen.
+        prompt: Tokens of the prompt; 0 for a call that reads the body of a cache, all of which is
+            seen.
         sliding: The sliding window, if any.
     """
     blocks = block_sizes(queries, keys)
@@ -113,13 +138,18 @@ def seen(queries: int, keys: int, prompt: int, sliding: int | None) -> tuple[flo
     return sum(counts) / len(counts), total
 
 
-def splash_cost(visit: Visit, folder: Path, chip: str, chunk: int, sliding: int | None) -> tuple[float, Bytes]:
-    """Return the cycles and bytes of one call of splash attention in a prompt (`chunk` 0) or a chunk of one."""
+def splash_cost(
+    visit: Visit, folder: Path, chip: str, chunk: int, sliding: int | None
+) -> tuple[float, Bytes]:
+    """Return the cycles and bytes of one call of splash attention in a prompt (`chunk` 0) or a
+    chunk of one."""
     _, _, query, key, *_ = visit.computation.shapes(visit.instruction)
     (heads, queries, _), keys = dimensions(query), max(dimensions(key)[1:])
     active, idle = block_bundles(schedule(folder, visit.instruction))
     used, total = seen(queries, keys, keys if not chunk or keys == queries else 0, sliding)
-    fetched = 2 * block_sizes(queries, keys).keys * size(key) / keys / dimensions(key)[0]  # keys and values
+    fetched = (
+        2 * block_sizes(queries, keys).keys * size(key) / keys / dimensions(key)[0]
+    )  # keys and values
     busy = max(active, cycles_of(fetched, chip))
     moved = Bytes(heads * used * fetched + size(query), size(visit.instruction.shape))
     return heads * (used * busy + (total - used) * idle), moved

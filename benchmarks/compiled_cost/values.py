@@ -1,7 +1,9 @@
-"""Compute how often a program's loops run and which branches it takes, from the small integers among its arguments.
+"""Compute how often a program's loops run and which branches it takes, from the small integers
+among its arguments.
 
-A decode loop's bounds depend on how many tokens the cache holds. `Values` evaluates, on numpy arrays, what such a bound
-is made of and nothing else. What depends on the model's numbers is `Unknown`.
+A decode loop's bounds depend on how many tokens the cache holds. `Values` evaluates, on numpy
+arrays, what such a bound is made of and nothing else. What depends on the model's numbers is
+`Unknown`.
 """
 
 import functools
@@ -34,7 +36,9 @@ ELEMENTWISE = {
     "shift-left": np.left_shift,
     "shift-right-arithmetic": np.right_shift,
     "shift-right-logical": lambda x, by: x.view(f"u{x.itemsize}") >> by.view(f"u{x.itemsize}"),
-    "divide": lambda x, by: np.sign(x) * np.sign(by) * (np.abs(x) // np.maximum(np.abs(by), 1)),  # towards zero
+    "divide": lambda x, by: (
+        np.sign(x) * np.sign(by) * (np.abs(x) // np.maximum(np.abs(by), 1))
+    ),  # towards zero
     "remainder": lambda x, by: np.fmod(x, np.where(by == 0, 1, by)),
     "select": np.where,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
@@ -47,7 +51,11 @@ ELEMENTWISE = {
 }
 RESHAPING = ("copy", "bitcast", "reshape", "copy-done", "optimization-barrier", "opt-barrier")
 DECISIVE = {"and": False, "or": True}  # the side that decides alone
-TYPES = {f"{short}{bits}": f"{long}{bits}" for short, long in (("s", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)}
+TYPES = {
+    f"{short}{bits}": f"{long}{bits}"
+    for short, long in (("s", "int"), ("u", "uint"))
+    for bits in (8, 16, 32, 64)
+}
 TYPES["pred"] = "bool"
 
 Later = Callable[[], Any]  # computes a value when it is wanted
@@ -86,18 +94,27 @@ def _evaluate(program: Program, instruction: Instruction, operands: list[np.ndar
         case "iota", _:
             axis = int(instruction.attribute("iota_dimension="))
             steps = np.arange(shape[axis], dtype=dtype)
-            return np.broadcast_to(steps.reshape([-1 if n == axis else 1 for n in range(len(shape))]), shape)
+            return np.broadcast_to(
+                steps.reshape([-1 if n == axis else 1 for n in range(len(shape))]), shape
+            )
         case "convert", [x]:
             return x.astype(dtype)
         case _, [x] if op in RESHAPING:
             return x.astype(dtype).reshape(shape)
         case "broadcast", [x]:
-            return np.broadcast_to(x.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)]), shape)
+            return np.broadcast_to(
+                x.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)]), shape
+            )
         case "slice", [x]:
-            bounds = re.findall(r"\[([\d:]+)\]", re.search(r"slice=\{([^}]*)\}", instruction.attributes)[1])
+            bounds = re.findall(
+                r"\[([\d:]+)\]", re.search(r"slice=\{([^}]*)\}", instruction.attributes)[1]
+            )
             return x[tuple(slice(*map(int, bound.split(":"))) for bound in bounds)]
         case "dynamic-slice", [x, *starts]:
-            begin = [min(max(int(n), 0), old - new) for n, old, new in zip(starts, x.shape, shape, strict=True)]
+            begin = [
+                min(max(int(n), 0), old - new)
+                for n, old, new in zip(starts, x.shape, shape, strict=True)
+            ]
             return x[tuple(slice(n, n + count) for n, count in zip(begin, shape, strict=True))]
         case "concatenate", _:
             return np.concatenate(operands, axes[0])
@@ -119,7 +136,11 @@ class Values:
     """
 
     def __init__(self, program: Program, name: str, arguments: list[Later]):
-        self.program, self.computation, self.arguments = program, program.computations[name], arguments
+        self.program, self.computation, self.arguments = (
+            program,
+            program.computations[name],
+            arguments,
+        )
         self.known: dict[str, Any] = {}
 
     def of(self, name: str) -> Any:

@@ -1,7 +1,8 @@
 """Walk a compiled program: every kernel it launches, how often, and the bytes it moves.
 
-Bytes are those of a kernel's operands and results in device memory: of an operand only what slices and gathers take of
-it, of an update in place only what is written. What the second-level cache keeps is not subtracted.
+Bytes are those of a kernel's operands and results in device memory: of an operand only what slices
+and gathers take of it, of an update in place only what is written. What the second-level cache
+keeps is not subtracted.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ ELEMENTWISE = (*MOVES, "convert", "copy", "transpose", "negate")
 
 
 class Visit(NamedTuple):
-    """An instruction that runs `times` in a step, or, outside the loop over steps, in a call of it (`once`)."""
+    """An instruction that runs `times` in a step, or, outside the loop over steps, in a call of it
+    (`once`)."""
 
     instruction: Instruction
     computation: Computation
@@ -39,7 +41,8 @@ class Walk:
     Attributes:
         visits: Its instructions, loops and branches followed.
         syncs: Decisions that a GPU's host takes: turns of loops whose bound is data, and branches.
-        unsure: Loops whose trips could not be computed, walked once, and branches, taken at their costliest.
+        unsure: Loops whose trips could not be computed, walked once, and branches, taken at their
+            costliest.
     """
 
     program: Program
@@ -61,9 +64,13 @@ class Walk:
                     called = values.inner(instruction.called, instruction.operands)
                     self.computation(instruction.called, called, times, instruction_part, once)
                 case _:
-                    self.visits.append(Visit(instruction, computation, instruction_part, times, once))
+                    self.visits.append(
+                        Visit(instruction, computation, instruction_part, times, once)
+                    )
 
-    def _loop(self, instruction: Instruction, values: Values, times: int, part: str, once: bool) -> None:
+    def _loop(
+        self, instruction: Instruction, values: Values, times: int, part: str, once: bool
+    ) -> None:
         condition, body = instruction.attribute("condition="), instruction.attribute("body=")
         first = values.inner(body, instruction.operands)
         trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes)
@@ -96,11 +103,14 @@ class Walk:
         """Say whether a loop's turns may run different instructions."""
         lines = self.program.computations[name].instructions.values()
         return any(
-            line.op == "conditional" or (line.op == "while" and "known_trip_count" not in line.attributes)
+            line.op == "conditional"
+            or (line.op == "while" and "known_trip_count" not in line.attributes)
             for line in lines
         )
 
-    def _conditional(self, instruction: Instruction, values: Values, times: int, part: str, once: bool) -> None:
+    def _conditional(
+        self, instruction: Instruction, values: Values, times: int, part: str, once: bool
+    ) -> None:
         self.syncs += times
         try:
             name, operands = values.branch(instruction)
@@ -111,7 +121,10 @@ class Walk:
             for name, operand in zip(branches(instruction), instruction.operands[1:], strict=True):
                 walks.append(Walk(self.program))
                 walks[-1].computation(name, values.inner(name, (operand,)), times, part, once)
-            costliest = max(walks, key=lambda walk: sum(v.times * size(v.instruction.shape) for v in walk.visits))
+            costliest = max(
+                walks,
+                key=lambda walk: sum(v.times * size(v.instruction.shape) for v in walk.visits),
+            )
             self.visits += costliest.visits
             self.syncs += costliest.syncs
             self.unsure += costliest.unsure
@@ -122,13 +135,18 @@ def walk(program: Program, values: Mapping[str, np.ndarray], per_step: bool = Tr
 
     Args:
         program: The program.
-        values: The values of arguments, as far as they are known, by their names in the program, such as
-            "state.cache.lengths".
-        per_step: Walk one turn of the outermost loop, a decode step; otherwise all that one call runs.
+        values: The values of arguments, as far as they are known, by their names in the program,
+            such as "state.cache.lengths".
+        per_step: Walk one turn of the outermost loop, a decode step; otherwise all that one call
+            runs.
     """
     result = Walk(program)
-    arguments = [_argument(parameter, values) for parameter in program.computations[program.entry].parameters]
-    result.computation(program.entry, Values(program, program.entry, arguments), 1, "rest", per_step)
+    arguments = [
+        _argument(parameter, values) for parameter in program.computations[program.entry].parameters
+    ]
+    result.computation(
+        program.entry, Values(program, program.entry, arguments), 1, "rest", per_step
+    )
     return result
 
 
@@ -167,12 +185,16 @@ def kernels(steps: Walk) -> list[tuple[Visit, Bytes]]:
 
 def _traffic(program: Program, instruction: Instruction, computation: Computation) -> Bytes:
     """Return the bytes that one kernel moves."""
-    operands, result = [size(shape) for shape in computation.shapes(instruction)], size(instruction.shape)
+    operands, result = (
+        [size(shape) for shape in computation.shapes(instruction)],
+        size(instruction.shape),
+    )
     match instruction.op:
         case "fusion":
             fused = program.computations[instruction.called]
             return Bytes(
-                sum(_read(program, fused, parameter) for parameter in fused.parameters), _written(fused, fused.root)
+                sum(_read(program, fused, parameter) for parameter in fused.parameters),
+                _written(fused, fused.root),
             )
         case "copy" | "slice" | "dynamic-slice":
             return Bytes(result, result)
@@ -195,7 +217,9 @@ def _traffic(program: Program, instruction: Instruction, computation: Computatio
 
 def _read(program: Program, fused: Computation, parameter: Instruction) -> float:
     """Return how many bytes of a parameter a fusion reads."""
-    return size(parameter.shape) * _used(program, fused, parameter) / max(1, elements(parameter.shape))
+    return (
+        size(parameter.shape) * _used(program, fused, parameter) / max(1, elements(parameter.shape))
+    )
 
 
 def _used(program: Program, fused: Computation, parameter: Instruction) -> float:
@@ -216,7 +240,10 @@ def _used(program: Program, fused: Computation, parameter: Instruction) -> float
                 continue
             elif user.op in ("fusion", "call"):
                 called = program.computations[user.called]
-                if {line.op for line in called.instructions.values()} <= {"parameter", *ELEMENTWISE}:
+                if {line.op for line in called.instructions.values()} <= {
+                    "parameter",
+                    *ELEMENTWISE,
+                }:
                     total += used(user.name, False)
                     continue
                 places = [place for place, operand in enumerate(user.operands) if operand == name]

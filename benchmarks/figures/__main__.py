@@ -12,7 +12,9 @@ PAGES = {"kernels": kernels, "peers": peers}
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name, page in PAGES.items():
         Path(__file__).parents[1].joinpath(f"{name}.md").write_text(page.text(), encoding="utf-8")
 

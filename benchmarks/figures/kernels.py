@@ -32,16 +32,27 @@ What ptxas reports for sm_90a.
 
 
 def _spilled(records: dict) -> str:
-    names = [f"{case} on {chip}" for chip, cases in records.items() for case, row in cases.items() if row["spills"]]
+    names = [
+        f"{case} on {chip}"
+        for chip, cases in records.items()
+        for case, row in cases.items()
+        if row["spills"]
+    ]
     return (
-        "\nVector registers are spilled by " + ", ".join(names) + ".\n" if names else "\nNo case spills a register.\n"
+        "\nVector registers are spilled by " + ", ".join(names) + ".\n"
+        if names
+        else "\nNo case spills a register.\n"
     )
 
 
 def _by_chip(records: dict, cell) -> str:
     cases = dict.fromkeys(case for rows in records.values() for case in rows)
     rows = [
-        [f"`{case}`", *(cell(record[case]) if case in record else "" for record in records.values())] for case in cases
+        [
+            f"`{case}`",
+            *(cell(record[case]) if case in record else "" for record in records.values()),
+        ]
+        for case in cases
     ]
     return table(["case", *records], rows) + _spilled(records)
 
@@ -55,8 +66,14 @@ def text() -> str:
         [
             HEAD,
             PACKED,
-            _by_chip(packed, lambda row: f"{row['total']:.0f} ({row['marginal']:.0f} + {row['fixed']:.0f})"),
+            _by_chip(
+                packed,
+                lambda row: f"{row['total']:.0f} ({row['marginal']:.0f} + {row['fixed']:.0f})",
+            ),
             HOPPER,
-            table(["case", "registers", "bytes spilled", "bytes of shared memory", "matrix products"], hopper),
+            table(
+                ["case", "registers", "bytes spilled", "bytes of shared memory", "matrix products"],
+                hopper,
+            ),
         ]
     )

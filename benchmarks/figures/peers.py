@@ -30,9 +30,7 @@ def limits(record: dict) -> str:
     """Say what bounds the slower caches, with figures from steps after 8192 tokens."""
     rows = [row for row in record["rows"] if row["kind"] == "step" and row["tokens"] == 8192]
     lines = ",\n".join(_limit(row, record) for row in rows)
-    return (
-        f"{LIMITS}\nNanoseconds that a cached token takes a layer, and, in brackets, that its bytes take:\n{lines}.\n"
-    )
+    return f"{LIMITS}\nNanoseconds that a cached token takes a layer, and, in brackets, that its bytes take:\n{lines}.\n"  # noqa: E501
 
 
 def _machine(machine: dict | str) -> str:
@@ -41,10 +39,20 @@ def _machine(machine: dict | str) -> str:
 
 def _steps() -> str:
     record = read("decode_quantized")
-    heads = ["cache", "ms a step", "KIVI at its bits faster by", "the same in groups of 64", "faster than exact by"]
+    heads = [
+        "cache",
+        "ms a step",
+        "KIVI at its bits faster by",
+        "the same in groups of 64",
+        "faster than exact by",
+    ]
     names = ("ours_faster", "ours_faster_groups_of_64", "speed_against_exact")
     rows = [
-        [row["cache"], f"{row['ms_per_step']:.1f}", *(f"{row[n]:.2f}" if row.get(n) else "" for n in names)]
+        [
+            row["cache"],
+            f"{row['ms_per_step']:.1f}",
+            *(f"{row[n]:.2f}" if row.get(n) else "" for n in names),
+        ]
         for row in record["rows"]
     ]
     about = (
@@ -56,13 +64,23 @@ def _steps() -> str:
 
 
 def _beside_llamacpp(row: dict, record: dict) -> list[str]:
-    """Cells of one row: milliseconds, then by how much it is faster than each of what was measured in its rounds."""
+    """Cells of one row: milliseconds, then by how much it is faster than each of what was measured
+    in its rounds."""
     ms, peers = row["ms"], row["peers"]
-    ratios = [min(peers.values()) / ms, peers["q4_0"] / ms if "q4_0" in peers else None, row["exact"] / ms]
+    ratios = [
+        min(peers.values()) / ms,
+        peers["q4_0"] / ms if "q4_0" in peers else None,
+        row["exact"] / ms,
+    ]
     bound = row["read"] * (1 + row["bytes"] / record["weights"]) if "read" in row else None
     cells = [row["kind"], str(row["tokens"]), f"`{row['cache']}`", f"{ms:.1f}"]
     peer_cells = [f"{peers[name]:.1f}" if name in peers else "" for name in ("f16", "q8_0", "q4_0")]
-    return [*cells, *peer_cells, *(f"{x:.2f}" if x else "" for x in ratios), f"{ms / bound:.2f}" if bound else ""]
+    return [
+        *cells,
+        *peer_cells,
+        *(f"{x:.2f}" if x else "" for x in ratios),
+        f"{ms / bound:.2f}" if bound else "",
+    ]
 
 
 RANDOM = "A Llama of 8 layers, width 768, MLP 2048, 12 query and 4 KV heads of 64, float32 weights"
@@ -70,8 +88,19 @@ REAL = "SmolLM2-135M-Instruct (30 layers, width 576, 9 query and 3 KV heads of 6
 
 
 def llamacpp(record: dict, options: str = "", model: str = RANDOM) -> str:
-    """A section on llama.cpp, of what `python -m benchmarks.llamacpp --out` wrote with these options."""
-    heads = ["", "tokens", "cache", "ms", "f16", "q8_0", "q4_0", "faster than the fastest by", "than q4_0 by"]
+    """A section on llama.cpp, of what `python -m benchmarks.llamacpp --out` wrote with these
+    options."""
+    heads = [
+        "",
+        "tokens",
+        "cache",
+        "ms",
+        "f16",
+        "q8_0",
+        "q4_0",
+        "faster than the fastest by",
+        "than q4_0 by",
+    ]
     heads += ["than our exact by", "time of its bytes, times"]
     rows = [_beside_llamacpp(row, record) for row in record["rows"]]
     about = (
@@ -103,17 +132,27 @@ SERVING_HEAD = [
 def _serving_cells(row: dict) -> list[str]:
     """Cells of one row of `python -m benchmarks.serving`. A figure that was not counted is left
     blank."""
-    said = lambda value, form: "" if value is None else f"{value:{form}}"  # noqa: E731
+
+    def said(value, form):
+        return "" if value is None else f"{value:{form}}"
+
     cells = [f"`{row['cache']}`", f"{row['bits']:.2f}", said(row["running"], ".1f")]
     cells += [f"{row['tokens_per_second']:.1f}", f"{row['requests_per_second']:.2f}"]
     cells += [f"{row['first_token_median_s']:.1f}", f"{row['first_token_95_s']:.1f}"]
-    cells += [said(row["token_median_ms"], ".0f"), str(row["reused_tokens"]), said(row["pages_shared"], "d")]
+    cells += [
+        said(row["token_median_ms"], ".0f"),
+        str(row["reused_tokens"]),
+        said(row["pages_shared"], "d"),
+    ]
     return [*cells, str(row["preempted"])]
 
 
 def served_table(rows: list[dict]) -> str:
-    """The table of one run of `python -m benchmarks.serving`, and under it the caches that the engine refused."""
-    refused = [f"\nRefused: `{row['cache']}`, {row['refused']}.\n" for row in rows if "refused" in row]
+    """The table of one run of `python -m benchmarks.serving`, and under it the caches that the
+    engine refused."""
+    refused = [
+        f"\nRefused: `{row['cache']}`, {row['refused']}.\n" for row in rows if "refused" in row
+    ]
     served = [_serving_cells(row) for row in rows if "refused" not in row]
     return "".join([table(SERVING_HEAD, served), *refused])
 
@@ -130,7 +169,9 @@ def _workload(about: dict) -> str:
 
 def serving(record: dict) -> str:
     """The section on many users, of what `python -m benchmarks.serving --out` wrote."""
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(record["versions"].items()))
+    versions = ", ".join(
+        f"{name} {version}" for name, version in sorted(record["versions"].items())
+    )
     about = (
         "\n## Many users at equal memory (`python -m benchmarks.serving`)\n\n"
         f"SmolLM2-135M-Instruct in float32; {_machine(record['machine'])};\n{versions}. Every cache has the same "

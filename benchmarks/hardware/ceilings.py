@@ -40,9 +40,15 @@ def _version(name: str) -> str:
 
 def _machine() -> dict:
     versions = {name: _version(name) for name in PACKAGES}
-    machine = {"python": sys.version.split()[0], "cores": os.cpu_count(), "ptxas": shutil.which("ptxas") or "none"}
+    machine = {
+        "python": sys.version.split()[0],
+        "cores": os.cpu_count(),
+        "ptxas": shutil.which("ptxas") or "none",
+    }
     return (
-        machine | versions | {"short": f"jax {versions['jax']}, python {machine['python']}, {machine['cores']} cores"}
+        machine
+        | versions
+        | {"short": f"jax {versions['jax']}, python {machine['python']}, {machine['cores']} cores"}
     )
 
 
@@ -58,7 +64,12 @@ def _device() -> dict:
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     short = f"{device.device_kind}, {limit / 1e9:.1f} GB for JAX"
-    return {"kind": device.device_kind, "platform": device.platform, "bytes_limit": limit, "short": short}
+    return {
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "bytes_limit": limit,
+        "short": short,
+    }
 
 
 def ceilings(log, options) -> None:
@@ -68,12 +79,15 @@ def ceilings(log, options) -> None:
     log.item("read GB/s", lambda: _read(size))
     log.item("product TFLOP/s", lambda: _product(order))
     log.item("kernel us", lambda: _launches({}))
-    log.item("kernel us, no command buffers", lambda: _launches(NO_COMMAND_BUFFERS if on_gpu() else {}))
+    log.item(
+        "kernel us, no command buffers", lambda: _launches(NO_COMMAND_BUFFERS if on_gpu() else {})
+    )
     log.item("loop turn us, host decides", _turns)
 
 
 def _chained(function, x):
-    """Make `run(n)` for `slopes`: n calls, each fed by the one before, which may take its memory."""
+    """Make `run(n)` for `slopes`: n calls, each fed by the one before, which may take its
+    memory."""
     values = [x]
 
     def run(turns: int) -> None:
@@ -92,7 +106,9 @@ def _rate(seconds: list[float], work: float, unit: str) -> dict:
 def _copy(size: int) -> dict:
     """Bytes read and written, both counted."""
     inner, flip = 8, jnp.uint32(0x5A5A5A5A)
-    copies = jax.jit(lambda x: jax.lax.fori_loop(0, inner, lambda _, x: x ^ flip, x), donate_argnums=0)
+    copies = jax.jit(
+        lambda x: jax.lax.fori_loop(0, inner, lambda _, x: x ^ flip, x), donate_argnums=0
+    )
     x = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     return _rate(slopes(_chained(copies, x), 1, 4), 2e-9 * size * inner, "GB/s")
 
@@ -100,7 +116,9 @@ def _copy(size: int) -> dict:
 def _read(size: int) -> dict:
     inner, x = 8, jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     reads = jax.jit(lambda s, x: jax.lax.fori_loop(0, inner, lambda _, s: jnp.max(x ^ s), s))
-    return _rate(slopes(_chained(lambda s: reads(s, x), jnp.uint32(1)), 1, 4), 1e-9 * size * inner, "GB/s")
+    return _rate(
+        slopes(_chained(lambda s: reads(s, x), jnp.uint32(1)), 1, 4), 1e-9 * size * inner, "GB/s"
+    )
 
 
 def _product(order: int) -> dict:
@@ -108,8 +126,12 @@ def _product(order: int) -> dict:
     x, y = (jax.random.normal(key, (order, order), jnp.bfloat16) for key in keys)
     x = x * jnp.bfloat16(order**-0.5)
     # Two at a turn: each writes where the other reads, and nothing is copied.
-    chain = jax.jit(lambda y, x: jax.lax.fori_loop(0, inner // 2, lambda _, y: y @ x @ x, y), donate_argnums=0)
-    return _rate(slopes(_chained(lambda y: chain(y, x), y), 1, 4), 2e-12 * order**3 * inner, "TFLOP/s")
+    chain = jax.jit(
+        lambda y, x: jax.lax.fori_loop(0, inner // 2, lambda _, y: y @ x @ x, y), donate_argnums=0
+    )
+    return _rate(
+        slopes(_chained(lambda y: chain(y, x), y), 1, 4), 2e-12 * order**3 * inner, "TFLOP/s"
+    )
 
 
 def _per_turn(seconds: list[float], count: int) -> dict:
@@ -137,7 +159,9 @@ def _turns() -> dict:
 
     @jax.jit
     def loop(x, count):
-        step = lambda loop: (loop[0] - 1, loop[1] * 0.5 + 1)  # noqa: E731
+        def step(loop):
+            return (loop[0] - 1, loop[1] * 0.5 + 1)
+
         return jax.lax.while_loop(lambda loop: loop[0] > 0, step, (count, x))[1]
 
     x = jax.random.normal(jax.random.key(0), (1024,))

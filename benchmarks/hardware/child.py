@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks.hardware.log import Log
 
-# Block -> module and function, which takes the log and the options. A module is loaded when its block runs: PyTorch and
-# JAX would share the card's memory.
+# Block -> module and function, which takes the log and the options. A module is loaded when its
+# block runs: PyTorch and JAX would share the card's memory.
 BLOCKS = {
     "environment": "ceilings:environment",
     "ceilings": "ceilings:ceilings",
@@ -31,14 +31,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("block", choices=list(BLOCKS))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=float, required=True, help="seconds after which this process ends itself")
+    parser.add_argument(
+        "--limit", type=float, required=True, help="seconds after which this process ends itself"
+    )
     parser.add_argument("--commit", required=True)
     parser.add_argument("--run", required=True)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     log = Log(options.out, options.block, options.commit, options.run, options.only)
-    faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.stderr)  # says where it hung
+    faulthandler.dump_traceback_later(
+        options.limit, exit=True, file=sys.stderr
+    )  # says where it hung
     module, function = BLOCKS[options.block].split(":")
     getattr(importlib.import_module(f"benchmarks.hardware.{module}"), function)(log, options)
 

@@ -1,4 +1,5 @@
-"""The rows of a run: a JSON line when an item begins and one when it ends, so that one that ends its process is known.
+"""The rows of a run: a JSON line when an item begins and one when it ends, so that one that ends
+its process is known.
 No JAX here: the parent process reads them too."""
 
 import gc
@@ -13,7 +14,12 @@ from typing import Any
 __all__ = ["Log", "ceiling", "read_rate", "read_rows"]
 
 Row = dict[str, Any]
-STICKY = ("CUDA_ERROR", "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "DEVICE_SIDE")  # after these a process measures nothing
+STICKY = (
+    "CUDA_ERROR",
+    "ILLEGAL_ADDRESS",
+    "LAUNCH_FAILED",
+    "DEVICE_SIDE",
+)  # after these a process measures nothing
 MOST_TRACEBACK = 20_000  # characters of a traceback that are kept
 
 
@@ -43,10 +49,12 @@ def read_rate(out: Path, commit: str) -> float:
 
 
 class Log:
-    """Rows of one block. What is done for this commit is not done again; what failed or ended its process is tried
-    again by the next run, but not by this one."""
+    """Rows of one block. What is done for this commit is not done again; what failed or ended its
+    process is tried again by the next run, but not by this one."""
 
-    def __init__(self, out: Path, block: str, commit: str, run: str, only: Sequence[str] = ()) -> None:
+    def __init__(
+        self, out: Path, block: str, commit: str, run: str, only: Sequence[str] = ()
+    ) -> None:
         self.only = only  # parts of names: other items are left out
         self.out, self.block, self.path = out, block, out / "rows.jsonl"
         self.about = {"block": block, "commit": commit, "run": run}
@@ -58,7 +66,9 @@ class Log:
         self.closed = self.done | {row["item"] for row in rows if row["run"] == run}
         for row in rows:
             if row["state"] == "begun" and row["run"] == run:
-                self.write({"item": row["item"], "state": "crashed", "short": "its process ended with it"})
+                self.write(
+                    {"item": row["item"], "state": "crashed", "short": "its process ended with it"}
+                )
 
     def write(self, row: Row) -> None:
         """Append a row."""
@@ -67,10 +77,13 @@ class Log:
 
     def new(self, item: str) -> bool:
         """Say whether an item is still to be measured."""
-        return item not in self.closed and (not self.only or any(part in item for part in self.only))
+        return item not in self.closed and (
+            not self.only or any(part in item for part in self.only)
+        )
 
     def item(self, name: str, measure: Callable[[], Row]) -> None:
-        """Measure one item. What it raises becomes its row, and the traceback goes to errors.txt."""
+        """Measure one item. What it raises becomes its row, and the traceback goes to
+        errors.txt."""
         if not self.new(name):
             return
         begun = time.monotonic()
@@ -90,6 +103,8 @@ class Log:
             text = "".join(traceback.format_exception(error))[-MOST_TRACEBACK:]
             file.write(f"--- {self.block}: {name}\n{text}\n")
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        text = f"{type(error).__name__}: " + " | ".join(dict.fromkeys((lines[0], *lines[-2:])))[:400]
+        text = (
+            f"{type(error).__name__}: " + " | ".join(dict.fromkeys((lines[0], *lines[-2:])))[:400]
+        )
         traceback.clear_frames(error.__traceback__)  # they hold arrays
         return {"state": "failed", "error": text, "short": text[:70]}

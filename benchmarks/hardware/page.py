@@ -25,12 +25,16 @@ def _table(rows: list[dict]) -> str:
 
 def write_page(out: Path, commit: str) -> None:
     """Write page.md: a table for every block, then what went wrong."""
-    rows, parts = read_rows(out, commit), [f"# Measured by `python -m benchmarks.hardware` at {commit}"]
+    rows, parts = (
+        read_rows(out, commit),
+        [f"# Measured by `python -m benchmarks.hardware` at {commit}"],
+    )
     for block in dict.fromkeys(row["block"] for row in rows):
         parts += [f"## {block}", _table([row for row in rows if row["block"] == block])]
     wrong = [row for row in rows if row["state"] != "done"]
     parts += ["## Not measured, or wrong"] + [
-        f"- {r['block']}: {r['item']}: {r['state']}: {_cell(r.get('error', r.get('short', '')))}" for r in wrong
+        f"- {r['block']}: {r['item']}: {r['state']}: {_cell(r.get('error', r.get('short', '')))}"
+        for r in wrong
     ]
     (out / "page.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -40,6 +44,8 @@ def short_table(out: Path, commit: str) -> str:
     lines = []
     for row in read_rows(out, commit):
         state = "" if row["state"] == "done" else f"{row['state'].upper()}: "
-        lines.append(f"{row['block'][:12]:12} {row['item'][:38]:38} {state}{row.get('short', '')}"[:WIDTH])
+        lines.append(
+            f"{row['block'][:12]:12} {row['item'][:38]:38} {state}{row.get('short', '')}"[:WIDTH]
+        )
     text = "\n".join(lines)
     return text if len(text) <= MOST else text[:MOST] + "\n... (page.md has all)"

@@ -1,4 +1,5 @@
-"""Whole decode steps and prompts of Llama-3.1-8B's geometry with random weights, through `generate`'s own loop."""
+"""Whole decode steps and prompts of Llama-3.1-8B's geometry with random weights, through
+`generate`'s own loop."""
 
 import dataclasses
 import gzip
@@ -38,15 +39,26 @@ TINY = ((512, 2), (768, 1))
 FEW, MANY, REPEATS = 4, 20, 5  # steps of a slope's ends
 PROFILED = 2
 ROOM = (REPEATS + 1) * (FEW + MANY) + PROFILED + 2  # tokens that rows get in all
-LISTED = {"exact 131072 x 1": "step_exact.hlo.gz", f"{METHODS[-1]} 131072 x 1": "step_kivi2.hlo.gz"}  # texts to keep
+LISTED = {
+    "exact 131072 x 1": "step_exact.hlo.gz",
+    f"{METHODS[-1]} 131072 x 1": "step_kivi2.hlo.gz",
+}  # texts to keep
 PROMPT_LAYERS = 8  # five programs of 32 layers were not compiled after 80 s on 16 cores
 WARMED = 1  # calls of a prompt before those that count
 
 
 class Case:
-    """A decode loop to be measured: a method at a context and number of rows, in a form, with compiler options."""
+    """A decode loop to be measured: a method at a context and number of rows, in a form, with
+    compiler options."""
 
-    def __init__(self, text: str, context: int, batch: int, form: dict | None = None, options: dict | None = None):
+    def __init__(
+        self,
+        text: str,
+        context: int,
+        batch: int,
+        form: dict | None = None,
+        options: dict | None = None,
+    ):
         self.text, self.context, self.batch = text, context, batch
         self.form, self.options = form or PLAIN, options or {}
 
@@ -58,8 +70,15 @@ class _Model:
     """The model that cases share, and small full caches by method."""
 
     def __init__(self, options) -> None:
-        self.options, self.config = options, small_config() if options.tiny else config_of("llama-3.1-8b")
-        self.shapes, self.rate, self.tiles = abstract_model(self.config), read_rate(options.out, options.commit), {}
+        self.options, self.config = (
+            options,
+            small_config() if options.tiny else config_of("llama-3.1-8b"),
+        )
+        self.shapes, self.rate, self.tiles = (
+            abstract_model(self.config),
+            read_rate(options.out, options.commit),
+            {},
+        )
         self.weights = random_weights(self.shapes)
 
     @property
@@ -83,19 +102,30 @@ class _Model:
         loop = [loop_state(full_cache(shapes, self.tiles[key], case.context - ROOM), ROOM)]
 
         def run(steps: int) -> None:
-            loop[0] = jax.block_until_ready(program(self.weights, loop[0], *settings(), jnp.int32(steps)))
+            loop[0] = jax.block_until_ready(
+                program(self.weights, loop[0], *settings(), jnp.int32(steps))
+            )
 
         times = spread(slopes(run, FEW, MANY, repeats), 1e3)
         words = profiled(self.options.out, f"step {name}", lambda: run(PROFILED))
         cache = loop[0].cache
         sound = bool((~cache.overflow & ~cache.nonfinite & ~loop[0].done).all())
-        row = times | self._about(times["median"], case, shapes) | {"compiled_s": round(compiled_in, 1)}
-        row |= {"temp_bytes": temporaries(program), "peak_bytes": _peak(), "state": "done" if sound else "wrong"}
+        row = (
+            times
+            | self._about(times["median"], case, shapes)
+            | {"compiled_s": round(compiled_in, 1)}
+        )
+        row |= {
+            "temp_bytes": temporaries(program),
+            "peak_bytes": _peak(),
+            "state": "done" if sound else "wrong",
+        }
         short = f"{times['median']:8.3f} ms ({times['min']:.3f}..{times['max']:.3f}) {row['over_bf16']:5.2f} x bf16"
         return row | {"short": f"{short}, {row['over_own']:.2f} x own bytes, {words}"}
 
     def _about(self, ms: float, case: Case, shapes) -> dict:
-        """Return a step's time over that of its bytes at the measured bandwidth: of a bfloat16 cache, and its own."""
+        """Return a step's time over that of its bytes at the measured bandwidth: of a bfloat16
+        cache, and its own."""
         stored = kvq.ledger(shapes).bytes
         exact = 4 * self.config.num_layers * self.config.kv_width * case.context * case.batch
         bounds = [(self.weight_bytes + size) / self.rate * 1e-6 for size in (exact, stored)]
@@ -114,7 +144,8 @@ def _peak() -> int:
 
 
 def measure_steps(log, options, groups: list[dict[str, Case]]) -> None:
-    """Measure cases by name. Those of a group are compiled at once, then timed one after the other."""
+    """Measure cases by name. Those of a group are compiled at once, then timed one after the
+    other."""
     shared = _Model(options)
     with ThreadPoolExecutor(8) as pool:
         for group in groups:
@@ -144,9 +175,12 @@ def steps(log, options) -> None:
 
 
 def prompts(log, options) -> None:
-    """Measure the exact prefill of one prompt by some of the model's layers, with and without cuDNN."""
+    """Measure the exact prefill of one prompt by some of the model's layers, with and without
+    cuDNN."""
     geometry = config_of("llama-3.1-8b")
-    config = small_config() if options.tiny else dataclasses.replace(geometry, num_layers=PROMPT_LAYERS)
+    config = (
+        small_config() if options.tiny else dataclasses.replace(geometry, num_layers=PROMPT_LAYERS)
+    )
     lengths = (256,) if options.tiny else (8192, 32768)
     jobs = [("exact", length, "off") for length in lengths]
     if on_gpu():
@@ -165,7 +199,10 @@ def prompts(log, options) -> None:
 def _compiled_prompt(shapes: kvq.Model, text: str, length: int, kernels: str) -> tuple:
     cache = abstract_cache(shapes, text, 1, length + 256, form="heads", kernels=kernels)
     begun = time.monotonic()
-    ids, counts = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    ids, counts = (
+        jax.ShapeDtypeStruct((1, length), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
     program = jax.jit(kvq.prefill, donate_argnums=3).lower(shapes, ids, counts, cache).compile()
     return program, cache, time.monotonic() - begun
 
@@ -179,7 +216,10 @@ def _prompt(model: kvq.Model, future, length: int, options) -> dict:
         begun = time.perf_counter()
         logits, _ = jax.block_until_ready(program(model, ids, counts, fresh))
         spent.append(time.perf_counter() - begun)
-    times, product_rate = spread(spent[WARMED:]), ceiling(options.out, options.commit, "product TFLOP/s")
+    times, product_rate = (
+        spread(spent[WARMED:]),
+        ceiling(options.out, options.commit, "product TFLOP/s"),
+    )
     reached = prompt_operations(model.config, 0, length) / times["median"] * 1e-12
     row = times | {
         "TFLOP_s": reached,

@@ -1,4 +1,5 @@
-"""Clocks of `benchmarks.hardware`: slopes between two numbers of chained calls, and the profiler's kernels."""
+"""Clocks of `benchmarks.hardware`: slopes between two numbers of chained calls, and the profiler's
+kernels."""
 
 import collections
 import json
@@ -14,22 +15,30 @@ __all__ = ["profiled", "relative", "slopes", "spread", "words_of"]
 MOST_KERNELS = 500  # names of a profile that are kept
 
 
-def slopes(run: Callable[[int], None], short_turns: int, long_turns: int, repeats: int = 7) -> list[float]:
-    """Measure the seconds of one turn, repeatedly: the time of `long_turns` turns less that of `short_turns`, over the
-    difference of the two numbers. `run(n)` does n turns, each fed by the one before, and waits for the last. The first
-    call of each warms up."""
+def slopes(
+    run: Callable[[int], None], short_turns: int, long_turns: int, repeats: int = 7
+) -> list[float]:
+    """Measure the seconds of one turn, repeatedly: the time of `long_turns` turns less that of
+    `short_turns`, over the difference of the two numbers. `run(n)` does n turns, each fed by the
+    one before, and waits for the last. The first call of each warms up."""
     spent: tuple[list[float], list[float]] = [], []
     for _ in range(repeats + 1):
         for times, turns in zip(spent, (short_turns, long_turns), strict=True):
             begun = time.perf_counter()
             run(turns)
             times.append(time.perf_counter() - begun)
-    return [(long - short) / (long_turns - short_turns) for short, long in zip(spent[0][1:], spent[1][1:], strict=True)]
+    return [
+        (long - short) / (long_turns - short_turns)
+        for short, long in zip(spent[0][1:], spent[1][1:], strict=True)
+    ]
 
 
 def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
     """Return min, median and max of measured values."""
-    return {name: scale * f(values) for name, f in (("min", min), ("median", statistics.median), ("max", max))}
+    return {
+        name: scale * f(values)
+        for name, f in (("min", min), ("median", statistics.median), ("max", max))
+    }
 
 
 def words_of(figures: dict[str, float], unit: str) -> str:
@@ -47,12 +56,15 @@ def relative(got, want) -> float:
 
 
 def _kernels(folder: Path) -> dict[str, Any]:
-    """Read what JAX's profiler wrote: milliseconds and number of every kernel on the device's streams."""
+    """Read what JAX's profiler wrote: milliseconds and number of every kernel on the device's
+    streams."""
     import jax
 
     data = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
     planes = [plane for plane in data.planes if "GPU" in plane.name]
-    events = [e for plane in planes for line in plane.lines if "Stream" in line.name for e in line.events]
+    events = [
+        e for plane in planes for line in plane.lines if "Stream" in line.name for e in line.events
+    ]
     spent, count = collections.Counter(), collections.Counter()
     busy, end = 0.0, 0.0
     for event in sorted(events, key=lambda event: event.start_ns):
@@ -65,7 +77,8 @@ def _kernels(folder: Path) -> dict[str, Any]:
 
 
 def profiled(out: Path, name: str, run: Callable[[], Any]) -> str:
-    """Append the kernels of `run()` to profiles.jsonl, and say a few words about them. A failure costs no figure."""
+    """Append the kernels of `run()` to profiles.jsonl, and say a few words about them. A failure
+    costs no figure."""
     import jax
 
     try:

@@ -1,4 +1,5 @@
-"""PyTorch's attention on the shapes of `benchmarks.hardware.attention`, in a process without JAX's memory."""
+"""PyTorch's attention on the shapes of `benchmarks.hardware.attention`, in a process without JAX's
+memory."""
 
 import statistics
 
@@ -17,7 +18,13 @@ def peers(log, options) -> None:
     except ImportError:
         torch = None
     if torch is None or not torch.cuda.is_available():
-        log.write({"item": "torch", "state": "skipped", "short": "no torch" if torch is None else "no GPU"})
+        log.write(
+            {
+                "item": "torch",
+                "state": "skipped",
+                "short": "no torch" if torch is None else "no GPU",
+            }
+        )
         return
     rate = read_rate(options.out, options.commit)
     for context, batch in ((512, 1),) if options.tiny else SHAPES:
@@ -30,17 +37,31 @@ def _row(torch, name: str, context: int, batch: int, rate: float) -> dict:
     from torch.nn import attention
     from torch.nn.functional import scaled_dot_product_attention
 
-    make = lambda heads, tokens: torch.randn(batch, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    def make(heads, tokens):
+        return torch.randn(batch, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)
+
     q, k, v = make(32, 1) * 0.25, make(8, context), make(8, context)
-    call = lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
+
+    def call():
+        return scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
     with attention.sdpa_kernel(getattr(attention.SDPBackend, name)):
         error = _error(torch, call(), q, k, v)
         us = [1e3 * ms for ms in _milliseconds(torch, call)]
     stored, median = 2 * k.numel() * 2, statistics.median(us)
-    row = {"min": min(us), "median": median, "max": max(us), "bytes": stored, "GB_s": stored / median * 1e-3}
+    row = {
+        "min": min(us),
+        "median": median,
+        "max": max(us),
+        "bytes": stored,
+        "GB_s": stored / median * 1e-3,
+    }
     row |= {"over_bf16": median * 1e3 * rate / stored, "relative_error": error}
     short = f"{median:9.1f} us ({min(us):.1f}..{max(us):.1f}) {row['GB_s']:6.0f} GB/s {row['over_bf16']:5.2f} x bf16"
-    return row | {"state": "done" if error < CLOSE else "wrong", "short": f"{short}, error {error:.1e}"}
+    return row | {
+        "state": "done" if error < CLOSE else "wrong",
+        "short": f"{short}, error {error:.1e}",
+    }
 
 
 def _error(torch, got, q, k, v) -> float:
@@ -52,7 +73,8 @@ def _error(torch, got, q, k, v) -> float:
 
 
 def _milliseconds(torch, call, repeats: int = 20) -> list[float]:
-    """Put events around single calls. Between two of them more is read than caches hold, so that the host is ahead."""
+    """Put events around single calls. Between two of them more is read than caches hold, so that
+    the host is ahead."""
     sweep, spent = torch.randint(0, 255, (2**28,), device="cuda", dtype=torch.uint8), []
     for _ in range(repeats + 5):
         sweep.bitwise_xor_(1)

@@ -1,4 +1,5 @@
-"""A cache that holds many tokens at once: random codes, as a step's time does not depend on them."""
+"""A cache that holds many tokens at once: random codes, as a step's time does not depend on
+them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,18 @@ def random(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     if like.dtype == jnp.uint16:
         return jnp.full(like.shape, ONE_TENTH, jnp.uint16)
     if jnp.issubdtype(like.dtype, jnp.floating):
-        return jnp.asarray(0.1 * rng.standard_normal(like.shape, dtype=np.float32)).astype(like.dtype)
+        return jnp.asarray(0.1 * rng.standard_normal(like.shape, dtype=np.float32)).astype(
+            like.dtype
+        )
     return jnp.zeros(like.shape, like.dtype)
 
 
 def filled(model: kvq.Model, method: str, tokens: int, room: int) -> Cache:
     """A cache of one row that holds `tokens` tokens, with room for `room` more."""
-    cache, lengths = kvq.init_cache(model, method, 1, tokens + room), jnp.full((1,), tokens, jnp.int32)
+    cache, lengths = (
+        kvq.init_cache(model, method, 1, tokens + room),
+        jnp.full((1,), tokens, jnp.int32),
+    )
     states = []
     for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         flushed = units_due(run, state, lengths - cache.layout.method.sinks)

@@ -1,4 +1,5 @@
-"""llama.cpp holding the weights of a model of ours: the file it reads, its contexts, and what runs them."""
+"""llama.cpp holding the weights of a model of ours: the file it reads, its contexts, and what runs
+them."""
 
 import ctypes
 from collections.abc import Callable
@@ -20,7 +21,8 @@ _MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "g
 
 
 def _matrix(name: str, matrix: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """A matrix as [out, in]. llama.cpp turns neighbouring channels where we turn halves of a head."""
+    """A matrix as [out, in]. llama.cpp turns neighbouring channels where we turn halves of a
+    head."""
     w = np.asarray(matrix, np.float32).T
     if name in "qk":
         w = w.reshape(-1, 2, config.head_dim // 2, w.shape[-1]).swapaxes(1, 2).reshape(w.shape)
@@ -41,7 +43,10 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
     file.add_layer_norm_rms_eps(config.norm_eps)
     file.add_vocab_size(config.vocab_size)
     file.add_tokenizer_model("no_vocab")
-    as_f32 = lambda x: np.ascontiguousarray(np.asarray(x, np.float32))  # noqa: E731
+
+    def as_f32(x):
+        return np.ascontiguousarray(np.asarray(x, np.float32))
+
     file.add_tensor("token_embd.weight", as_f32(params["embed"]))
     file.add_tensor("output_norm.weight", as_f32(params["norm"]))
     if "head" in params:  # else the embedding table serves
@@ -58,14 +63,18 @@ def write_model(path: Path, params: dict, config: ModelConfig) -> None:
 
 
 class Peer:
-    """A context of llama.cpp with one type of cache and flash attention; holds memory until it is closed. A call
-    computes at most `piece` tokens."""
+    """A context of llama.cpp with one type of cache and flash attention; holds memory until it is
+    closed. A call computes at most `piece` tokens."""
 
-    def __init__(self, path: Path, kind: str, room: int, threads: int, rows: int = 1, piece: int = PIECE):
+    def __init__(
+        self, path: Path, kind: str, room: int, threads: int, rows: int = 1, piece: int = PIECE
+    ):
         quiet = lib.llama_log_callback(lambda level, text, user: None)
         lib.llama_log_set(quiet, ctypes.c_void_p(0))
         self._quiet = quiet  # the library calls it later
-        self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+        self.model = lib.llama_model_load_from_file(
+            str(path).encode(), lib.llama_model_default_params()
+        )
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = room, piece, piece
         options.n_threads = options.n_threads_batch = threads
@@ -97,10 +106,13 @@ class Peer:
                 self.batch.seq_id[index][0] = row
                 self.batch.logits[index] = first + index == len(tokens) - 1
             if lib.llama_decode(self.context, self.batch) != 0:
-                raise RuntimeError(f"llama.cpp did not decode {len(piece)} tokens at {start + first}")
+                raise RuntimeError(
+                    f"llama.cpp did not decode {len(piece)} tokens at {start + first}"
+                )
 
     def compute(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """Compute one batch of at most `piece` tokens: (token, position, row, whether its logits are wanted) each."""
+        """Compute one batch of at most `piece` tokens: (token, position, row, whether its logits
+        are wanted) each."""
         self.batch.n_tokens = len(entries)
         for index, (token, position, row, has_logits) in enumerate(entries):
             self.batch.token[index] = token
@@ -126,16 +138,27 @@ class Peer:
 
     def logits(self, vocabulary: int) -> np.ndarray:
         """Those of the last token fed."""
-        return np.array(np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, -1), (vocabulary,)))
+        return np.array(
+            np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, -1), (vocabulary,))
+        )
 
     def logits_of_text(self, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-        """Those of every token of a text [T] that goes into the empty cache piece by piece: [T, V]."""
+        """Those of every token of a text [T] that goes into the empty cache piece by piece: [T,
+        V]."""
         lib.llama_memory_clear(self.memory, True)
         parts = []
         for start in range(0, len(tokens), self.piece):
             piece = tokens[start : start + self.piece]
-            self.compute([(int(token), start + index, 0, True) for index, token in enumerate(piece)])
-            parts.append(np.array(np.ctypeslib.as_array(lib.llama_get_logits(self.context), (len(piece), vocabulary))))
+            self.compute(
+                [(int(token), start + index, 0, True) for index, token in enumerate(piece)]
+            )
+            parts.append(
+                np.array(
+                    np.ctypeslib.as_array(
+                        lib.llama_get_logits(self.context), (len(piece), vocabulary)
+                    )
+                )
+            )
         return np.concatenate(parts)
 
     def prompt(self, tokens: np.ndarray) -> Callable[[], None]:

@@ -1,7 +1,9 @@
-"""The results page by one command: `python -m benchmarks.results --book BOOK.txt --learn TEXT.txt`, or `make results`.
+"""The results page by one command: `python -m benchmarks.results --book BOOK.txt --learn TEXT.txt`,
+or `make results`.
 
-Rows that are finished under the same stamp (model, versions, plan, texts) are not run again; each is written as it is
-done, so a stopped run goes on where it was. Long contexts (benchmarks/results/long.py) follow the rows.
+Rows that are finished under the same stamp (model, versions, plan, texts) are not run again; each
+is written as it is done, so a stopped run goes on where it was. Long contexts
+(benchmarks/results/long.py) follow the rows.
 """
 
 import json
@@ -50,13 +52,19 @@ def run_rows(model: Model, texts: Texts, caches: list[str], bar: Progress) -> No
 
 @app.command()
 def main(
-    wikitext: Annotated[str, typer.Option(help="WikiText-2's test part: its name, or a file")] = "wikitext2",
-    folder: Annotated[Path | None, typer.Option(help="where wikitext2 is, if not on the hub")] = None,
+    wikitext: Annotated[
+        str, typer.Option(help="WikiText-2's test part: its name, or a file")
+    ] = "wikitext2",
+    folder: Annotated[
+        Path | None, typer.Option(help="where wikitext2 is, if not on the hub")
+    ] = None,
     book: Annotated[str, typer.Option(help="the second text, a file")] = "",
     learn: Annotated[str, typer.Option(help="a text to calibrate on, other than the two")] = "",
     cache: Annotated[list[str], typer.Option(help="only these rows; repeatable")] = [],  # noqa: B006
     long_only: Annotated[bool, typer.Option(help="measure long contexts alone")] = False,
-    page_only: Annotated[bool, typer.Option(help="write the pages from the records, run nothing")] = False,
+    page_only: Annotated[
+        bool, typer.Option(help="write the pages from the records, run nothing")
+    ] = False,
 ) -> None:
     """Run what is missing and write the pages and the picture."""
     if not page_only and not (book and learn):
@@ -66,14 +74,24 @@ def main(
     # The papers' rows first; CommVQ last: its training takes longer than all other rows.
     compared = {cache for paper in PAPERS for *_, cache in paper.rows}
     rows.sort(key=lambda text: (text.startswith("commvq"), text not in compared))
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     if not page_only:
         model = kvqjax.load(MODEL)
-        texts, passages = texts_of(model, wikitext, book, learn, folder), passages_of(model, wikitext, book, folder)
+        texts, passages = (
+            texts_of(model, wikitext, book, learn, folder),
+            passages_of(model, wikitext, book, folder),
+        )
         with Progress(*columns, console=CONSOLE) as bar:
             if not long_only:
                 run_rows(model, texts, rows, bar)
-            run_long(model, texts, passages, [text for text in LONG if not cache or text in cache], bar)
+            run_long(
+                model, texts, passages, [text for text in LONG if not cache or text in cache], bar
+            )
     PAGE.write_text(page_text(), encoding="utf-8")
     README.write_text(readme_text(), encoding="utf-8")
     draw_picture()

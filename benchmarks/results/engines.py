@@ -1,12 +1,13 @@
-"""Score other libraries' caches on the windows of the results page: `python -m benchmarks.results.engines --book FILE`.
+"""Score other libraries' caches on the windows of the results page:
+`python -m benchmarks.results.engines --book FILE`.
 
     pip install llama-cpp-python gguf torch transformers optimum-quanto hqq    # in an environment of its own
-    python -m benchmarks.results.engines --book BOOK.txt [--folder FOLDER] [--engine llama.cpp] [--cache q4_0]
-    python -m benchmarks.results --page-only
+    python -m benchmarks.results.engines --book BOOK.txt [--folder FOLDER] [--engine llama.cpp]
+    [--cache q4_0] python -m benchmarks.results --page-only
 
-Weights are those that our rows are measured with, float32. Tokens enter in the same chunks. An engine's exact cache is
-scored against our exact cache, the others against the engine's own. Records that were made under the same stamp are
-kept.
+Weights are those that our rows are measured with, float32. Tokens enter in the same chunks. An
+engine's exact cache is scored against our exact cache, the others against the engine's own. Records
+that were made under the same stamp are kept.
 """
 
 import json
@@ -26,7 +27,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import kvqjax
 from benchmarks.hf_folders import save_params
 from benchmarks.results.peers import FOLDER, PEERS, exact_of, path_of
-from benchmarks.results.rows import CHUNK, CONTEXT, LENGTH, MODEL, WINDOWS, kept, sha256_of, window_means, windows_of
+from benchmarks.results.rows import (
+    CHUNK,
+    CONTEXT,
+    LENGTH,
+    MODEL,
+    WINDOWS,
+    kept,
+    sha256_of,
+    window_means,
+    windows_of,
+)
 from kvqjax.data.corpora import read
 from kvqjax.eval.scores import replay
 from kvqjax.eval.stamp import stamp
@@ -53,7 +64,9 @@ def stored_bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-def llamacpp(model: Model, options: dict[str, Any], folder: Path, windows: list[np.ndarray], threads: int) -> Logits:
+def llamacpp(
+    model: Model, options: dict[str, Any], folder: Path, windows: list[np.ndarray], threads: int
+) -> Logits:
     """Logits of windows through a cache of llama.cpp with flash attention."""
     from benchmarks.llamacpp.peer import Peer, write_model
 
@@ -78,7 +91,9 @@ def llamacpp_sizes(model: Model, options: dict[str, Any]) -> dict[str, Any]:
     return {"bits": bits, "bits_32k": bits, "bits_32k_of_16": bits, "exact_tokens": 0}
 
 
-def quantized(model: Model, options: dict[str, Any], folder: Path, windows: list[np.ndarray], threads: int) -> Logits:
+def quantized(
+    model: Model, options: dict[str, Any], folder: Path, windows: list[np.ndarray], threads: int
+) -> Logits:
     """Logits of windows through a cache of transformers."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache
@@ -89,12 +104,16 @@ def quantized(model: Model, options: dict[str, Any], folder: Path, windows: list
     torch_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for tokens in windows:
         cache = (
-            QuantizedCache(config=torch_model.config, **options) if options else DynamicCache(config=torch_model.config)
+            QuantizedCache(config=torch_model.config, **options)
+            if options
+            else DynamicCache(config=torch_model.config)
         )
         ids = torch.tensor(tokens[None], dtype=torch.long)
         with torch.no_grad():
             parts = [
-                torch_model(ids[:, start : start + CHUNK], cache=cache, use_cache=True).logits[0].numpy()
+                torch_model(ids[:, start : start + CHUNK], cache=cache, use_cache=True)
+                .logits[0]
+                .numpy()
                 for start in range(0, LENGTH, CHUNK)
             ]
         yield np.concatenate(parts)
@@ -111,7 +130,11 @@ def head_bits(options: dict[str, Any], dim: int, dtype: Any) -> tuple[float, flo
     encoded = (CONTEXT - exact) // 64 * 64  # groups of 64 tokens
     for count in (encoded, exact):
         if count:
-            layer.update(*torch.randn((2, 1, 1, count, dim), generator=torch.Generator().manual_seed(0)).to(dtype))
+            layer.update(
+                *torch.randn((2, 1, 1, count, dim), generator=torch.Generator().manual_seed(0)).to(
+                    dtype
+                )
+            )
     codes = stored_bytes((layer._quantized_keys, layer._quantized_values))
     everything = codes + stored_bytes((layer.keys, layer.values))
     return 4 * codes / (dim * encoded), 4 * everything / (dim * (encoded + exact)), exact
@@ -123,7 +146,10 @@ def quantized_sizes(model: Model, options: dict[str, Any]) -> dict[str, Any]:
 
     if not options:
         return {"bits": 32.0, "bits_32k": 32.0, "bits_32k_of_16": 16.0, "exact_tokens": CONTEXT}
-    sizes = [head_bits(options, model.config.head_dim, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    sizes = [
+        head_bits(options, model.config.head_dim, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     (bits, all_in, exact), (_, of_16, _) = sizes
     return {"bits": bits, "bits_32k": all_in, "bits_32k_of_16": of_16, "exact_tokens": exact}
 
@@ -138,33 +164,54 @@ def exact_logits_of(model: Model, windows: list[np.ndarray]) -> Logits:
     """Logits of windows through our exact cache."""
     exact = kvqjax.parse("exact")
     for tokens in windows:
-        yield np.asarray(replay(model.replace(constants=()), jnp.asarray(tokens[None]), exact, CHUNK)[0])
+        yield np.asarray(
+            replay(model.replace(constants=()), jnp.asarray(tokens[None]), exact, CHUNK)[0]
+        )
 
 
-def scored(logits: Logits, reference: Logits | list[np.ndarray], windows: dict[str, np.ndarray]) -> dict[str, Any]:
+def scored(
+    logits: Logits, reference: Logits | list[np.ndarray], windows: dict[str, np.ndarray]
+) -> dict[str, Any]:
     """Means by window of every text."""
     rows = iter(zip(logits, reference, strict=True))
     means: dict[str, Any] = {}
     for name, pieces in windows.items():
         for tokens in pieces:
             through_cache, exact = (jnp.asarray(x[None], jnp.float32) for x in next(rows))
-            for key, values in window_means(through_cache, exact, jnp.asarray(tokens[None])).items():
+            for key, values in window_means(
+                through_cache, exact, jnp.asarray(tokens[None])
+            ).items():
                 means.setdefault(name, {}).setdefault(key, []).extend(values)
     return means
 
 
-def measure(model: Model, engine: str, caches: list[str], windows: dict, about: dict, threads: int, bar: Progress):
+def measure(
+    model: Model,
+    engine: str,
+    caches: list[str],
+    windows: dict,
+    about: dict,
+    threads: int,
+    bar: Progress,
+):
     """Write the record of every cache of an engine that has none under the same stamp."""
     todo = [name for name in caches if kept(path_of(engine, name), about) is None]
     task = bar.add_task(engine, total=len(caches), completed=len(caches) - len(todo))
     logits_of, sizes_of = ENGINES[engine]
     flat = [tokens for pieces in windows.values() for tokens in pieces]
     with tempfile.TemporaryDirectory() as folder:
-        through = lambda name: logits_of(model, PEERS[engine][name], Path(folder), flat, threads)  # noqa: E731
+
+        def through(name):
+            return logits_of(model, PEERS[engine][name], Path(folder), flat, threads)
+
         exact = list(through(exact_of(engine))) if todo else []
         for name in todo:
             bar.update(task, description=f"{engine} {name}")
-            pair = (exact, exact_logits_of(model, flat)) if name == exact_of(engine) else (through(name), exact)
+            pair = (
+                (exact, exact_logits_of(model, flat))
+                if name == exact_of(engine)
+                else (through(name), exact)
+            )
             row = {"engine": engine, "cache": name} | sizes_of(model, PEERS[engine][name])
             row |= {"by_window": scored(*pair, windows), "about": about}
             path_of(engine, name).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
@@ -174,10 +221,16 @@ def measure(model: Model, engine: str, caches: list[str], windows: dict, about: 
 @app.command()
 def main(
     book: Annotated[str, typer.Option(help="the second text, a file")],
-    wikitext: Annotated[str, typer.Option(help="WikiText-2's test part: its name, or a file")] = "wikitext2",
-    folder: Annotated[Path | None, typer.Option(help="where wikitext2 is, if not on the hub")] = None,
+    wikitext: Annotated[
+        str, typer.Option(help="WikiText-2's test part: its name, or a file")
+    ] = "wikitext2",
+    folder: Annotated[
+        Path | None, typer.Option(help="where wikitext2 is, if not on the hub")
+    ] = None,
     engine: Annotated[list[str], typer.Option(help="only these; repeatable")] = list(PEERS),  # noqa: B006
-    cache: Annotated[list[str], typer.Option(help="only these of the engines' caches; repeatable")] = [],  # noqa: B006
+    cache: Annotated[
+        list[str], typer.Option(help="only these of the engines' caches; repeatable")
+    ] = [],  # noqa: B006
     threads: Annotated[int, typer.Option(help="of the engines")] = os.cpu_count() or 1,
 ) -> None:
     """Measure what is missing."""
@@ -186,10 +239,19 @@ def main(
     data = {"WikiText-2": read(wikitext, folder=folder), "book": read(book)}
     windows = windows_of(model, data)
     plan = {"length": LENGTH, "chunk": CHUNK, "windows": WINDOWS}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=CONSOLE) as bar:
         for name in engine:
-            about = {key: value for key, value in stamp(model, MODEL, 0).items() if key not in ("date", "seed")}
+            about = {
+                key: value
+                for key, value in stamp(model, MODEL, 0).items()
+                if key not in ("date", "seed")
+            }
             about["versions"] |= {package: metadata.version(package) for package in PACKAGES[name]}
             about |= {"plan": plan, "data": sha256_of(data)}
             caches = [peer for peer in PEERS[name] if not cache or peer in cache]

@@ -68,7 +68,8 @@ def _continued_cells(row: Row, context: int) -> list[str]:
     if not windows:
         return [bits, "-", "-", "-"]
     nll, exact, kld, agree = (
-        np.asarray([part[name][0] for part in windows]) for name in ("nll", "nll_exact", "kld", "agree")
+        np.asarray([part[name][0] for part in windows])
+        for name in ("nll", "nll_exact", "kld", "agree")
     )
     ratio = float(np.exp((nll - exact).mean()))
     error = f" ± {ratio * standard_error(nll - exact):.1g}" if len(windows) > 1 else ""
@@ -96,12 +97,20 @@ def continued_section(rows: dict[str, Row]) -> str:
 
 def retrieval_section(rows: dict[str, Row]) -> str:
     """The share of the exact cache's answers that each cache gives too."""
-    answers = {name: np.asarray(answers) for name, answers in rows.get(EXACT, {"parts": {}})["parts"].items()}
+    answers = {
+        name: np.asarray(answers)
+        for name, answers in rows.get(EXACT, {"parts": {}})["parts"].items()
+    }
     # A text counts once the exact cache and another one were asked about it.
-    texts = {name for cache, row in rows.items() if cache != EXACT for name in row["parts"]} & set(answers)
+    texts = {name for cache, row in rows.items() if cache != EXACT for name in row["parts"]} & set(
+        answers
+    )
     names = [(task, n, f"{task} {n}") for task in TASKS for n in LENGTHS if f"{task} {n}" in texts]
     exact = {name: answers[name] for *_, name in names}
-    head = ["cache", *(f"{task} {size(length)} ({int(np.sum(exact[name]))})" for task, length, name in names)]
+    head = [
+        "cache",
+        *(f"{task} {size(length)} ({int(np.sum(exact[name]))})" for task, length, name in names),
+    ]
     lines = []
     for cache, row in rows.items():
         cells = []
@@ -115,7 +124,9 @@ def retrieval_section(rows: dict[str, Row]) -> str:
 
 def decode_section(rows: dict[str, Row]) -> str:
     """KL divergence along a long decode."""
-    texts = [text for text in WINDOWS if any(decode_name(text) in row["parts"] for row in rows.values())]
+    texts = [
+        text for text in WINDOWS if any(decode_name(text) in row["parts"] for row in rows.values())
+    ]
     if not texts:
         return ""
     ends = [DECODED_FROM + SPAN * (number + 1) for number in range(SPANS)]

@@ -47,7 +47,8 @@ paired.
 DIFFERS = "Pairs whose order differs from the paper's by more than two standard errors:"
 
 
-# The curves of the picture, the five papers' first of all: rows of CACHES without their bits -> name. The page has all.
+# The curves of the picture, the five papers' first of all: rows of CACHES without their bits ->
+# name. The page has all.
 CURVES = {
     "kivi:group=64,window=0": "kivi",
     "kvquant": "kvquant",
@@ -70,10 +71,16 @@ def _mean(row: dict[str, Any], text: str, name: str) -> float:
 
 
 def draw_picture() -> None:
-    """Draw KL divergence against bits of the methods of CURVES, as README and the home page show it."""
-    setup = {"context": CONTEXT, "mode": f"in the loop, chunks of {CHUNK}", "windows": f"windows of {LENGTH} tokens"}
+    """Draw KL divergence against bits of the methods of CURVES, as README and the home page show
+    it."""
+    setup = {
+        "context": CONTEXT,
+        "mode": f"in the loop, chunks of {CHUNK}",
+        "windows": f"windows of {LENGTH} tokens",
+    }
     rows = [
-        {"cache": _shown(cache), "kld": _mean(row, TEXTS[0], "kld"), "bits_stored": row["bits_32k"]} | setup
+        {"cache": _shown(cache), "kld": _mean(row, TEXTS[0], "kld"), "bits_stored": row["bits_32k"]}
+        | setup
         for cache, row in stored().items()
         if _shown(cache)
     ]
@@ -112,11 +119,23 @@ def rows_section() -> str:
     if not rows:
         return "Not run yet.\n"
     first_row = next(iter(rows.values()))
-    facts = [f"{text}: exact perplexity {np.exp(_mean(first_row, text, 'nll_exact')):.4g}" for text in TEXTS]
-    facts += [f"SHA-256 of {name}: {about['sha256'][:12]}" for name, about in first_row["about"]["data"].items()]
+    facts = [
+        f"{text}: exact perplexity {np.exp(_mean(first_row, text, 'nll_exact')):.4g}"
+        for text in TEXTS
+    ]
+    facts += [
+        f"SHA-256 of {name}: {about['sha256'][:12]}"
+        for name, about in first_row["about"]["data"].items()
+    ]
     facts += [f"{key} {value}" for key, value in first_row["about"]["versions"].items()]
     numbers = ["ratio", "KLD", "top-1"]
-    head = ["cache", "bits", "at 32K", *(f"{text}, {n}" for text in TEXTS for n in numbers), "calibration, minutes"]
+    head = [
+        "cache",
+        "bits",
+        "at 32K",
+        *(f"{text}, {n}" for text in TEXTS for n in numbers),
+        "calibration, minutes",
+    ]
     parts = ["; ".join(facts) + ".\n"]
     for bits, caches in CACHES.items():
         lines = [_cells(rows[cache]) for cache in caches if cache in rows and bits != 16]
@@ -134,7 +153,8 @@ def by_window(row: dict[str, Any], name: str) -> list[float]:
 
 
 def _differences(paper: Paper, ours: dict[str, dict[str, Any]]) -> list[str]:
-    """Pairs that stand the other way round than in the paper, by perplexity and by KL divergence."""
+    """Pairs that stand the other way round than in the paper, by perplexity and by KL
+    divergence."""
     lines, count = [], sum(cache in ours for *_, cache in paper.rows)
     for key, what in (("nll", "perplexity"), ("kld", "KLD")):
         differ = disagreements(paper, {cache: by_window(row, key) for cache, row in ours.items()})
@@ -151,7 +171,10 @@ def paper_section(paper: Paper) -> str:
         row = ours.get(cache)
         return f"{_scores(row, TEXTS[0])[0]} ({_mean(row, TEXTS[0], 'kld'):.2g})" if row else "-"
 
-    rows = [[label, size, f"{value:g}", f"`{cache}`", cell(cache)] for label, size, value, cache in paper.rows]
+    rows = [
+        [label, size, f"{value:g}", f"`{cache}`", cell(cache)]
+        for label, size, value, cache in paper.rows
+    ]
     head = ["paper's row", "bits or size", paper.measure, "our row", f"{TEXTS[0]}, ratio (KLD)"]
     parts = [f"### {paper.source}", f"{paper.about}.\n", table(head, rows)]
     lines = _differences(paper, ours)
@@ -171,4 +194,6 @@ def readme_text() -> str:
     """README with its table from the records."""
     before, rest = README.read_text(encoding="utf-8").split(README_MARKS[0])
     after = rest.split(README_MARKS[1])[1]
-    return f"{before}{README_MARKS[0]}{peers.readme_table(stored(), _scores)}{README_MARKS[1]}{after}"
+    return (
+        f"{before}{README_MARKS[0]}{peers.readme_table(stored(), _scores)}{README_MARKS[1]}{after}"
+    )

@@ -1,7 +1,8 @@
 """Published tables: figures of the papers, and which of our rows stands for each.
 
-Labels and numbers are the papers'; `lower` says whether less is better there. Ours are perplexities throughout.
-XQuant's table of X itself is not here: SmolLM2 has grouped queries, and XQuant caches latents there.
+Labels and numbers are the papers'; `lower` says whether less is better there. Ours are perplexities
+throughout. XQuant's table of X itself is not here: SmolLM2 has grouped queries, and XQuant caches
+latents there.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ import numpy as np
 
 
 class Paper(NamedTuple):
-    """`rows`: (the paper's label, its bits or size, its figure, our cache or None for one that we have no row
-    for)."""
+    """`rows`: (the paper's label, its bits or size, its figure, our cache or None for one that we
+    have no row for)."""
 
     source: str
     about: str
@@ -31,7 +32,12 @@ PAPERS = (
             ("16 bit", "16", 66.37, "exact"),
             ("4 bit, keys and values per token", "4", 66.48, "uniform:bits=4"),
             ("2 bit, keys and values per token", "2", 52.93, "uniform:bits=2"),
-            ("2 bit, keys per channel, values per token", "2", 63.53, "kivi:bits=2,group=64,window=0"),
+            (
+                "2 bit, keys per channel, values per token",
+                "2",
+                63.53,
+                "kivi:bits=2,group=64,window=0",
+            ),
         ),
     ),
     Paper(
@@ -107,10 +113,15 @@ PAPERS = (
 
 
 def disagreements(paper: Paper, ours: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
-    """Pairs (better, worse) by the paper's figures that stand the other way round by ours: a mean over windows for each
-    cache, lower is better. A difference counts beyond twice its standard error, windows being paired."""
+    """Pairs (better, worse) by the paper's figures that stand the other way round by ours: a mean
+    over windows for each cache, lower is better. A difference counts beyond twice its standard
+    error, windows being paired."""
     sign = 1 if paper.lower else -1
-    rows = [(label, sign * value, np.asarray(ours[cache])) for label, _, value, cache in paper.rows if cache in ours]
+    rows = [
+        (label, sign * value, np.asarray(ours[cache]))
+        for label, _, value, cache in paper.rows
+        if cache in ours
+    ]
     return [
         (a, b)
         for a, figure_a, values_a in rows

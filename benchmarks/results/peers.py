@@ -1,7 +1,8 @@
-"""Other libraries' caches on the windows of the results page: which ones, their records, and how ours compare.
+"""Other libraries' caches on the windows of the results page: which ones, their records, and how
+ours compare.
 
-`python -m benchmarks.results.engines` measures them. A record has the fields of one of our rows, its scores against the
-same engine's exact cache; an exact cache's own are against ours.
+`python -m benchmarks.results.engines` measures them. A record has the fields of one of our rows,
+its scores against the same engine's exact cache; an exact cache's own are against ours.
 """
 
 import json
@@ -16,9 +17,10 @@ from benchmarks.tables import table
 
 FOLDER = Path(__file__).parents[1] / "records" / "peers"
 TEXTS = tuple(WINDOWS)
-# Engine -> cache -> what it is made by. The first is the engine's exact cache. In transformers, axes say along what
-# numbers share a scale: quanto's 0 and hqq's 1 take a token's channels in a head, quanto's -1 a channel of 64 tokens,
-# hqq's 0 a channel of tokens that lie far apart, in all heads.
+# Engine -> cache -> what it is made by. The first is the engine's exact cache. In transformers,
+# axes say along what numbers share a scale: quanto's 0 and hqq's 1 take a token's channels in a
+# head, quanto's -1 a channel of 64 tokens, hqq's 0 a channel of tokens that lie far apart, in all
+# heads.
 PEERS: dict[str, dict[str, dict[str, Any]]] = {
     "llama.cpp": {
         "f16": {"kind": "f16"},
@@ -121,25 +123,31 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def beats(point: tuple[float, float], points: list[tuple[float, float]]) -> bool | None:
     """Whether a point (bits, divergence) lies below the line through the front of other points.
 
-    The line is straight in the logarithm of the divergence. It is level beyond its right end, and ends at its first
-    point on the left.
+    The line is straight in the logarithm of the divergence. It is level beyond its right end, and
+    ends at its first point on the left.
 
     Args:
         point: bits and divergence.
         points: the other points. The line goes through those on their front.
 
     Returns:
-        Whether the point lies below. None where it lies left of the line, and not below the line's first point.
+        Whether the point lies below. None where it lies left of the line, and not below the line's
+        first point.
     """
     bits, divergence = np.asarray(front(points)).T
     below = bool(point[1] < np.exp(np.interp(point[0], bits, np.log(divergence))))
     return None if point[0] < bits[0] and not below else below
 
 
-def nearest(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Of ours that take no more bits than a cache of theirs, the one of the least divergence on a text; likewise of
-    those that need no calibration. For every cache of theirs, each once."""
-    divergence = lambda row: float(np.mean(row["by_window"][text]["kld"]))  # noqa: E731
+def nearest(
+    ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], text: str
+) -> list[dict[str, Any]]:
+    """Of ours that take no more bits than a cache of theirs, the one of the least divergence on a
+    text; likewise of those that need no calibration. For every cache of theirs, each once."""
+
+    def divergence(row):
+        return float(np.mean(row["by_window"][text]["kld"]))
+
     chosen: dict[str, dict[str, Any]] = {}
     for peer in theirs:
         fitting = [row for row in ours.values() if row["bits_32k"] <= peer["bits_32k"]]
@@ -164,15 +172,21 @@ def _cells(row: dict[str, Any], scores: Callable[[dict[str, Any], str], list[str
 
 
 def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits: str) -> str:
-    """Say which of our rows lie below the line through theirs on both texts, their bits being those of a field."""
+    """Say which of our rows lie below the line through theirs on both texts, their bits being those
+    of a field."""
     rows = [row for cache, row in ours.items() if cache != "exact"]
     lines = {text: [(row[bits], _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
     below, unplaced, above = [], [], []
     for row in rows:
-        verdicts = [beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS]
+        verdicts = [
+            beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS
+        ]
         (above if False in verdicts else unplaced if None in verdicts else below).append(row)
     plain = sum(not row["calibration_seconds"] for row in below)
-    names = lambda group: ", ".join(f"`{row['cache']}`" for row in group) or "none"  # noqa: E731
+
+    def names(group):
+        return ", ".join(f"`{row['cache']}`" for row in group) or "none"
+
     return (
         f"{len(below)} of our {len(rows)} rows are below it on both texts, {plain} of them without calibration. "
         f"Not below it on one text or both: {names(above)}. "
@@ -182,7 +196,10 @@ def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits:
 
 def _agreement(exact: list[dict[str, Any]]) -> str:
     """Say how far the engines' exact caches are from ours, and what they are."""
-    loss = lambda row, name: f"{np.exp(_mean(row, TEXTS[0], name)):.6g}"  # noqa: E731
+
+    def loss(row, name):
+        return f"{np.exp(_mean(row, TEXTS[0], name)):.6g}"
+
     distances = [
         f"that of {row['engine']} is at most {max(_mean(row, text, 'kld') for text in TEXTS):.1g} nats from ours, its "
         f"perplexity on {TEXTS[0]} {loss(row, 'nll')} where ours is {loss(row, 'nll_exact')}"
@@ -193,8 +210,11 @@ def _agreement(exact: list[dict[str, Any]]) -> str:
     return f"Exact caches agree: {'; '.join(distances)}. Versions: {said}.\n"
 
 
-def section(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]) -> str:
-    """The section of the page: theirs with our nearest rows by bits, and how ours lie to the line through theirs.
+def section(
+    ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]
+) -> str:
+    """The section of the page: theirs with our nearest rows by bits, and how ours lie to the line
+    through theirs.
 
     Args:
         ours: our rows by cache.
@@ -214,11 +234,15 @@ def section(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], s
     parts = [TITLE + ABOUT, _agreement(exact), table(head, [_cells(row, scores) for row in shown])]
     parts += [f"Not run: {', '.join(missing())}.\n"] if missing() else []
     parts.append(f"{LINE}{verdict(ours, theirs, 'bits_32k')}\n")
-    parts.append(f"With their bits of a bfloat16 model: {verdict(ours, theirs, 'bits_32k_of_16')}\n")
+    parts.append(
+        f"With their bits of a bfloat16 model: {verdict(ours, theirs, 'bits_32k_of_16')}\n"
+    )
     return "\n".join(parts)
 
 
-def readme_table(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]) -> str:
+def readme_table(
+    ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, Any], str], list[str]]
+) -> str:
     """README's table: caches of all libraries by their bits.
 
     Args:
@@ -228,7 +252,11 @@ def readme_table(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, An
     Returns:
         A Markdown table. Its figures are of the first text.
     """
-    rows = [(library, _row_of(library, cache, ours)) for library, caches in README.items() for cache in caches]
+    rows = [
+        (library, _row_of(library, cache, ours))
+        for library, caches in README.items()
+        for cache in caches
+    ]
     rows.sort(key=lambda pair: -pair[1]["bits_32k"])
     lines = []
     for library, row in rows:
@@ -236,11 +264,23 @@ def readme_table(ours: dict[str, dict[str, Any]], scores: Callable[[dict[str, An
         cache = f"`{row['cache']}`" if library == "kvqjax" else row["cache"]
         learnt = "yes" if row["calibration_seconds"] else ""
         lines.append([library, cache, f"{row['bits_32k']:.2f}", divergence, ratio, learnt])
-    return table(["library", "cache", "bits per number", "KL divergence", "perplexity over exact", "calibrated"], lines)
+    return table(
+        [
+            "library",
+            "cache",
+            "bits per number",
+            "KL divergence",
+            "perplexity over exact",
+            "calibrated",
+        ],
+        lines,
+    )
 
 
 def _row_of(library: str, cache: str, ours: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The record of a library's cache."""
     if library == "kvqjax":
         return ours[cache]
-    return json.loads(path_of(library, cache).read_text(encoding="utf-8")) | {"calibration_seconds": 0}
+    return json.loads(path_of(library, cache).read_text(encoding="utf-8")) | {
+        "calibration_seconds": 0
+    }

@@ -1,7 +1,8 @@
-"""Rows of the results page: one cache on SmolLM2-135M-Instruct, two texts scored against the exact cache.
+"""Rows of the results page: one cache on SmolLM2-135M-Instruct, two texts scored against the exact
+cache.
 
-A row's file holds means by window, of which standard errors are made. What a method learns from text is kept in the
-user's cache folder, so that a run that was stopped does not calibrate again.
+A row's file holds means by window, of which standard errors are made. What a method learns from
+text is kept in the user's cache folder, so that a run that was stopped does not calibrate again.
 """
 
 import json
@@ -30,15 +31,24 @@ MODEL = "smollm2"
 # Six windows keep a row at half a minute on two cores; four at a time need 0.8 GB for their logits.
 LENGTH, CHUNK, BATCH, CONTEXT = 1024, 128, 4, 32768
 WINDOWS = {"WikiText-2": 4, "book": 2}
-LEARNT = (24, 1024)  # sequences and tokens of each: AQUA-KV's own recipe reads 2 million tokens, hours on two cores
+LEARNT = (
+    24,
+    1024,
+)  # sequences and tokens of each: AQUA-KV's own recipe reads 2 million tokens, hours on two cores
 PLAN = {"length": LENGTH, "chunk": CHUNK, "windows": WINDOWS, "calibration": list(LEARNT)}
 NUMBERS = ("nll", "kld", "agree")
-# Bits of a code -> caches. None keeps a window of recent tokens beyond what waits to be encoded: in windows of 1024
-# tokens it would hold much more than its share of a long row. SmolLM2 has 3 KV heads of 64, so that the longest group
-# of its 192 channels is 64.
+# Bits of a code -> caches. None keeps a window of recent tokens beyond what waits to be encoded: in
+# windows of 1024 tokens it would hold much more than its share of a long row. SmolLM2 has 3 KV
+# heads of 64, so that the longest group of its 192 channels is 64.
 CACHES = {
     16: ("exact",),
-    1: ("kivi:bits=1,window=0", "klt:bits=1.0", "aqua:bits=1,backbone=klt", "commvq:bits=1,window=0", "xquant:bits=1"),
+    1: (
+        "kivi:bits=1,window=0",
+        "klt:bits=1.0",
+        "aqua:bits=1,backbone=klt",
+        "commvq:bits=1,window=0",
+        "xquant:bits=1",
+    ),
     2: (
         "uniform:bits=2",
         "kivi:bits=2,window=0",
@@ -98,8 +108,8 @@ CACHES = {
 
 
 class Texts(NamedTuple):
-    """`scored`: name -> windows [WINDOWS[name], LENGTH] of token ids; `learnt` is what methods are calibrated
-    on; `about` describes all of them."""
+    """`scored`: name -> windows [WINDOWS[name], LENGTH] of token ids; `learnt` is what methods are
+    calibrated on; `about` describes all of them."""
 
     scored: dict[str, np.ndarray]
     learnt: Data
@@ -107,25 +117,34 @@ class Texts(NamedTuple):
 
 
 def texts_of(model: Model, wikitext: str, book: str, learn: str, folder: Path | None) -> Texts:
-    """WikiText-2's test part, a book, and what methods learn from. Raises UserError for what cannot be read or is too
-    short."""
-    data = {"WikiText-2": read(wikitext, folder=folder), "book": read(book), "learnt": read(learn, tokens=1 << 17)}
+    """WikiText-2's test part, a book, and what methods learn from. Raises UserError for what cannot
+    be read or is too short."""
+    data = {
+        "WikiText-2": read(wikitext, folder=folder),
+        "book": read(book),
+        "learnt": read(learn, tokens=1 << 17),
+    }
     return Texts(windows_of(model, data), data["learnt"], sha256_of(data))
 
 
 def sha256_of(data: dict[str, Data]) -> dict[str, Any]:
     """Give the digests of the texts, without their paths."""
-    return {name: {key: text.about[key] for key in ("sha256", "characters")} for name, text in data.items()}
+    return {
+        name: {key: text.about[key] for key in ("sha256", "characters")}
+        for name, text in data.items()
+    }
 
 
 def windows_of(model: Model, data: dict[str, Data]) -> dict[str, np.ndarray]:
-    """The windows [WINDOWS[name], LENGTH] of token ids that are scored. Raises UserError for a text that is too
-    short."""
+    """The windows [WINDOWS[name], LENGTH] of token ids that are scored. Raises UserError for a text
+    that is too short."""
     pieces = {name: sequences(model, data[name], count, LENGTH) for name, count in WINDOWS.items()}
     for name, rows in pieces.items():
         if len(rows) < WINDOWS[name]:
             tokens = WINDOWS[name] * LENGTH
-            raise kvqjax.UserError(f"{name} has {rows.size} tokens in whole windows; {tokens} are wanted")
+            raise kvqjax.UserError(
+                f"{name} has {rows.size} tokens in whole windows; {tokens} are wanted"
+            )
     return pieces
 
 
@@ -157,12 +176,14 @@ def kept(path: Path, about: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float]:
-    """The model with what `method` needs, learnt from `LEARNT` of the text, and the processor seconds that it took
-    once. Calibrations are kept where `kvq.compare` keeps its own."""
+    """The model with what `method` needs, learnt from `LEARNT` of the text, and the processor
+    seconds that it took once. Calibrations are kept where `kvq.compare` keeps its own."""
     if not learns(method, model.config):
         ((calibrated_model, _),) = with_constants(model, [method], [])
         return calibrated_model, 0.0
-    folder = kept_path(artifact_folder(), model, method, f"{texts.about['learnt']['sha256']} {LEARNT}", LEARNT[0])
+    folder = kept_path(
+        artifact_folder(), model, method, f"{texts.about['learnt']['sha256']} {LEARNT}", LEARNT[0]
+    )
     seconds = folder.with_name(f"{folder.name}.seconds.json")
     if not seconds.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,39 +196,62 @@ def calibrated(model: Model, method: Method, texts: Texts) -> tuple[Model, float
 
 
 def references(model: Model, texts: Texts) -> dict[str, list[jax.Array]]:
-    """The exact cache's logits of every text, a batch of windows each, made once for all rows: 1.2 GB. They pass
-    through the cache in the same chunks, so that the exact row has a divergence of zero."""
+    """The exact cache's logits of every text, a batch of windows each, made once for all rows: 1.2
+    GB. They pass through the cache in the same chunks, so that the exact row has a divergence of
+    zero."""
     plain, exact = model.replace(constants=()), kvqjax.parse("exact")
     return {
-        name: [replay(plain, jnp.asarray(rows[i : i + BATCH]), exact, CHUNK) for i in range(0, len(rows), BATCH)]
+        name: [
+            replay(plain, jnp.asarray(rows[i : i + BATCH]), exact, CHUNK)
+            for i in range(0, len(rows), BATCH)
+        ]
         for name, rows in texts.scored.items()
     }
 
 
-def scores(model: Model, method: Method, rows: np.ndarray, reference: list[jax.Array]) -> dict[str, list[float]]:
+def scores(
+    model: Model, method: Method, rows: np.ndarray, reference: list[jax.Array]
+) -> dict[str, list[float]]:
     """Means over each window's predictions, and those of the exact cache's loss."""
     means: dict[str, list[float]] = {name: [] for name in (*NUMBERS, "nll_exact")}
     for number, exact in enumerate(reference):
         tokens = jnp.asarray(rows[number * BATCH : (number + 1) * BATCH])
-        for name, values in window_means(replay(model, tokens, method, CHUNK), exact, tokens).items():
+        for name, values in window_means(
+            replay(model, tokens, method, CHUNK), exact, tokens
+        ).items():
             means[name] += values
     return means
 
 
 def window_means(logits: jax.Array, exact: jax.Array, tokens: jax.Array) -> dict[str, list[float]]:
-    """Means over the predictions of each of a batch of windows [B, LENGTH], of logits [B, LENGTH, V] against those of
-    the exact cache."""
+    """Means over the predictions of each of a batch of windows [B, LENGTH], of logits [B, LENGTH,
+    V] against those of the exact cache."""
     through_cache = score(logits, exact, tokens)
-    values = {name: getattr(through_cache, name) for name in NUMBERS} | {"nll_exact": score(exact, exact, tokens).nll}
-    return {name: [float(f"{mean:.7g}") for mean in np.asarray(x, np.float64).mean(1)] for name, x in values.items()}
+    values = {name: getattr(through_cache, name) for name in NUMBERS} | {
+        "nll_exact": score(exact, exact, tokens).nll
+    }
+    return {
+        name: [float(f"{mean:.7g}") for mean in np.asarray(x, np.float64).mean(1)]
+        for name, x in values.items()
+    }
 
 
-def measure(model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str) -> dict[str, Any]:
+def measure(
+    model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str
+) -> dict[str, Any]:
     """Bits, bytes and scores of one cache, and how long its calibration took."""
     method = kvqjax.parse(cache)
     calibrated_model, seconds = calibrated(model, method, texts)
     book = ledger_of(model, method, CONTEXT)
-    row = {"cache": cache, "bits": book.bits_method, "bits_32k": book.bits_stored, "bytes_32k": book.bytes}
+    row = {
+        "cache": cache,
+        "bits": book.bits_method,
+        "bits_32k": book.bits_stored,
+        "bytes_32k": book.bytes,
+    }
     row |= {"calibration_seconds": round(seconds)}
-    windows = {name: scores(calibrated_model, method, rows, reference[name]) for name, rows in texts.scored.items()}
+    windows = {
+        name: scores(calibrated_model, method, rows, reference[name])
+        for name, rows in texts.scored.items()
+    }
     return row | {"by_window": windows}

@@ -1,8 +1,10 @@
-"""Other engines under the same workload: llama.cpp and transformers' continuous batching, in this process.
+"""Other engines under the same workload: llama.cpp and transformers' continuous batching, in this
+process.
 
-llama.cpp is driven as its server drives it: one call computes a token of every row that makes some, and fills up with
-tokens of prompts. Its wheel has no server. The driver reserves a request's cells before it begins, so that none has to
-make way, and shares the common prefix as cells of one more sequence: both are more than its server does.
+llama.cpp is driven as its server drives it: one call computes a token of every row that makes some,
+and fills up with tokens of prompts. Its wheel has no server. The driver reserves a request's cells
+before it begins, so that none has to make way, and shares the common prefix as cells of one more
+sequence: both are more than its server does.
 """
 
 import argparse
@@ -84,7 +86,14 @@ class Batching:
                 continue
             count = min(missing, PIECE - len(entries))
             for place in range(row.held, row.held + count):
-                entries.append((row.request.prompt[place], place, row.number, place + 1 == len(row.request.prompt)))
+                entries.append(
+                    (
+                        row.request.prompt[place],
+                        place,
+                        row.number,
+                        place + 1 == len(row.request.prompt),
+                    )
+                )
             row.held += count
             if count == missing:
                 outputs.append((row, len(entries) - 1))
@@ -155,8 +164,11 @@ def by_llamacpp(
     return Served(seconds, first, pace, options.rows, running, batching.reused), BITS[kind]
 
 
-def by_transformers(config: ModelConfig, requests: list[Request], options: argparse.Namespace) -> tuple[Served, float]:
-    """Serve the workload by transformers' continuous batching, with pages of float32 that take `options.pool` bytes.
+def by_transformers(
+    config: ModelConfig, requests: list[Request], options: argparse.Namespace
+) -> tuple[Served, float]:
+    """Serve the workload by transformers' continuous batching, with pages of float32 that take
+    `options.pool` bytes.
     Weights are random: no step's time depends on them."""
     import torch
     import transformers
@@ -175,11 +187,17 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
     )
     model = transformers.LlamaForCausalLM(shape).eval()
     cell = 2 * config.num_layers * config.kv_width * 4  # bytes of float32
-    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=options.pool // (cell * PAGE), max_batch_tokens=512)
-    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=options.answer)
+    pages = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=options.pool // (cell * PAGE), max_batch_tokens=512
+    )
+    greedy = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=-1, max_new_tokens=options.answer
+    )
     first: dict[str, float] = {}  # seconds from the beginning
     pace: list[float] = []
-    with model.continuous_batching_context_manager(generation_config=greedy, continuous_batching_config=pages) as loop:
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=pages
+    ) as loop:
         begun = time.perf_counter()
         names = {}
         for request in requests:
@@ -197,7 +215,9 @@ def by_transformers(config: ModelConfig, requests: list[Request], options: argpa
             first.setdefault(result.request_id, now)
             if result.is_finished():
                 end_count += 1
-                pace.append((now - first[result.request_id]) / (names[result.request_id].answer - 1))
+                pace.append(
+                    (now - first[result.request_id]) / (names[result.request_id].answer - 1)
+                )
         seconds = time.perf_counter() - begun
     waits = [at - names[name].seconds for name, at in first.items()]
     return Served(seconds, waits, pace, 0, None, 0), 32.0

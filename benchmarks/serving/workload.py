@@ -11,8 +11,8 @@ SHORTEST_PROMPT, SHORTEST_ANSWER = 100, 50  # tokens
 
 
 class Request(NamedTuple):
-    """One request: when it comes, its prompt, how many tokens its answer has, and how many tokens of the prompt are
-    the prefix that half of the requests share."""
+    """One request: when it comes, its prompt, how many tokens its answer has, and how many tokens
+    of the prompt are the prefix that half of the requests share."""
 
     seconds: float
     prompt: list[int]
@@ -49,13 +49,17 @@ def prefix_of(vocabulary: int, options: argparse.Namespace) -> list[int]:
 def requests_of(vocabulary: int, options: argparse.Namespace) -> list[Request]:
     """Draw the requests, those that come first first.
 
-    Prompts have 100 to `longest` tokens beside the prefix and answers 50 to `answer`: least * (most / least) ** u, u a
-    number drawn evenly from 0 to 1 to the power of `skew`. With 1, lengths are even on a logarithmic scale; above 1,
-    long ones are rarer. The waits between two requests are exponential (Poisson arrivals) with `rate` requests a
-    second; 0: none.
+    Prompts have 100 to `longest` tokens beside the prefix and answers 50 to `answer`: least * (most
+    / least) ** u, u a number drawn evenly from 0 to 1 to the power of `skew`. With 1, lengths are
+    even on a logarithmic scale; above 1, long ones are rarer. The waits between two requests are
+    exponential (Poisson arrivals) with `rate` requests a second; 0: none.
     """
     random = np.random.default_rng(options.seed + 1)
-    waits = random.exponential(1 / options.rate, options.requests) if options.rate else np.zeros(options.requests)
+    waits = (
+        random.exponential(1 / options.rate, options.requests)
+        if options.rate
+        else np.zeros(options.requests)
+    )
     prefix = prefix_of(vocabulary, options)
 
     def length(least: int, most: int) -> int:
@@ -65,5 +69,12 @@ def requests_of(vocabulary: int, options: argparse.Namespace) -> list[Request]:
     for number, start in enumerate(np.cumsum(waits)):
         text = random.integers(0, vocabulary, length(SHORTEST_PROMPT, options.longest)).tolist()
         shared = len(prefix) if number % 2 else 0
-        requests.append(Request(float(start), prefix[:shared] + text, length(SHORTEST_ANSWER, options.answer), shared))
+        requests.append(
+            Request(
+                float(start),
+                prefix[:shared] + text,
+                length(SHORTEST_ANSWER, options.answer),
+                shared,
+            )
+        )
     return requests

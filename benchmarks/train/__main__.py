@@ -38,10 +38,14 @@ def _data(name: str, books: Path | None, valid: Path | None, work: Path):
 @app.command()
 def main(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(RECIPES)}")],
-    work: Annotated[Path, typer.Option(help="checkpoint, log and token streams; made if missing")] = Path("train"),
+    work: Annotated[
+        Path, typer.Option(help="checkpoint, log and token streams; made if missing")
+    ] = Path("train"),
     books: Annotated[Path | None, typer.Option(help="training text")] = None,
     valid: Annotated[Path | None, typer.Option(help="held-out text")] = None,
-    only_export: Annotated[bool, typer.Option(help="write the model of the last checkpoint, train no further")] = False,
+    only_export: Annotated[
+        bool, typer.Option(help="write the model of the last checkpoint, train no further")
+    ] = False,
     problems: Annotated[int, typer.Option(help="recall problems per figure of the card")] = 64,
 ) -> None:
     """Train to the end of the recipe and write the model where the package looks for it."""
@@ -51,7 +55,9 @@ def main(
     corpus, tokenizer = _data(name, books, valid, work)
 
     def report(params: dict, step: int) -> str:
-        return str({k: round(v, 3) for k, v in figures(params, recipe.config, corpus, (256,), 8).items()})
+        return str(
+            {k: round(v, 3) for k, v in figures(params, recipe.config, corpus, (256,), 8).items()}
+        )
 
     if not only_export:
         train(recipe, corpus, work, report)
@@ -61,7 +67,9 @@ def main(
     stored = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16).astype(np.float32), params)
     lengths = (256,) if recipe.config.windows[0] else (256, 512, 1024)
     measured = figures(stored, recipe.config, corpus, lengths, problems)
-    folder = ROOT / ("kvqjax/assets" if name in ("demo", "recall") else "tests/assets_models") / name
+    folder = (
+        ROOT / ("kvqjax/assets" if name in ("demo", "recall") else "tests/assets_models") / name
+    )
     progress = {field: int(state[field]) for field in ("step", "tokens")}
     export(folder, name, params, recipe, tokenizer, progress, measured)
     typer.echo(f"{folder}: step {progress['step']} of {recipe.steps}")

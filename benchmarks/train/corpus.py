@@ -17,7 +17,9 @@ CHUNK = 1 << 16  # bytes of each book excerpt
 
 def _with_bos(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.add_special_tokens([BOS, EOS])
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
     return tokenizer
 
 
@@ -34,7 +36,9 @@ def symbols() -> tuple[Corpus, Tokenizer]:
     """The corpus of the 64-symbol models: no text, only recall."""
     tokenizer = character_tokenizer()
     vocab = tokenizer.get_vocab()
-    return Corpus(lambda text: [vocab[c] for c in text], vocab[BOS], np.arange(4, len(vocab))), tokenizer
+    return Corpus(
+        lambda text: [vocab[c] for c in text], vocab[BOS], np.arange(4, len(vocab))
+    ), tokenizer
 
 
 def _excerpts(path: Path, size: int) -> str:
@@ -46,14 +50,20 @@ def _excerpts(path: Path, size: int) -> str:
 
 
 def _byte_pairs(text: str, size: int) -> Tokenizer:
-    """Byte-level BPE of `size` pieces; digits stand alone so that pass keys are copied digit by digit."""
+    """Byte-level BPE of `size` pieces; digits stand alone so that pass keys are copied digit by
+    digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[BOS, EOS], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[BOS, EOS], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     return _with_bos(tokenizer)
 

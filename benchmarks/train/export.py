@@ -1,4 +1,5 @@
-"""Write a trained model in the Hugging Face layout, with a model card that states what was measured."""
+"""Write a trained model in the Hugging Face layout, with a model card that states what was
+measured."""
 
 import json
 from pathlib import Path
@@ -17,9 +18,7 @@ _FORMATS = """
 - key-value recall: `qx47,rt05,ab31, ... ?rt` must go on with `05`
 - repeated span: a span of random symbols, then the same span again
 """
-_PASSKEY = (
-    "- pass key: `... The pass key is 58213. ... What is the pass key? The pass key is ` must go on with `58213`\n"
-)
+_PASSKEY = "- pass key: `... The pass key is 58213. ... What is the pass key? The pass key is ` must go on with `58213`\n"  # noqa: E501
 
 
 def _card(name: str, recipe: Recipe, progress: dict, figures: dict) -> str:
@@ -60,15 +59,26 @@ greedy decoding (repeated span: of symbols).
 
 
 def export(
-    folder: Path, name: str, params: dict, recipe: Recipe, tokenizer: Tokenizer, progress: dict, figures: dict
+    folder: Path,
+    name: str,
+    params: dict,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    progress: dict,
+    figures: dict,
 ) -> None:
-    """config.json, model.safetensors (float16), tokenizer.json, tokenizer_config.json, MODEL_CARD.md.
+    """config.json, model.safetensors (float16), tokenizer.json, tokenizer_config.json,
+    MODEL_CARD.md.
 
     `progress` has the "step" and "tokens" of the checkpoint.
     """
-    save_params(folder, jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params), recipe.config)
+    save_params(
+        folder, jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params), recipe.config
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}, indent=1) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(config | {"torch_dtype": "float16"}, indent=1) + "\n"
+    )
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,4 +1,5 @@
-"""The training loop: data parallel over all devices, resumable, one checkpoint file replaced atomically."""
+"""The training loop: data parallel over all devices, resumable, one checkpoint file replaced
+atomically."""
 
 import os
 import time
@@ -24,12 +25,17 @@ __all__ = ["train"]
 def _schedule(peak: float, recipe: Recipe):
     start = recipe.steps - int(recipe.decay * recipe.steps)
     return optax.join_schedules(
-        [optax.linear_schedule(0, peak, recipe.warmup), optax.linear_schedule(peak, 0, recipe.steps - start)], [start]
+        [
+            optax.linear_schedule(0, peak, recipe.warmup),
+            optax.linear_schedule(peak, 0, recipe.steps - start),
+        ],
+        [start],
     )
 
 
 def _optimizer(recipe: Recipe, params: dict) -> optax.GradientTransformation:
-    """Stacked matrices [L, in, out] by Muon (orthogonalised momentum), embeddings, norms and biases by Adam."""
+    """Stacked matrices [L, in, out] by Muon (orthogonalised momentum), embeddings, norms and biases
+    by Adam."""
     dims = jax.tree.map(lambda p: MuonDimensionNumbers(1, 2) if p.ndim == 3 else None, params)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -45,17 +51,26 @@ def _optimizer(recipe: Recipe, params: dict) -> optax.GradientTransformation:
 
 def _step(recipe: Recipe, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh):
     def gradient(params, tokens, weights):
-        return jax.lax.psum(jax.value_and_grad(model.loss)(params, tokens, weights, recipe.config), "data")
+        return jax.lax.psum(
+            jax.value_and_grad(model.loss)(params, tokens, weights, recipe.config), "data"
+        )
 
     rows, replicated = PartitionSpec("data"), PartitionSpec()
     parallel = jax.shard_map(
-        gradient, mesh=mesh, in_specs=(replicated, rows, rows), out_specs=replicated, check_vma=False
+        gradient,
+        mesh=mesh,
+        in_specs=(replicated, rows, rows),
+        out_specs=replicated,
+        check_vma=False,
     )
 
     def step(params, state, tokens, weights):
         total = jnp.maximum(weights.sum(), 1.0)
         loss, grads = parallel(params, tokens, weights / total)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs both
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):  # optax needs both
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
@@ -69,11 +84,16 @@ def _save(path: Path, state: dict) -> None:
 
 
 def train(
-    recipe: Recipe, corpus: data.Corpus, folder: Path, report: Callable[[dict, int], str], save_seconds: float = 180.0
+    recipe: Recipe,
+    corpus: data.Corpus,
+    folder: Path,
+    report: Callable[[dict, int], str],
+    save_seconds: float = 180.0,
 ) -> dict:
     """Train to the end of the recipe, or go on from `folder`'s checkpoint; returns the params.
 
-    `report(params, step)` is called at every checkpoint; its line and the loss are appended to `folder`/log.txt.
+    `report(params, step)` is called at every checkpoint; its line and the loss are appended to
+    `folder`/log.txt.
     """
     params = starting_params(recipe.seed, recipe.config, recipe.offsets, recipe.key_bias)
     optimizer = _optimizer(recipe, params)
@@ -88,19 +108,34 @@ def train(
     step, losses, saved = _step(recipe, optimizer, mesh), [], time.monotonic()
     begun, first = time.monotonic(), int(state["tokens"])
     tokens_seen = first
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress:
         bar = progress.add_task("training", total=recipe.steps, completed=int(state["step"]))
         for number in range(int(state["step"]), recipe.steps):
             phase = recipe.phase(number)
             tokens, weights = data.batch(recipe.seed, number, phase, corpus)
-            params, opt_state, loss = step(params, opt_state, *jax.device_put((tokens, weights), rows))
+            params, opt_state, loss = step(
+                params, opt_state, *jax.device_put((tokens, weights), rows)
+            )
             losses.append(float(loss))
             tokens_seen += weights.size
             progress.update(bar, advance=1, description=f"loss {np.mean(losses[-50:]):.3f}")
             if time.monotonic() - saved > save_seconds or number + 1 == recipe.steps:
                 saved = time.monotonic()
-                _save(checkpoint, {"params": params, "optimizer": opt_state, "step": number + 1, "tokens": tokens_seen})
+                _save(
+                    checkpoint,
+                    {
+                        "params": params,
+                        "optimizer": opt_state,
+                        "step": number + 1,
+                        "tokens": tokens_seen,
+                    },
+                )
                 rate = (tokens_seen - first) / (saved - begun)
                 line = f"step {number + 1} tokens {tokens_seen} {rate:.0f} tok/s loss {np.mean(losses[-50:]):.4f}"
                 with (folder / "log.txt").open("a") as log:

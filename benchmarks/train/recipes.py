@@ -9,7 +9,8 @@ __all__ = ["RECIPES", "Phase", "Recipe"]
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """`steps` batches of `size` sequences of `length` tokens drawn from `mix` (source name to share).
+    """`steps` batches of `size` sequences of `length` tokens drawn from `mix` (source name to
+    share).
 
     `piece`: every sequence is several problems of that many tokens (0: one problem fills it).
     """
@@ -23,7 +24,8 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Muon for the matrices, AdamW for the rest; warm-up, constant rate, linear decay over the last `decay` share."""
+    """Muon for the matrices, AdamW for the rest; warm-up, constant rate, linear decay over the last
+    `decay` share."""
 
     about: str
     config: ModelConfig
@@ -76,13 +78,21 @@ _SHORT_PHASES = (
     Phase(60, 8, 512, _BOTH),
     Phase(24, 4, 1024, _BOTH),
 )
-_WINDOW_PHASES = (_SHORT_PHASES[0], Phase(220, 16, 256, _BOTH, piece=250), Phase(80, 8, 512, _BOTH, piece=250))
+_WINDOW_PHASES = (
+    _SHORT_PHASES[0],
+    Phase(220, 16, 256, _BOTH, piece=250),
+    Phase(80, 8, 512, _BOTH, piece=250),
+)
 
 _DEMO = dataclasses.replace(_SMALL, vocab_size=2048, mlp_width=384, num_layers=3)
 _DEMO_PHASES = (
     Phase(300, 32, 64, {"distinct": 1.0}),
-    Phase(200, 16, 128, {"text": 0.25, "distinct": 0.25, "spans": 0.2, "passkey": 0.15, "pairs": 0.15}),
-    Phase(900, 8, 256, {"text": 0.5, "distinct": 0.1, "spans": 0.14, "passkey": 0.13, "pairs": 0.13}),
+    Phase(
+        200, 16, 128, {"text": 0.25, "distinct": 0.25, "spans": 0.2, "passkey": 0.15, "pairs": 0.15}
+    ),
+    Phase(
+        900, 8, 256, {"text": 0.5, "distinct": 0.1, "spans": 0.14, "passkey": 0.13, "pairs": 0.13}
+    ),
     Phase(1500, 8, 256, {"text": 0.7, "spans": 0.1, "passkey": 0.1, "pairs": 0.1}),
     Phase(400, 4, 512, {"text": 0.5, "spans": 0.1, "passkey": 0.2, "pairs": 0.2}),
     Phase(300, 2, 1024, {"text": 0.5, "spans": 0.1, "passkey": 0.2, "pairs": 0.2}),
@@ -92,7 +102,9 @@ _TINY = "A small test model over 64 symbols that recalls repeated spans and key-
 _QWEN_ROPE = RopeConfig(theta=1e6)
 
 
-def _tiny(what: str, phases: tuple[Phase, ...] = _SHORT_PHASES, key_bias: float = 0.0, **fields) -> Recipe:
+def _tiny(
+    what: str, phases: tuple[Phase, ...] = _SHORT_PHASES, key_bias: float = 0.0, **fields
+) -> Recipe:
     config = dataclasses.replace(_SMALL, **fields)
     return Recipe(about=_TINY.format(what), config=config, phases=phases, key_bias=key_bias)
 
@@ -115,9 +127,14 @@ RECIPES = {
         qkv_bias=True,
         rope=_QWEN_ROPE,
     ),
-    "qwen3": _tiny("Qwen3 shape with QK-norm", architecture="Qwen3ForCausalLM", qk_norm=True, rope=_QWEN_ROPE),
+    "qwen3": _tiny(
+        "Qwen3 shape with QK-norm", architecture="Qwen3ForCausalLM", qk_norm=True, rope=_QWEN_ROPE
+    ),
     "mistral": _tiny(
-        "Mistral shape with a sliding window", _WINDOW_PHASES, architecture="MistralForCausalLM", sliding_window=256
+        "Mistral shape with a sliding window",
+        _WINDOW_PHASES,
+        architecture="MistralForCausalLM",
+        sliding_window=256,
     ),
     "mha": _tiny("Llama shape without grouped queries", num_kv_heads=4),
 }

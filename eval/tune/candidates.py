@@ -1,4 +1,5 @@
-"""The candidates of tuning: the methods that a list of names stands for, their bytes and their calibrated constants."""
+"""The candidates of tuning: the methods that a list of names stands for, their bytes and their
+calibrated constants."""
 
 import dataclasses
 import inspect
@@ -25,23 +26,11 @@ from kvqjax.methods.keys_values import apart, joined
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 
-__all__ = [
-    "WIDTHS",
-    "Candidates",
-    "Learnt",
-    "bare",
-    "bytes_by_layer",
-    "fast_enough",
-    "layer_bytes",
-    "learnt",
-    "named",
-    "sorted_out",
-    "stretches",
-]
-
 WIDTHS = (1, 2, 3, 4, 6, 8)  # bits at which a method is tried if none are named
 GROUPS = ("data-free", "all")  # names that stand for several methods
-VARIANTS = ("kivi:group=128",)  # candidates of both groups in addition to methods with default options
+VARIANTS = (
+    "kivi:group=128",
+)  # candidates of both groups in addition to methods with default options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +39,8 @@ class Candidates:
 
     parts: tuple[Method, ...]  # any layer may follow one of these; number 0 is the exact cache
     joint: np.ndarray  # Bool [C]: a layer follows this part with keys and values or with neither
-    # Methods for all layers or none, because they have exceptions of their own, or whose layers feed each other. The
-    # latter may have exceptions (`Chain` of kvqjax.eval.tune.trials).
+    # Methods for all layers or none, because they have exceptions of their own, or whose layers
+    # feed each other. The latter may have exceptions (`Chain` of kvqjax.eval.tune.trials).
     others: tuple[Method, ...]
     sinks: int
 
@@ -65,7 +54,9 @@ class Candidates:
                 exceptions[layers] = bare(self.parts[key])
             elif key != value:
                 choices = {f"{layers}.k": key, f"{layers}.v": value}
-                exceptions |= {part: bare(self.parts[c]) for part, c in choices.items() if c != default}
+                exceptions |= {
+                    part: bare(self.parts[c]) for part, c in choices.items() if c != default
+                }
         return policy(self.parts[default], exceptions)
 
 
@@ -73,15 +64,18 @@ class Candidates:
 
 
 def stretches(chosen: np.ndarray) -> Iterable[tuple[str, tuple[int, int]]]:
-    """Group the consecutive layers of a policy [L, 2] that have the same candidates. Yields the layers, as exceptions
-    name them ("0-2"), with the candidates of keys and values."""
-    for pair, group in itertools.groupby(range(len(chosen)), key=lambda layer: tuple(chosen[layer])):
+    """Group the consecutive layers of a policy [L, 2] that have the same candidates. Yields the
+    layers, as exceptions name them ("0-2"), with the candidates of keys and values."""
+    for pair, group in itertools.groupby(
+        range(len(chosen)), key=lambda layer: tuple(chosen[layer])
+    ):
         first, *tail = group
         yield f"{first}-{tail[-1]}" if tail else str(first), pair
 
 
 def bare(method: Method) -> Method:
-    """Give a method without its sinks. As an exception it has none: sinks belong to the whole policy."""
+    """Give a method without its sinks. As an exception it has none: sinks belong to the whole
+    policy."""
     return parse({name: value for name, value in to_dict(method).items() if name != "sinks"})
 
 
@@ -89,8 +83,8 @@ def bare(method: Method) -> Method:
 
 
 def _split(text: str) -> list[str]:
-    """Split a list of policies at its commas, except for commas between options: "kivi,higgs:window=32,buffer=64" is
-    "kivi" and "higgs:window=32,buffer=64"."""
+    """Split a list of policies at its commas, except for commas between options:
+    "kivi,higgs:window=32,buffer=64" is "kivi" and "higgs:window=32,buffer=64"."""
     out: list[str] = []
     for item in (part.strip() for part in text.split(",")):
         if out and re.match(r"\w+=", item):
@@ -101,7 +95,8 @@ def _split(text: str) -> list[str]:
 
 
 def _free(shape: KVShape) -> Iterable[str]:
-    """List the methods that need no calibration and can be chosen layer by layer, keys and values apart."""
+    """List the methods that need no calibration and can be chosen layer by layer, keys and values
+    apart."""
     for name in METHODS:
         method = METHODS[name]()
         if name == "exact" or method.overrides:
@@ -118,7 +113,8 @@ def _all(shape: KVShape) -> Iterable[str]:
 
 
 def _at_widths(text: str, config: ModelConfig) -> list[Method]:
-    """Give a policy with the bits that it names. If it names none, give it at every width that the model admits."""
+    """Give a policy with the bits that it names. If it names none, give it at every width that the
+    model admits."""
     method = parse(text)
     options = inspect.signature(METHODS[re.split("[:;]", method.name)[0]]).parameters
     if "bits" not in options or re.search(r"bits=", text):
@@ -144,7 +140,8 @@ def named(text: str, config: ModelConfig) -> list[Method]:
         config: the model's.
 
     Returns:
-        Every method once. A policy that names no bits gives a method for each width that the model admits.
+        Every method once. A policy that names no bits gives a method for each width that the model
+        admits.
 
     Raises:
         UserError: an empty list, and a method that the model refuses.
@@ -156,14 +153,17 @@ def named(text: str, config: ModelConfig) -> list[Method]:
     texts: list[str] = []
     for item in items:
         texts += members[item](config.kv_shape) if item in members else [item]
-    methods = [method for policy_text in dict.fromkeys(texts) for method in _at_widths(policy_text, config)]
+    methods = [
+        method for policy_text in dict.fromkeys(texts) for method in _at_widths(policy_text, config)
+    ]
     for method in methods:
         runs_for(method, config)  # raises an error for a method that the model refuses
     return list(dict.fromkeys(methods))
 
 
 def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
-    """Sort methods into candidates, with the exact cache as the first. All get the largest number of sinks of any.
+    """Sort methods into candidates, with the exact cache as the first. All get the largest number
+    of sinks of any.
 
     Raises:
         UserError: where no method can be chosen layer by layer.
@@ -180,7 +180,9 @@ def sorted_out(methods: list[Method], config: ModelConfig) -> Candidates:
             parts.append(variant)
             joint.append(not apart(wiring))
     if len(parts) < 2:
-        raise UserError("none of these methods can be chosen layer by layer; name one that can, such as kivi or higgs")
+        raise UserError(
+            "none of these methods can be chosen layer by layer; name one that can, such as kivi or higgs"
+        )
     return Candidates(tuple(parts), np.asarray(joint), tuple(others), sinks)
 
 
@@ -224,8 +226,8 @@ def fast_enough(
 
 
 def layer_bytes(model: Model, candidates: Candidates, context: int) -> np.ndarray:
-    """Compute the bytes [L, C, C] of every layer of a row of `context` tokens, by the candidates of keys and of values.
-    They are inf for candidates that cannot be combined."""
+    """Compute the bytes [L, C, C] of every layer of a row of `context` tokens, by the candidates of
+    keys and of values. They are inf for candidates that cannot be combined."""
     count, layers = len(candidates.parts), model.config.num_layers
     out = np.full((layers, count, count), np.inf)
     for a, key in enumerate(candidates.parts):
@@ -258,10 +260,15 @@ class Learnt(NamedTuple):
     ready: tuple[Model, ...]  # for each of the candidates' `others`: the model with its constants
 
 
-def _constants(model: Model, method: Method, texts: TextLike, folder: Path | None, bar: Bar) -> tuple[dict, ...]:
-    """Find the constants of one method, as `Model.constants` has them. They are kept in `folder`, together with the
-    state of a calibration that was stopped, which then continues."""
-    if not any(run.wiring.wanted() for run in runs_for(method, model.config, str(model.params["embed"].dtype))):
+def _constants(
+    model: Model, method: Method, texts: TextLike, folder: Path | None, bar: Bar
+) -> tuple[dict, ...]:
+    """Find the constants of one method, as `Model.constants` has them. They are kept in `folder`,
+    together with the state of a calibration that was stopped, which then continues."""
+    if not any(
+        run.wiring.wanted()
+        for run in runs_for(method, model.config, str(model.params["embed"].dtype))
+    ):
         return ()
     if not calibrate.learns(method, model.config):
         return calibrate.xquant.constants(model.params, model.config, method)
@@ -281,7 +288,9 @@ def _constants(model: Model, method: Method, texts: TextLike, folder: Path | Non
     return artifact.constants
 
 
-def learnt(model: Model, candidates: Candidates, texts: TextLike, out: Path | None, bar: Bar) -> Learnt:
+def learnt(
+    model: Model, candidates: Candidates, texts: TextLike, out: Path | None, bar: Bar
+) -> Learnt:
     """Find the constants of every candidate, from `texts` or from the weights."""
     folder = None if out is None else out / "calibrated"
 

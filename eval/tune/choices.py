@@ -1,11 +1,14 @@
-"""A cache whose codecs are chosen by data: one compiled program measures every policy over a list of candidates.
+"""A cache whose codecs are chosen by data: one compiled program measures every policy over a list
+of candidates.
 
-The layer spec `Choice` holds all candidates. A layer's constants have the number of the candidate that its keys follow,
-and of the one that its values follow. The body stores reconstructions: the vectors that this candidate would decode. So
-queries see the same keys and values, at the same steps, as in the candidate's own cache.
+The layer spec `Choice` holds all candidates. A layer's constants have the number of the candidate
+that its keys follow, and of the one that its values follow. The body stores reconstructions: the
+vectors that this candidate would decode. So queries see the same keys and values, at the same
+steps, as in the candidate's own cache.
 
-Candidates that differ in their codecs alone are of one kind, and share the vectors in sinks, window and body. In a
-chain only encoding takes the carry of the layer below; a reader finds reconstructions and does not need it.
+Candidates that differ in their codecs alone are of one kind, and share the vectors in sinks, window
+and body. In a chain only encoding takes the carry of the layer below; a reader finds
+reconstructions and does not need it.
 """
 
 import dataclasses
@@ -21,10 +24,9 @@ from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Maps, Storage,
 from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 
-__all__ = ["Choice", "chosen_constants"]
-
 CHOSEN = "chosen"  # the group of constants with the numbers of candidates: {"k": [], "v": []}
-# Fields of layer specs that say how vectors are encoded. The other fields say which vectors are encoded, and when.
+# Fields of layer specs that say how vectors are encoded. The other fields say which vectors are
+# encoded, and when.
 CODED = {"key", "value", "key_inputs", "value_inputs", "predictor", "rank", "copy", "start", "bits", "axis"} | {
     "accumulator", "latent", "scales"}  # fmt: skip
 
@@ -42,8 +44,9 @@ class Kind(NamedTuple):
 
 
 def _likeness(number: int, spec: Any, wiring: Wiring):
-    """Give a value that is equal for candidates of one kind. A candidate with calibrated constants, unless it is of a
-    chain, is a kind of its own; so is a `Pair`, whose parts have windows of their own."""
+    """Give a value that is equal for candidates of one kind. A candidate with calibrated constants,
+    unless it is of a chain, is a kind of its own; so is a `Pair`, whose parts have windows of their
+    own."""
     names = [field.name for field in dataclasses.fields(spec)]
     separable = apart(wiring) and {"key", "value"} <= set(names) and not wiring.wanted()
     if isinstance(spec, Pair) or not (separable or wiring.chain.carry):
@@ -62,7 +65,8 @@ def _kinds(specs: tuple[LayerSpec, ...], shape: KVShape) -> list[Kind]:
 
 
 def _table(numbers, count: int, default: int) -> np.ndarray:
-    """Make the table of the branch that each of `count` candidates takes: its place in `numbers`, or `default`."""
+    """Make the table of the branch that each of `count` candidates takes: its place in `numbers`,
+    or `default`."""
     places = {number: place for place, number in enumerate(numbers)}
     return np.asarray([places.get(number, default) for number in range(count)], np.int32)
 
@@ -70,7 +74,11 @@ def _table(numbers, count: int, default: int) -> np.ndarray:
 def _of_candidate(constants: dict, number: int) -> dict:
     """Give a candidate's own constants: candidate 3 has the groups "3.k", "3.v" and so on."""
     prefix = f"{number}."
-    return {name.removeprefix(prefix): group for name, group in constants.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): group
+        for name, group in constants.items()
+        if name.startswith(prefix)
+    }
 
 
 def _name(number: int, source: str) -> str:
@@ -87,7 +95,9 @@ class Mixed(NamedTuple):
     def capture(self, weights, constants, projected, positions):
         captured = {}
         for n, kind in enumerate(self.kinds):
-            groups = _of_candidate(constants, next(iter(kind.members)))  # members of a kind capture alike
+            groups = _of_candidate(
+                constants, next(iter(kind.members))
+            )  # members of a kind capture alike
             sources = kind.wiring.maps.capture(weights, groups, projected, positions)
             captured |= {_name(n, source): x for source, x in sources.items()}
         return captured
@@ -95,7 +105,8 @@ class Mixed(NamedTuple):
     def encode(self, constants, tile, carry):
         recon = {}
         for n, kind in enumerate(self.kinds):
-            # The sources of this kind that leave the window now: together where they are one choice, else one by one.
+            # The sources of this kind that leave the window now: together where they are one
+            # choice, else one by one.
             names = tuple(s for s in kind.wiring.storage.sources if _name(n, s) in tile)
             for sources in [names] if kind.joint and names else [(s,) for s in names]:
                 inputs = {s: tile[_name(n, s)] for s in sources}
@@ -114,13 +125,15 @@ class Mixed(NamedTuple):
             carry: of the layer below.
 
         Returns:
-            The reconstructions and the carry for the layer above. Both are unchanged where a candidate of another kind
-            is chosen.
+            The reconstructions and the carry for the layer above. Both are unchanged where a
+            candidate of another kind is chosen.
         """
 
         def recode_by(number):
             def recode(x, carry):
-                _, outputs, above = kind.members[number].maps.encode(_of_candidate(constants, number), x, carry)
+                _, outputs, above = kind.members[number].maps.encode(
+                    _of_candidate(constants, number), x, carry
+                )
                 return {s: outputs[s].astype(x[s].dtype) for s in sources}, above
 
             return recode
@@ -145,7 +158,9 @@ class Mixed(NamedTuple):
 
             def expand_by(n, kind):
                 stored = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}
-                groups = _of_candidate(constants, next(iter(kind.members)))  # members of a kind expand alike
+                groups = _of_candidate(
+                    constants, next(iter(kind.members))
+                )  # members of a kind expand alike
                 return lambda: kind.wiring.maps.expand(weights, groups, stored, positions)[part]
 
             branches = [expand_by(n, kind) for n, kind in enumerate(self.kinds)]
@@ -163,18 +178,34 @@ class Choice:
     def build(self, config: KVShape) -> Wiring:
         kinds = _kinds(self.specs, config)
         storages = [kind.wiring.storage for kind in kinds]
-        widths = {_name(n, s): width for n, storage in enumerate(storages) for s, width in storage.sources.items()}
-        clocks: dict[tuple[int, int], list[str]] = {}  # (window, unit) -> sources that leave the window so
+        widths = {
+            _name(n, s): width
+            for n, storage in enumerate(storages)
+            for s, width in storage.sources.items()
+        }
+        clocks: dict[
+            tuple[int, int], list[str]
+        ] = {}  # (window, unit) -> sources that leave the window so
         for n, storage in enumerate(storages):
             for clock in storage.clocks:
                 times = (clock.window, clock.unit)
                 clocks.setdefault(times, []).extend(_name(n, source) for source in clock.sources)
         members = {number: wiring for kind in kinds for number, wiring in kind.members.items()}
         shapes = {
-            f"{number}.{group}": names for number, wiring in members.items() for group, names in wiring.wanted().items()
+            f"{number}.{group}": names
+            for number, wiring in members.items()
+            for group, names in wiring.wanted().items()
         }
-        kinds_of = {key: kind for wiring in members.values() for key, kind in wiring.calibration.kinds.items()}
-        carried = {source: width for wiring in members.values() for source, width in wiring.chain.carry.items()}
+        kinds_of = {
+            key: kind
+            for wiring in members.values()
+            for key, kind in wiring.calibration.kinds.items()
+        }
+        carried = {
+            source: width
+            for wiring in members.values()
+            for source, width in wiring.chain.carry.items()
+        }
         mixed = Mixed(kinds, len(self.specs))
         return Wiring(
             Storage(
@@ -183,7 +214,9 @@ class Choice:
                 clocks=tuple(Clock(tuple(sources), *times) for times, sources in clocks.items()),
             ),
             Maps(mixed.capture, mixed.encode, mixed.decode, mixed.expand),
-            chain=Chain(carried, flows=False),  # reconstructions are stored, so that a reader needs no carry
+            chain=Chain(
+                carried, flows=False
+            ),  # reconstructions are stored, so that a reader needs no carry
             calibration=Calibration(shapes | {CHOSEN: {"k": (), "v": ()}}, kinds_of),
         )
 

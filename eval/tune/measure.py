@@ -1,4 +1,5 @@
-"""KL divergence of policies from the exact cache, window by window, kept in a file so that a stopped run goes on."""
+"""KL divergence of policies from the exact cache, window by window, kept in a file so that a
+stopped run goes on."""
 
 import functools
 import json
@@ -20,8 +21,6 @@ from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["Meter", "Subject", "divergence", "even_rows"]
-
 # What is measured: its name in the records, the model with its constants, and the method.
 Subject = tuple[str, Callable[[], Model], Method]
 
@@ -35,10 +34,14 @@ def divergence(
     chunk: int,
     scored_from: int = 0,
 ) -> Float[Array, " B"]:
-    """Mean KL divergence (nats) of each row's predictions from `reference`, its tokens passing through the cache
-    `chunk` at a time; `chunk` divides T. Predictions before position `scored_from` and the last one are left out."""
+    """Mean KL divergence (nats) of each row's predictions from `reference`, its tokens passing
+    through the cache `chunk` at a time; `chunk` divides T. Predictions before position
+    `scored_from` and the last one are left out."""
     rows, length = tokens.shape
-    split = lambda x: jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(rows, length // chunk, chunk, *x.shape[2:]), 1, 0)
+
     counts = jnp.full((rows,), chunk, jnp.int32)
     positions = jnp.arange(length)
     mask = ((positions >= scored_from) & (positions < length - 1)).astype(jnp.float32)
@@ -49,17 +52,20 @@ def divergence(
         return cache, (token_scores(logits, exact_logits, inputs).kld * weight).sum(1)
 
     pieces = split(tokens), split(reference), split(jnp.broadcast_to(mask, tokens.shape))
-    return jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1].sum(0) / mask.sum()
+    return (
+        jax.lax.scan(step, init_cache(model, method, rows, length), pieces)[1].sum(0) / mask.sum()
+    )
 
 
 class Meter:
-    """Measures subjects on `windows` [N, T], at most `batch` rows at a time (rounded up to what a mesh can share out),
-    and remembers what it measured.
+    """Measures subjects on `windows` [N, T], at most `batch` rows at a time (rounded up to what a
+    mesh can share out), and remembers what it measured.
 
-    Batches are of one size, so that one program serves them; where the last one lacks rows, the last window stands in.
-    The exact pass over a batch is made once for all subjects of a call and dropped before the next batch. Each figure
-    is appended to the file `path` (None: kept in memory) as soon as it is known; a meter of the same `owner`, which
-    names model, text and settings, starts with what the file holds."""
+    Batches are of one size, so that one program serves them; where the last one lacks rows, the
+    last window stands in. The exact pass over a batch is made once for all subjects of a call and
+    dropped before the next batch. Each figure is appended to the file `path` (None: kept in memory)
+    as soon as it is known; a meter of the same `owner`, which names model, text and settings,
+    starts with what the file holds."""
 
     def __init__(
         self,
@@ -74,8 +80,12 @@ class Meter:
     ):
         self.model, self.windows, self.chunk = model.replace(constants=()), windows, chunk
         self.scored_from, self.path, self.made = scored_from, path, 0
-        rows = even_rows(len(windows), batch, 1 if model.rules is None else model.rules.size(model.rules.batch))
-        self.batches = [range(start, min(start + rows, len(windows))) for start in range(0, len(windows), rows)]
+        rows = even_rows(
+            len(windows), batch, 1 if model.rules is None else model.rules.size(model.rules.batch)
+        )
+        self.batches = [
+            range(start, min(start + rows, len(windows))) for start in range(0, len(windows), rows)
+        ]
         self.rows = rows
         self.known: dict[str, dict[int, list[float]]] = {}
         if path is not None:
@@ -93,25 +103,34 @@ class Meter:
     def __call__(
         self, subjects: Sequence[Subject], progress: Callable[[float], None] = lambda fraction: None
     ) -> Float[np.ndarray, "P N"]:
-        """Divergences of every subject in every window. `progress(fraction)` is told as they come."""
-        missing = lambda number: [s for s in subjects if number not in self.known.get(s[0], {})]  # noqa: E731
+        """Divergences of every subject in every window. `progress(fraction)` is told as they
+        come."""
+
+        def missing(number):
+            return [s for s in subjects if number not in self.known.get(s[0], {})]
+
         remaining = total = sum(len(missing(number)) for number in range(len(self.batches)))
         for number, rows in enumerate(self.batches):
             todo = {subject[0]: subject for subject in missing(number)}
             if not todo:
                 continue
-            tokens = jnp.asarray(self.windows[np.minimum(rows.start + np.arange(self.rows), rows.stop - 1)])
+            tokens = jnp.asarray(
+                self.windows[np.minimum(rows.start + np.arange(self.rows), rows.stop - 1)]
+            )
             reference = replay(self.model, tokens, exact(), self.chunk)
             for subject in todo.values():
                 self._measure(subject, number, tokens, reference)
                 remaining -= 1
                 progress(1 - remaining / total)
         numbers = range(len(self.batches))
-        return np.asarray([[x for n in numbers for x in self.known[name][n]] for name, _, _ in subjects])
+        return np.asarray(
+            [[x for n in numbers for x in self.known[name][n]] for name, _, _ in subjects]
+        )
 
 
 def even_rows(count: int, most: int, share: int) -> int:
-    """Rows of a batch when `count` go through in the fewest batches of at most `most` rows, a multiple of `share`."""
+    """Rows of a batch when `count` go through in the fewest batches of at most `most` rows, a
+    multiple of `share`."""
     rows = math.ceil(count / math.ceil(count / most))
     return math.ceil(rows / share) * share
 
@@ -125,7 +144,8 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) -> None:
-    """Read what an earlier run of `owner` measured, or begin a file. A last line that was cut off is dropped."""
+    """Read what an earlier run of `owner` measured, or begin a file. A last line that was cut off
+    is dropped."""
     try:
         content = path.read_bytes() if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
@@ -135,7 +155,9 @@ def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) ->
             return
         head, *rows = [json.loads(line) for line in complete.decode().splitlines()]
         if head["owner"] != owner:
-            raise UserError(f"{path} has measurements of another model, text or settings; choose another folder")
+            raise UserError(
+                f"{path} has measurements of another model, text or settings; choose another folder"
+            )
         for row in rows:
             figures.setdefault(row["of"], {})[row["batch"]] = row["kld"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -143,4 +165,6 @@ def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) ->
             raise
         raise UserError(f"{path}: cannot be read; delete it to start anew ({error})") from error
     if complete != content:
-        os.truncate(path, len(complete))  # not written anew: a kill in between would lose what was measured
+        os.truncate(
+            path, len(complete)
+        )  # not written anew: a kill in between would lose what was measured

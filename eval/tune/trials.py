@@ -1,10 +1,10 @@
-"""Policies as something that can be measured: a model with constants, a method whose layers follow them, and the
-artifact of what a policy needs in its own cache.
+"""Policies as something that can be measured: a model with constants, a method whose layers follow
+them, and the artifact of what a policy needs in its own cache.
 
-A policy is an int array [L, 2]. `Trial` mixes the candidates that may stand in any layer. `Chain` is a method whose
-layers feed each other (AQUA-KV, XQuant-CL), with exceptions in single layers: there keys and values agree, and OWN is
-the chain itself. One program measures all policies of either: `Choice` holds every method, constants say by number
-which one a layer follows.
+A policy is an int array [L, 2]. `Trial` mixes the candidates that may stand in any layer. `Chain`
+is a method whose layers feed each other (AQUA-KV, XQuant-CL), with exceptions in single layers:
+there keys and values agree, and OWN is the chain itself. One program measures all policies of
+either: `Choice` holds every method, constants say by number which one a layer follows.
 """
 
 import functools
@@ -29,15 +29,16 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import stacked
 
-__all__ = ["OWN", "Chain", "Trial", "choice_of", "exceptions", "is_chain"]
-
 OWN = 1  # the chain itself among a chain's parts, after the exact cache
 
 
 class _Numbered:
-    """A model whose layers follow methods by number. `fixed` are the methods' constants, {"3.k": {name: [L, ...]}}."""
+    """A model whose layers follow methods by number. `fixed` are the methods' constants, {"3.k":
+    {name: [L, ...]}}."""
 
-    def __init__(self, model: Model, specs: Sequence[LayerSpec], sinks: int, fixed: dict[str, dict]):
+    def __init__(
+        self, model: Model, specs: Sequence[LayerSpec], sinks: int, fixed: dict[str, dict]
+    ):
         self.model = model.replace(constants=(), params=stacked(model.params))
         self.dtype = str(model.params["embed"].dtype)
         self.choice = Method(name="choice", layer=Choice(specs=tuple(specs)), sinks=sinks)
@@ -52,17 +53,25 @@ class _Numbered:
         return self.model.replace(constants=constants)
 
     def _artifact(self, method: Method, numbers: np.ndarray) -> Artifact | None:
-        """The constants of `method`, whose layers are those that `numbers` [L, 2] name; None where it needs none."""
+        """The constants of `method`, whose layers are those that `numbers` [L, 2] name; None where
+        it needs none."""
         constants = []
         for run in runs_for(method, self.model.config, self.dtype):
-            layers, (key, value) = slice(run.first, run.first + run.count), map(int, numbers[run.first])
+            layers, (key, value) = (
+                slice(run.first, run.first + run.count),
+                map(int, numbers[run.first]),
+            )
             groups = {}
             for group, names in run.wiring.wanted().items():
                 # Constants of values are the values' method's, all others the keys'.
                 arrays = self.fixed[f"{value if group == 'v' else key}.{group}"]
                 groups[group] = {name: arrays[name][layers] for name in names}
             constants.append(groups)
-        return Artifact(method, tuple(constants), self.model.fingerprint, {"tuned": True}) if any(constants) else None
+        return (
+            Artifact(method, tuple(constants), self.model.fingerprint, {"tuned": True})
+            if any(constants)
+            else None
+        )
 
 
 # --- Candidates that may stand in any layer
@@ -75,11 +84,18 @@ def choice_of(candidates: Candidates) -> Method:
 
 
 class Trial(_Numbered):
-    """The model and its candidates with what they have learnt. A policy has the numbers of the parts."""
+    """The model and its candidates with what they have learnt. A policy has the numbers of the
+    parts."""
 
     def __init__(self, model: Model, candidates: Candidates, learnt: Learnt):
-        fixed = {f"{n}.{group}": names for n, groups in learnt.fixed.items() for group, names in groups.items()}
-        super().__init__(model, [method.layer for method in candidates.parts], candidates.sinks, fixed)
+        fixed = {
+            f"{n}.{group}": names
+            for n, groups in learnt.fixed.items()
+            for group, names in groups.items()
+        }
+        super().__init__(
+            model, [method.layer for method in candidates.parts], candidates.sinks, fixed
+        )
         self.candidates, self.ready = candidates, learnt.ready
 
     def subject(self, chosen: np.ndarray) -> Subject:
@@ -92,13 +108,17 @@ class Trial(_Numbered):
         return self.candidates.method(chosen)
 
     def artifact(self, chosen: np.ndarray) -> Artifact | None:
-        """The constants that the policy's layers need, each from its candidate's; None where none does."""
+        """The constants that the policy's layers need, each from its candidate's; None where none
+        does."""
         return self._artifact(self.method(chosen), chosen)
 
     def others(self) -> list[Subject]:
         """The candidates for all layers, each through its own cache."""
         pairs = zip(self.ready, self.candidates.others, strict=True)
-        return [(f"={method}", lambda ready_model=ready_model: ready_model, method) for ready_model, method in pairs]
+        return [
+            (f"={method}", lambda ready_model=ready_model: ready_model, method)
+            for ready_model, method in pairs
+        ]
 
     def losses(self, meter: Meter, bar: Bar) -> Float[np.ndarray, "L 2 C"]:
         """`Table.loss`: the divergence of every candidate in one place, all else exact."""
@@ -127,8 +147,8 @@ def is_chain(method: Method, shape: KVShape) -> bool:
 
 
 def exceptions(candidates: Candidates, chain: Method, shape: KVShape) -> tuple[Method, ...]:
-    """The candidates that may stand in single layers of `chain`, the exact cache first: those of its window and unit
-    that need no calibration there, each once as the chain admits it."""
+    """The candidates that may stand in single layers of `chain`, the exact cache first: those of
+    its window and unit that need no calibration there, each once as the chain admits it."""
     by_spec: dict = {}
     for part in candidates.parts:
         changed = policy(chain, {0: bare(part)})
@@ -143,9 +163,9 @@ def exceptions(candidates: Candidates, chain: Method, shape: KVShape) -> tuple[M
 
 
 class Chain(_Numbered):
-    """A chain with its constants, and the candidates that may stand in its layers: `parts`, OWN being the chain. A
-    policy has numbers of `parts`; `numbers` [L, parts] says which of the chosen methods each is in a layer, since a
-    chain's own layers may differ."""
+    """A chain with its constants, and the candidates that may stand in its layers: `parts`, OWN
+    being the chain. A policy has numbers of `parts`; `numbers` [L, parts] says which of the chosen
+    methods each is in a layer, since a chain's own layers may differ."""
 
     def __init__(self, model: Model, candidates: Candidates, chain: Method, ready_model: Model):
         shape = model.config.kv_shape
@@ -182,10 +202,14 @@ class Chain(_Numbered):
 
     def method(self, chosen: np.ndarray) -> Method:
         """The chain with its exceptions as a policy."""
-        return policy(self.own, {at: bare(self.parts[part]) for at, (part, _) in stretches(chosen) if part != OWN})
+        return policy(
+            self.own,
+            {at: bare(self.parts[part]) for at, (part, _) in stretches(chosen) if part != OWN},
+        )
 
     def artifact(self, chosen: np.ndarray) -> Artifact | None:
-        """The constants of the layers that are the chain's own, fitted in the chain without exceptions."""
+        """The constants of the layers that are the chain's own, fitted in the chain without
+        exceptions."""
         return self._artifact(self.method(chosen), self._chosen_numbers(chosen))
 
     def bytes(self, context: int) -> Float[np.ndarray, "L C C"]:
@@ -193,18 +217,22 @@ class Chain(_Numbered):
         layers, count = len(self.numbers), len(self.parts)
         out = np.full((layers, count, count), np.inf)
         for part in range(count):
-            out[:, part, part] = bytes_by_layer(self.model, self.method(np.full((layers, 2), part)), context)
+            out[:, part, part] = bytes_by_layer(
+                self.model, self.method(np.full((layers, 2), part)), context
+            )
         return out
 
     def losses(self, meter: Meter, bar: Bar) -> Float[np.ndarray, "L 2 C"]:
-        """`Table.loss`: a layer's is by how much its exception alone changes the chain's divergence, which is itself
-        spread over the layers."""
+        """`Table.loss`: a layer's is by how much its exception alone changes the chain's
+        divergence, which is itself spread over the layers."""
         layers, count = len(self.numbers), len(self.parts)
         places = [(layer, part) for layer in range(layers) for part in range(count) if part != OWN]
         changed = [np.full((layers, 2), OWN) for _ in range(1 + len(places))]
         for chosen, (layer, part) in zip(changed[1:], places, strict=True):
             chosen[layer] = part
-        base, *means = meter([self.subject(chosen) for chosen in changed], bar(f"exceptions in {self.own}")).mean(1)
+        base, *means = meter(
+            [self.subject(chosen) for chosen in changed], bar(f"exceptions in {self.own}")
+        ).mean(1)
         loss = np.full((layers, 2, count), base / layers / 2)
         for (layer, part), value in zip(places, means, strict=True):
             loss[layer, :, part] += (value - base) / 2

@@ -1,8 +1,9 @@
-"""A model behind JetStream's engine interface: prompts are prefilled by one engine, sent to the devices of another,
-inserted into its running batch and decoded there. `python examples/clients/engine.py`.
+"""A model behind JetStream's engine interface: prompts are prefilled by one engine, sent to the
+devices of another, inserted into its running batch and decoded there.
+`python examples/clients/engine.py`.
 
-The model is that of `pure_jax.py` without a mesh of its own: a function of weights, tokens and a cache. The lines that
-use kvqjax end with `# kvqjax`.
+The model is that of `pure_jax.py` without a mesh of its own: a function of weights, tokens and a
+cache. The lines that use kvqjax end with `# kvqjax`.
 """
 
 import jax
@@ -20,8 +21,16 @@ LONGEST = 144  # tokens of a prompt
 
 def make() -> dict:
     """Random weights."""
-    sizes = {"q": (WIDTH, HEADS, SIZE), "k": (WIDTH, KV_HEADS, SIZE), "v": (WIDTH, KV_HEADS, SIZE), "o": (64, WIDTH)}
-    layers = [{n: parts.random_weight(4 * i + j, *s) for j, (n, s) in enumerate(sizes.items())} for i in range(LAYERS)]
+    sizes = {
+        "q": (WIDTH, HEADS, SIZE),
+        "k": (WIDTH, KV_HEADS, SIZE),
+        "v": (WIDTH, KV_HEADS, SIZE),
+        "o": (64, WIDTH),
+    }
+    layers = [
+        {n: parts.random_weight(4 * i + j, *s) for j, (n, s) in enumerate(sizes.items())}
+        for i in range(LAYERS)
+    ]
     return {
         "embed": parts.random_weight(90, VOCAB, WIDTH),
         "head": parts.random_weight(91, WIDTH, VOCAB),
@@ -73,7 +82,11 @@ def plain(params, rows, count: int) -> list[list[int]]:
     for row in rows:
         blank = jnp.zeros((1, CAPACITY, KV_HEADS, SIZE))
         token, cache = plain_step(
-            params, np.asarray([row + [PAD] * (LONGEST - len(row))]), 0, len(row) - 1, [(blank, blank)] * LAYERS
+            params,
+            np.asarray([row + [PAD] * (LONGEST - len(row))]),
+            0,
+            len(row) - 1,
+            [(blank, blank)] * LAYERS,
         )
         answers.append([int(token[0])])
         for n in range(count - 1):
@@ -83,19 +96,28 @@ def plain(params, rows, count: int) -> list[list[int]]:
 
 
 def engine(spec: str, slots: int, **mesh) -> CachedEngine:
-    return CachedEngine(step, SHAPE, spec, slots=slots, capacity=CAPACITY, max_prefill_length=LONGEST, **mesh)  # kvqjax
+    return CachedEngine(
+        step, SHAPE, spec, slots=slots, capacity=CAPACITY, max_prefill_length=LONGEST, **mesh
+    )  # kvqjax
 
 
 def serve(params, rows, count: int, prefiller: CachedEngine, decoder: CachedEngine):
     """Play the orchestrator: requests join the batch one by one, while others are decoded; all end
     after `count` tokens."""
-    state, answers, slots, waiting = decoder.init_decode_state(), [[] for _ in rows], {}, list(range(len(rows)))
+    state, answers, slots, waiting = (
+        decoder.init_decode_state(),
+        [[] for _ in rows],
+        {},
+        list(range(len(rows))),
+    )
     while waiting or slots:
         if waiting:
             slot = min(set(range(decoder.max_concurrent_decodes)) - {*slots})
             number = slots[slot] = waiting.pop(0)
             tokens = np.asarray(rows[number] + [PAD] * (LONGEST - len(rows[number])), np.int32)
-            prefix, first = prefiller.prefill(params=params, padded_tokens=tokens, true_length=len(rows[number]))
+            prefix, first = prefiller.prefill(
+                params=params, padded_tokens=tokens, true_length=len(rows[number])
+            )
             prefix = jax.device_put(prefix, decoder.get_prefix_destination_sharding())
             state = decoder.insert(prefix, state, slot)
             answers[number].append(int(first.get_result_at_slot(0).tokens[0, 0]))
@@ -109,12 +131,19 @@ def serve(params, rows, count: int, prefiller: CachedEngine, decoder: CachedEngi
 
 
 def cached(params, rows, count: int, spec: str, constants=None, first=None, second=None):
-    """Greedy tokens over compressed caches, and that of the batch; `first` and `second` are the engines' meshes."""
+    """Greedy tokens over compressed caches, and that of the batch; `first` and `second` are the
+    engines' meshes."""
     first, second = first or {}, second or {}
     return serve(
-        params | {"constants": constants}, rows, count, engine(spec, 1, **first), engine(spec, len(rows), **second)
+        params | {"constants": constants},
+        rows,
+        count,
+        engine(spec, 1, **first),
+        engine(spec, len(rows), **second),
     )
 
 
 if __name__ == "__main__":
-    print(plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n")
+    print(
+        plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n"
+    )

@@ -1,5 +1,5 @@
-"""Caches for other libraries' loops, one file each: their interfaces, and nothing of theirs is imported before it is
-used.
+"""Caches for other libraries' loops, one file each: their interfaces, and nothing of theirs is
+imported before it is used.
 
     kvqjax.adapters.tunix        the cache that tunix's `Sampler` carries, with beams
     kvqjax.adapters.jetstream    an engine of JetStream's interface: prefill, insert, generate

@@ -10,10 +10,10 @@
                 cache[name], x = layer(x, positions, cache[name], attention_mask)
             return logits, commit_layers(cache)
 
-An attention layer has `out, cache = cache.attend(q, k, v)` in place of its update of an array and its scores. The
-sampler pads prompts on the left, donates the cache, and for beams repeats and picks rows along the first axis of every
-array. The interface is that of google-tunix 0.1.7 (tunix/generate/sampler.py and beam_search.py). Nothing of tunix is
-imported here.
+An attention layer has `out, cache = cache.attend(q, k, v)` in place of its update of an array and
+its scores. The sampler pads prompts on the left, donates the cache, and for beams repeats and picks
+rows along the first axis of every array. The interface is that of google-tunix 0.1.7
+(tunix/generate/sampler.py and beam_search.py). Nothing of tunix is imported here.
 """
 
 from collections.abc import Mapping
@@ -46,9 +46,11 @@ def __dir__() -> list[str]:
 
 
 class SamplerCache(struct.PyTreeNode):
-    """A cache whose rows are the first axis of every array, as tunix's sampler expects of any cache.
+    """A cache whose rows are the first axis of every array, as tunix's sampler expects of any
+    cache.
 
-    `cache` is the ordinary one, `SamplerCache.of(cache)` the way back: `kvq.ledger(sampler_cache.cache)`."""
+    `cache` is the ordinary one, `SamplerCache.of(cache)` the way back:
+    `kvq.ledger(sampler_cache.cache)`."""
 
     rows_first: Cache
 
@@ -65,7 +67,12 @@ class SamplerCache(struct.PyTreeNode):
 
 
 def init_cache(
-    shape: KVShape, method: MethodLike, batch_size: int, cache_size: int, dtype: DTypeLike | None = None, **options: Any
+    shape: KVShape,
+    method: MethodLike,
+    batch_size: int,
+    cache_size: int,
+    dtype: DTypeLike | None = None,
+    **options: Any,
 ) -> SamplerCache:
     """Make the empty cache that a model's `init_cache` returns to the sampler.
 
@@ -75,8 +82,8 @@ def init_cache(
         batch_size: rows, as the sampler says.
         cache_size: the most tokens of a row, as the sampler says.
         dtype: of keys and values as they come, as the sampler says.
-        options: those of `kvq.init_cache`. Layers are stored one by one (`layers="unroll"`), unless they say otherwise:
-            so rows come in front without a copy.
+        options: those of `kvq.init_cache`. Layers are stored one by one (`layers="unroll"`), unless
+            they say otherwise: so rows come in front without a copy.
 
     Returns:
         The cache.
@@ -85,27 +92,35 @@ def init_cache(
         UserError: as `kvq.init_cache`.
     """
     options = {"layers": "unroll", **options}
-    return SamplerCache.of(plain_cache(shape, method, batch_size, cache_size, dtype=dtype, **options))
+    return SamplerCache.of(
+        plain_cache(shape, method, batch_size, cache_size, dtype=dtype, **options)
+    )
 
 
-def layers(cache: Any, attention_mask: Bool[Array, "..."], *, constants: Any = None) -> dict[str, CacheView]:
+def layers(
+    cache: Any, attention_mask: Bool[Array, "..."], *, constants: Any = None
+) -> dict[str, CacheView]:
     """Open the cache that the sampler gave the model.
 
     Args:
         cache: a SamplerCache, as `init_cache` or `commit_layers` made it.
-        attention_mask: [B, T, S], as the sampler made it. A token that sees no place at all is padding. The cache
-            itself knows what a token attends to: what came before it in its row, within a layer's sliding window.
+        attention_mask: [B, T, S], as the sampler made it. A token that sees no place at all is
+            padding. The cache
+            itself knows what a token attends to: what came before it in its row, within a layer's
+                sliding window.
         constants: an artifact's.
 
     Returns:
-        One view for every layer, by tunix's names, "layer_0" and so on; see `kvq.layers`. A layer stores what
-        `view.attend` returned under the same name.
+        One view for every layer, by tunix's names, "layer_0" and so on; see `kvq.layers`. A layer
+        stores what `view.attend` returned under the same name.
 
     Raises:
         UserError: for what is no cache of `init_cache`, and for a mask of another shape.
     """
     if not isinstance(cache, SamplerCache):
-        raise UserError(f"{named(cache)} is no cache for tunix's sampler; kvqjax.adapters.tunix.init_cache makes one")
+        raise UserError(
+            f"{named(cache)} is no cache for tunix's sampler; kvqjax.adapters.tunix.init_cache makes one"
+        )
     plain = cache.cache
     if not is_mask(attention_mask) or attention_mask.ndim != 3:
         raise UserError(
@@ -130,5 +145,7 @@ def commit_layers(cache: Mapping[str, Any]) -> SamplerCache:
     """
     names = [LAYER.format(number) for number in range(len(cache))]
     if missing := [name for name in names if name not in cache]:
-        raise UserError(f"no view of {missing[0]}; wanted those of all layers, {', '.join(names)}, not {list(cache)}")
+        raise UserError(
+            f"no view of {missing[0]}; wanted those of all layers, {', '.join(names)}, not {list(cache)}"
+        )
     return SamplerCache.of(views.commit_layers([cache[name] for name in names]))

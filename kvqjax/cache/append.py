@@ -1,4 +1,5 @@
-"""Appending new tokens: units that are due leave the window for the body, then new tokens enter sinks and window.
+"""Appending new tokens: units that are due leave the window for the body, then new tokens enter
+sinks and window.
 
     a row before the call    sinks | body ......... | window |              new tokens
     a row after the call     sinks | body ................... | window |
@@ -6,16 +7,18 @@
     1. flush       Units that are due are encoded. Their tokens come from the window, or from the new tokens.
     2. remember    New tokens are put into sinks and window. In the window they take the slots of the oldest tokens.
 
-The order matters: new tokens overwrite window slots whose tokens must be encoded first. A unit is due as soon as the
-row holds `window + unit` tokens that its clock has not encoded.
+The order matters: new tokens overwrite window slots whose tokens must be encoded first. A unit is
+due as soon as the row holds `window + unit` tokens that its clock has not encoded.
 
-`commit` appends to any cache. It goes over chains (runs that are encoded together) by `flush_chain`, which takes each
-tile (one unit, or several) through all layers. An exact prefill fills an empty cache layer by layer. `flush_layer` then
-encodes all tiles of one layer, because the layer above has not run yet.
+`commit` appends to any cache. It goes over chains (runs that are encoded together) by
+`flush_chain`, which takes each tile (one unit, or several) through all layers. An exact prefill
+fills an empty cache layer by layer. `flush_layer` then encodes all tiles of one layer, because the
+layer above has not run yet.
 
-`body_lengths[b]` counts the body tokens (tokens after the sinks) that row b held before the call. It is negative while
-the sinks fill. A source is a named vector of width W per token. New tokens are [L, B, T, W] per source, L being the
-layers of a run. The window has C slots for each row. It is a ring: body token t is in slot t % C.
+`body_lengths[b]` counts the body tokens (tokens after the sinks) that row b held before the call.
+It is negative while the sinks fill. A source is a named vector of width W per token. New tokens are
+[L, B, T, W] per source, L being the layers of a run. The window has C slots for each row. It is a
+ring: body token t is in slot t % C.
 
 What leaves the window is encoded tile by tile (docs/design.md, ideas 2, 6, 8):
 
@@ -24,11 +27,12 @@ What leaves the window is encoded tile by tile (docs/design.md, ideas 2, 6, 8):
       gather_tile     the tile's tokens, [size, W] per source, from the window and the new tokens
       encode_tile     their codes, which are stored in the body
 
-A clock says when its sources leave the window: its unit is how many tokens leave together. A tile is one unit of one
-row of one layer, or several consecutive ones where these give the same bits (`units_at_once`). The paths that encode (a
-decode step, a chunk, a draft, an exact prefill, eviction) share `encode_due`, so equal sources give equal words. One
-shortcut for GPUs does not: `_flush_newest`. Rows are looped over, never vmapped: under vmap a conditional flush becomes
-a select that encodes at every step."""
+A clock says when its sources leave the window: its unit is how many tokens leave together. A tile
+is one unit of one row of one layer, or several consecutive ones where these give the same bits
+(`units_at_once`). The paths that encode (a decode step, a chunk, a draft, an exact prefill,
+eviction) share `encode_due`, so equal sources give equal words. One
+shortcut for GPUs does not: `_flush_newest`. Rows are looped over, never vmapped: under vmap a
+conditional flush becomes a select that encodes at every step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -59,20 +63,23 @@ from kvqjax.ops.xla_workarounds import (
 )
 
 Sources = dict  # source name -> array
-Pages = Int[Array, "B N"] | None  # the page of each row's first, second, ... `RunLayout.page` slots; -1: none
+Pages = (
+    Int[Array, "B N"] | None
+)  # the page of each row's first, second, ... `RunLayout.page` slots; -1: none
 MOST_AT_ONCE = 2048  # tokens of a tile
 IN_PAGES = 128  # tokens of a tile, at most, where it must end with a page: chunks of prompts begin at such multiples
 
 
 class Schedule(NamedTuple):
-    """List the units of one clock that a call encodes: of row b numbers `start[b]` to `stop[b] - 1`, in this order.
+    """List the units of one clock that a call encodes: of row b numbers `start[b]` to
+    `stop[b] - 1`, in this order.
 
     Attributes:
         clock: The clock.
         start: The number of each row's first unit that is due.
         stop: One past the number of each row's last unit that is due.
-        place: `place(row, number)` gives the body token that a unit begins with, and the body slot that it is written
-            to.
+        place: `place(row, number)` gives the body token that a unit begins with, and the body slot
+            that it is written to.
         at_once: So many consecutive units are encoded as one tile, where as many are due.
         aligned: Such a tile begins at a multiple of `at_once` units, because pages end there."""
 
@@ -137,11 +144,13 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
         length: How many new tokens a row takes at most.
 
     Returns:
-        A number of units: at most as many as `length` new tokens complete, a body holds and memory allows. Only 1 where
+        A number of units: at most as many as `length` new tokens complete, a body holds and memory
+            allows. Only 1 where
         units encoded together would get other bits, or do not lie side by side in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
-    # A matrix product rounds differently for another number of rows. A frame has such products, and codecs that are not
-    # `apart` may have. What flows between layers is reconstructed in tiles of one unit.
+    # A matrix product rounds differently for another number of rows. A frame has such products, and
+    # codecs that are not `apart` may have. What flows between layers is reconstructed in tiles of
+    # one unit.
     unchained = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
     contiguous = not any(run.wraps or run.deal.parts > 1 for run in runs)
     allowed = unchained and contiguous and all(codec.apart for codec in codecs)
@@ -152,11 +161,14 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
     if page:  # all pages of a pool are as long; tiles of single tokens are planes then, which end with pages anyway
         count = min(most, IN_PAGES) // clock.unit if clock.unit > 1 else 1
         # The most units whose tokens divide a page, so that no tile spans two pages.
-        return next(units for units in range(max(1, count), 0, -1) if page % (units * clock.unit) == 0)
-    # From a plane's edge on: of so many single tokens as many whole planes less one always follow it.
+        return next(
+            units for units in range(max(1, count), 0, -1) if page % (units * clock.unit) == 0
+        )
+    # From a plane's edge on: of so many single tokens as many whole planes less one always follow
+    # it.
     count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
-    # A packing wants a tile of up to FEW tokens to begin at a multiple of its size. Single units and planes do, several
-    # units need not. Longer tiles may begin at any unit.
+    # A packing wants a tile of up to FEW tokens to begin at a multiple of its size. Single units
+    # and planes do, several units need not. Longer tiles may begin at any unit.
     return count if count * clock.unit > FEW else 1
 
 
@@ -167,8 +179,9 @@ def at_layer(tree, index):
 
 def each_layer(count: int, step: Callable, state):
     """Call `state = step(layer, state)` for every layer of a run, and return the last state."""
-    # One layer is straight code. A cache may have as many runs of one layer as the model has layers. Each of their
-    # loops would pass the state of all runs, and compile time would grow with the square of the depth.
+    # One layer is straight code. A cache may have as many runs of one layer as the model has
+    # layers. Each of their loops would pass the state of all runs, and compile time would grow with
+    # the square of the depth.
     return step(0, state) if count == 1 else jax.lax.fori_loop(0, count, step, state)
 
 
@@ -189,8 +202,8 @@ def cut_tile(x, at, row, start, size: int):
 
 
 def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
-    """Collect the body tokens `token` to `token + size - 1` of one row. Those before `body_length` come from the
-    window, the others from the new tokens.
+    """Collect the body tokens `token` to `token + size - 1` of one row. Those before `body_length`
+    come from the window, the others from the new tokens.
 
     Args:
         window: One source's window, [..., B, C, W]: a ring in which body token t is in slot t % C.
@@ -205,21 +218,26 @@ def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
     Returns:
         The tokens, [size, W]."""
     tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
-    # A tile of one unit or one plane begins at a multiple of its size. One of more units may begin at any unit.
+    # A tile of one unit or one plane begins at a multiple of its size. One of more units may begin
+    # at any unit.
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
         ring = cut_tile(window, at, row, modulo(token, slots), size)
     else:
         ring = window[(*at, row, modulo(tokens, slots))]
-    # One new token can only be the last of a tile that is due. It is broadcast, so that nothing is indexed.
+    # One new token can only be the last of a tile that is due. It is broadcast, so that nothing is
+    # indexed.
     if length == 1:
         fresh = jnp.broadcast_to(cut_tile(new, at, row, 0, 1), ring.shape)
     else:
-        # The clip keeps indices valid for tokens of the window, whose numbers the next line leaves out.
+        # The clip keeps indices valid for tokens of the window, whose numbers the next line leaves
+        # out.
         fresh = new[(*at, row, jnp.clip(tokens - body_length, 0, length - 1))]
     return jnp.where((tokens < body_length)[:, None], ring, fresh)
 
 
-def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry, pages: Pages = None):
+def encode_tile(
+    run: RunLayout, body, at, clock, slot, tile: Sources, constants, carry, pages: Pages = None
+):
     """Encode one tile of the clock's sources and store it in the body.
 
     Args:
@@ -240,14 +258,20 @@ def encode_tile(run: RunLayout, body, at, clock, slot, tile: Sources, constants,
     local, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
     if run.page:
         assert pages is not None
-        # A row that has no page there stores nothing. Page 0 then stands for the missing one, to be a valid index.
+        # A row that has no page there stores nothing. Page 0 then stands for the missing one, to be
+        # a valid index.
         page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
         at, local = (at[0], jnp.maximum(page, 0)), page >= 0
-    put = lambda field, stored, tile: field.packing.write(stored, at, slot, tile, local)  # noqa: E731
+
+    def put(field, stored, tile):
+        return field.packing.write(stored, at, slot, tile, local)
+
     return store_fields(run, body, clock, payload, put), recon, carry
 
 
-def store_fields(run: RunLayout, body, clock, payload, put: Callable[[Field, Stored, Array], Stored]):
+def store_fields(
+    run: RunLayout, body, clock, payload, put: Callable[[Field, Stored, Array], Stored]
+):
     """Store every field of the clock's sources as `put(field, stored, tile)` does.
 
     Args:
@@ -261,21 +285,24 @@ def store_fields(run: RunLayout, body, clock, payload, put: Callable[[Field, Sto
         The body."""
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
-        stored = {name: put(field, body[source][name], payload[source][name]) for name, field in fields.items()}
+        stored = {
+            name: put(field, body[source][name], payload[source][name])
+            for name, field in fields.items()
+        }
         body = {**body, source: stored}
     return body
 
 
 def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable, state):
-    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due. Rows come one after the
-    other, within a row its clocks, within a clock the oldest tokens first.
+    """Call `state = step(clock, row, token, slot, size, state)` for every tile that is due. Rows
+    come one after the other, within a row its clocks, within a clock the oldest tokens first.
 
     Args:
         schedules: One for each clock.
         rows: How many rows to go over, static or not.
         most: A bound of how many tokens of a row can be due: the number of new ones. Static.
-        step: Encodes one tile. `clock` is the schedule's number, `token` the tile's first body token, `slot` where it
-            goes in the body, `size` how many tokens the tile has (static).
+        step: Encodes one tile. `clock` is the schedule's number, `token` the tile's first body
+            token, `slot` where it goes in the body, `size` how many tokens the tile has (static).
         state: What the first step is given. Steps must return a tree of the same shapes.
 
     Returns:
@@ -301,8 +328,8 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         single units (only if tiles are aligned) | tiles of `at_once` units | single units
                                                  ^ a multiple of `at_once`
 
-    Units of one token, where 32 of them (a plane) may be due, come in another order, because packings of codes take
-    single tokens, or multiples of 32 tokens from a multiple of 32 on:
+    Units of one token, where 32 of them (a plane) may be due, come in another order, because
+    packings of codes take single tokens, or multiples of 32 tokens from a multiple of 32 on:
 
         single tokens | tiles of `at_once` tokens | planes | single tokens
                       ^ a multiple of 32
@@ -313,7 +340,12 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         most: As in `encode_due`.
         body_fn: Encodes the tile that begins with unit number `unit` and has `size` tokens.
         state: What the first call is given."""
-    unit, at_once, start, stop = schedule.clock.unit, schedule.at_once, schedule.start[row], schedule.stop[row]
+    unit, at_once, start, stop = (
+        schedule.clock.unit,
+        schedule.at_once,
+        schedule.start[row],
+        schedule.stop[row],
+    )
     if unit > 1 or most < PLANE:
 
         def single_units(first, last, state):
@@ -326,16 +358,20 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
             edge = jnp.minimum(stop, -(-start // at_once) * at_once)
             state = single_units(start, edge, state)
         tiles = (stop - edge) // at_once
-        tile = lambda j, s: body_fn(edge + j * at_once, at_once * unit, s)  # noqa: E731
+
+        def tile(j, s):
+            return body_fn(edge + j * at_once, at_once * unit, s)
+
         state = jax.lax.fori_loop(0, tiles, tile, state)
         return single_units(edge + tiles * at_once, stop, state)
 
     def phase(number, loop):
-        """Phase 0: encode single tokens up to a multiple of 32, then as many whole tiles and planes as are due.
+        """Phase 0: encode single tokens up to a multiple of 32, then as many whole tiles and planes
+        as are due.
         Phase 1: encode single tokens to the end.
 
-        Both phases have the same loops, of which some have no turn. One loop that chose the size of each tile would
-        make XLA copy the words.
+        Both phases have the same loops, of which some have no turn. One loop that chose the size of
+        each tile would make XLA copy the words.
 
         `loop` is (the first token that is not encoded yet, state)."""
         token, state = loop
@@ -344,7 +380,9 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         # In phase 1 `edge` is `stop`, so that every count below is 0.
         for size in (at_once, PLANE) if at_once > PLANE else (PLANE,):
             count = (stop - edge) // size
-            step = functools.partial(lambda edge, size, j, s: body_fn(edge + j * size, size, s), edge, size)
+            step = functools.partial(
+                lambda edge, size, j, s: body_fn(edge + j * size, size, s), edge, size
+            )
             state = jax.lax.fori_loop(0, count, step, state)
             edge = edge + count * size
         return edge, state
@@ -353,7 +391,15 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
 
 
 def flush_layer(
-    run: RunLayout, body, layer, new, first, schedules: tuple[Schedule, ...], constants, carry, pages: Pages = None
+    run: RunLayout,
+    body,
+    layer,
+    new,
+    first,
+    schedules: tuple[Schedule, ...],
+    constants,
+    carry,
+    pages: Pages = None,
 ):
     """Encode what is due of one layer of a fresh prompt, row by row.
 
@@ -362,42 +408,53 @@ def flush_layer(
         body: The run's body, {source: {field: arrays}}.
         layer: The layer's number in the run.
         new: The prompt's tokens [B, T, W] per source.
-        first: Which body token the first of them is, [B]: minus the sinks where `new` is the whole prompt, 0 where it
-            is the tokens that the body keeps (kvqjax/cache/eviction.py).
+        first: Which body token the first of them is, [B]: minus the sinks where `new` is the whole
+            prompt, 0 where it is the tokens that the body keeps (kvqjax/cache/eviction.py).
         schedules: The units to encode, one schedule for each clock.
         constants: The layer's calibrated constants.
         carry: What the layer below passed on for each of these tokens, [B, T, W] by name.
         pages: The pages of every row, where the body lies in pages.
 
     Returns:
-        (body, new, carry). The carry is this layer's. `new` changes only where keys leave the window before values.
-        A token whose key alone is encoded then stays in the window with its reconstructed key."""
+        (body, new, carry). The carry is this layer's. `new` changes only where keys leave the
+        window before values. A token whose key alone is encoded then stays in the window with its
+        reconstructed key."""
     length = next(iter(new.values())).shape[1]
 
     def tile_step(number, row, token, slot, size, state):
-        """Encode the tile of `size` tokens from body token `token` on, by the clock of this `number`."""
-        # The loop over tiles is traced even where it has no turn, and a slice longer than the prompt is an error.
+        """Encode the tile of `size` tokens from body token `token` on, by the clock of this
+        `number`."""
+        # The loop over tiles is traced even where it has no turn, and a slice longer than the
+        # prompt is an error.
         if size > length:
             return state  # no tile of a prompt this short is ever due
         (body, new, carry), clock = state, schedules[number].clock
-        # Where the tile begins among the prompt's tokens. A tile that is due lies within the prompt, so that the clip
-        # changes no such start.
+        # Where the tile begins among the prompt's tokens. A tile that is due lies within the
+        # prompt, so that the clip changes no such start.
         start = jnp.clip(token - first[row], 0, length - size)
         tile = {source: cut_tile(new[source], (), row, start, size) for source in clock.sources}
         tile_carry = {
             name: jax.lax.dynamic_slice(array, (row, start, 0), (1, size, array.shape[2]))[0]
             for name, array in carry.items()
         }
-        body, recon, tile_carry = encode_tile(run, body, (layer, row), clock, slot, tile, constants, tile_carry, pages)
-        # This layer's carry takes the place of the carry of the layer below, which no later tile reads.
+        body, recon, tile_carry = encode_tile(
+            run, body, (layer, row), clock, slot, tile, constants, tile_carry, pages
+        )
+        # This layer's carry takes the place of the carry of the layer below, which no later tile
+        # reads.
         carry = {
-            name: jax.lax.dynamic_update_slice(array, saturated(tile_carry[name][None], array.dtype), (row, start, 0))
+            name: jax.lax.dynamic_update_slice(
+                array, saturated(tile_carry[name][None], array.dtype), (row, start, 0)
+            )
             for name, array in carry.items()
         }
-        # Two clocks: keys are due before values, and until the value is encoded too, the window has the decoded key.
+        # Two clocks: keys are due before values, and until the value is encoded too, the window has
+        # the decoded key.
         if len(schedules) > 1:
             new = new | {
-                source: new[source].at[row, start + jnp.arange(size)].set(saturated(x, new[source].dtype))
+                source: new[source]
+                .at[row, start + jnp.arange(size)]
+                .set(saturated(x, new[source].dtype))
                 for source, x in recon.items()
             }
         return body, new, carry
@@ -406,8 +463,13 @@ def flush_layer(
 
 
 def _empty_carry(runs, size: int, dtype) -> dict:
-    """Make the carry of a tile that enters the first layer: zeros [size, W] for every name that any run carries."""
-    return {name: jnp.zeros((size, width), dtype) for run in runs for name, width in run.wiring.chain.carry.items()}
+    """Make the carry of a tile that enters the first layer: zeros [size, W] for every name that any
+    run carries."""
+    return {
+        name: jnp.zeros((size, width), dtype)
+        for run in runs
+        for name, width in run.wiring.chain.carry.items()
+    }
 
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
@@ -419,15 +481,20 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
         schedules: The chain's schedules.
 
     Returns:
-        Whether all of this holds: a token is due as soon as it comes, each row has one new token, bodies are in a form
-        of GPUs and are the rows' own, nothing flows between layers, and every field can be written by a scatter."""
-    # With two clocks, units of several tokens or a window, other tokens than the one that just came may be due.
+        Whether all of this holds: a token is due as soon as it comes, each row has one new token,
+            bodies are in a form
+        of GPUs and are the rows' own, nothing flows between layers, and every field can be written
+        by a scatter."""
+    # With two clocks, units of several tokens or a window, other tokens than the one that just came
+    # may be due.
     if len(schedules) > 1 or schedules[0].clock.unit > 1 or schedules[0].clock.window:
         return False
     single_token = all(x.shape[2] == 1 for new in news for x in new.values())
 
     def takes_scatter(run) -> bool:
-        fields = [field for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()]
+        fields = [
+            field for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()
+        ]
         return all(field.packing.scatters for field in fields)
 
     def is_alone(run) -> bool:
@@ -437,11 +504,13 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
 
 
 def _flush_newest(runs, states, news, schedule: Schedule, constants):
-    """Do what `flush_chain` does where only the one new token of each row can be due (`_is_newest`).
+    """Do what `flush_chain` does where only the one new token of each row can be due
+    (`_is_newest`).
 
-    The tokens of all rows are encoded as one tile. Each array takes them by one scatter, which a GPU runs in place as
-    one kernel. There is no loop whose bound is data, because a GPU's host decides on every turn of such a loop.
-    Arguments and result are those of `flush_chain`, which has one schedule here."""
+    The tokens of all rows are encoded as one tile. Each array takes them by one scatter, which a
+    GPU runs in place as one kernel. There is no loop whose bound is data, because a GPU's host
+    decides on every turn of such a loop. Arguments and result are those of `flush_chain`, which has
+    one schedule here."""
     row_mask = schedule.stop > schedule.start
 
     def layer_step(run, new, run_constants, layer, body):
@@ -449,11 +518,14 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
         clock = run.wiring.storage.clocks[0]
         tile = {source: at_layer(new[source], layer)[:, 0] for source in clock.sources}
         payload, _, _ = run.wiring.maps.encode(at_layer(run_constants, layer), tile, {})
-        # A unit is one token here, so that its number is the body token's. Modulo the slots it is a slot, in rings too.
-        # `local` says which rows' slots this device stores; None: all.
+        # A unit is one token here, so that its number is the body token's. Modulo the slots it is a
+        # slot, in rings too. `local` says which rows' slots this device stores; None: all.
         local, slots = run.deal.place(modulo(schedule.start, run.slots))
         local, slots = given_to_gpus((row_mask if local is None else row_mask & local, slots))
-        put = lambda field, stored, tile: field.packing.scatter(stored, layer, slots, tile, local)  # noqa: E731
+
+        def put(field, stored, tile):
+            return field.packing.scatter(stored, layer, slots, tile, local)
+
         return store_fields(run, body, clock, payload, put)
 
     out = []
@@ -464,45 +536,77 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
 
 
 def flush_chain(
-    runs, states, news, body_lengths, schedules: tuple[Schedule, ...], constants, dtype, pages: Pages = None
+    runs,
+    states,
+    news,
+    body_lengths,
+    schedules: tuple[Schedule, ...],
+    constants,
+    dtype,
+    pages: Pages = None,
 ):
     """Encode what is due in a chain of runs, row by row and tile by tile.
 
-    A tile goes through all layers, in order, before the next tile does. So the carry between layers is one tile long.
+    A tile goes through all layers, in order, before the next tile does. So the carry between layers
+    is one tile long.
 
     Args:
         runs: The plans of the chain's runs, in layer order.
         states: What each run holds.
         news: The new tokens of each run, [L, B, T, W] per source.
         body_lengths: How many body tokens each row held before the call, [B].
-        schedules: The units to encode, one schedule for each clock. They are the same for all runs of the chain.
+        schedules: The units to encode, one schedule for each clock. They are the same for all runs
+            of the chain.
         constants: The calibrated constants of each run, with an axis of layers.
         dtype: Of the carry.
         pages: The pages of every row, where bodies lie in pages.
 
     Returns:
-        (body, window, new) of each run. Where keys are encoded before values, the reconstructed key replaces the exact
-        one in the window and among the new tokens. Otherwise window and new tokens are as they were."""
+        (body, window, new) of each run. Where keys are encoded before values, the reconstructed key
+        replaces the exact one in the window and among the new tokens. Otherwise window and new
+        tokens are as they were."""
     if _is_newest(runs, news, schedules):
         return _flush_newest(runs, states, news, schedules[0], constants)
-    # With two clocks a token's key may be encoded and its value not yet. Attention then reads both from the window,
-    # where the key must be the reconstructed one.
+    # With two clocks a token's key may be encoded and its value not yet. Attention then reads both
+    # from the window, where the key must be the reconstructed one.
     replace = len(schedules) > 1
     length = next(iter(news[0].values())).shape[2]
 
     def layer_step(number, index, row, token, slot, size, layer, state):
-        """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all runs, carry)."""
+        """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all
+        runs, carry)."""
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
-        clock = run.wiring.storage.clocks[index]  # layers of a chain may name their sources differently
+        clock = run.wiring.storage.clocks[
+            index
+        ]  # layers of a chain may name their sources differently
         tile = {
-            source: gather_tile(window[source], new[source], (layer,), row, token, size, body_lengths[row], clock.unit)
+            source: gather_tile(
+                window[source],
+                new[source],
+                (layer,),
+                row,
+                token,
+                size,
+                body_lengths[row],
+                clock.unit,
+            )
             for source in clock.sources
         }
         body, recon, carry = encode_tile(
-            run, body, (layer, row), clock, slot, tile, at_layer(constants[number], layer), carry, pages
+            run,
+            body,
+            (layer, row),
+            clock,
+            slot,
+            tile,
+            at_layer(constants[number], layer),
+            carry,
+            pages,
         )
         if replace:
-            window, new = _put_back(run, window, new, recon, layer, row, token, size, body_lengths[row])
+            window, new = _put_back(
+                run, window, new, recon, layer, row, token, size, body_lengths[row]
+            )
         entries = list(state[0])
         entries[number] = (body, window, new)
         return tuple(entries), carry
@@ -514,10 +618,14 @@ def flush_chain(
             state = each_layer(run.count, step, state)
         return state[0]
 
-    entries = tuple((state.body, state.window, new) for state, new in zip(states, news, strict=True))
+    entries = tuple(
+        (state.body, state.window, new) for state, new in zip(states, news, strict=True)
+    )
     # At a step at which no row has a unit due, the loop over rows has no turns.
     any_due = functools.reduce(jnp.logical_or, [schedule.anything for schedule in schedules])
-    return encode_due(schedules, rows_if(any_due, body_lengths.shape[0]), length, tile_step, entries)
+    return encode_due(
+        schedules, rows_if(any_due, body_lengths.shape[0]), length, tile_step, entries
+    )
 
 
 def _put_back(run, window, new, recon, layer, row, token, size, body_length):
@@ -531,19 +639,26 @@ def _put_back(run, window, new, recon, layer, row, token, size, body_length):
         layer, row: Whose tile it is.
         token: The body token with which the tile begins.
         size: Tokens of the tile.
-        body_length: How many body tokens the row held before the call. Later ones are among the new tokens.
+        body_length: How many body tokens the row held before the call. Later ones are among the new
+            tokens.
 
     Returns:
         (window, new)."""
     tokens = token + jnp.arange(size)
     for source, x in recon.items():
-        # Each token is either in the window or among the new tokens. In the other array its index lies beyond the end,
-        # and mode="drop" writes nothing.
+        # Each token is either in the window or among the new tokens. In the other array its index
+        # lies beyond the end, and mode="drop" writes nothing.
         slot = jnp.where(tokens < body_length, modulo(tokens, run.ring), run.ring)
         index = jnp.where(tokens >= body_length, tokens - body_length, new[source].shape[2])
         ring, arrivals = window[source], new[source]
-        window = {**window, source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop")}
-        new = {**new, source: arrivals.at[layer, row, index].set(saturated(x, arrivals.dtype), mode="drop")}
+        window = {
+            **window,
+            source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop"),
+        }
+        new = {
+            **new,
+            source: arrivals.at[layer, row, index].set(saturated(x, arrivals.dtype), mode="drop"),
+        }
     return window, new
 
 
@@ -551,9 +666,11 @@ Sources = dict  # source name -> array
 
 
 def _put(target, new, first, slot_mask, body_lengths):
-    """Put new tokens into the marked slots of the window, or of the sinks. Body token t goes to slot t % C.
+    """Put new tokens into the marked slots of the window, or of the sinks. Body token t goes to
+    slot t % C.
 
-    Rows are written one by one as slices, because a gather or scatter over rows makes XLA re-order the whole ring.
+    Rows are written one by one as slices, because a gather or scatter over rows makes XLA re-order
+    the whole ring.
 
     Args:
         target: The window or the sinks, [L, B, C, W].
@@ -568,14 +685,22 @@ def _put(target, new, first, slot_mask, body_lengths):
     size = min(slots, length)  # no more of the new tokens than slots can stay
 
     def row_step(row, target):
-        # The slice begins with body token `first[row]`. The clip moves it back where it would reach beyond the last new
-        # token. Tokens of the slice that no marked slot takes are put nowhere.
+        # The slice begins with body token `first[row]`. The clip moves it back where it would reach
+        # beyond the last new token. Tokens of the slice that no marked slot takes are put nowhere.
         start = jnp.clip(first[row] - body_lengths[row], 0, length - size)
-        arrivals = jax.lax.dynamic_slice(new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3]))
-        arrivals = jnp.pad(row_major(arrivals).astype(target.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0)))
-        arrivals = jnp.roll(arrivals, body_lengths[row] + start, axis=2)  # so that token t stands in slot t % C
+        arrivals = jax.lax.dynamic_slice(
+            new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3])
+        )
+        arrivals = jnp.pad(
+            row_major(arrivals).astype(target.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0))
+        )
+        arrivals = jnp.roll(
+            arrivals, body_lengths[row] + start, axis=2
+        )  # so that token t stands in slot t % C
         row_slots = jnp.where(
-            slot_mask[row][None, None, :, None], arrivals, jax.lax.dynamic_slice_in_dim(target, row, 1, 1)
+            slot_mask[row][None, None, :, None],
+            arrivals,
+            jax.lax.dynamic_slice_in_dim(target, row, 1, 1),
         )
         return jax.lax.dynamic_update_slice(target, row_major(row_slots), (0, row, 0, 0))
 
@@ -598,16 +723,20 @@ def _put_one(target, new, slots, row_mask):
         start = (0, row, slots[row], 0)
         occupant = jax.lax.dynamic_slice(target, start, (target.shape[0], 1, 1, target.shape[3]))
         arrival = jax.lax.dynamic_slice_in_dim(new, row, 1, 1).astype(target.dtype)
-        return jax.lax.dynamic_update_slice(target, row_major(jnp.where(row_mask[row], arrival, occupant)), start)
+        return jax.lax.dynamic_update_slice(
+            target, row_major(jnp.where(row_mask[row], arrival, occupant)), start
+        )
 
     return jax.lax.fori_loop(0, target.shape[1], row_step, target)
 
 
 def _put_one_at_once(target, new, slots, row_mask):
     """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel."""
-    # A loop over rows takes two kernels for each row on a GPU, and the host decides on every turn. For 8 rows of 32
-    # layers that took 5 of the 16 ms of a step (H100, jax 0.11.2).
-    slot_index = jnp.where(row_mask, slots, target.shape[2])  # rows that take no token: beyond the end, dropped
+    # A loop over rows takes two kernels for each row on a GPU, and the host decides on every turn.
+    # For 8 rows of 32 layers that took 5 of the 16 ms of a step (H100, jax 0.11.2).
+    slot_index = jnp.where(
+        row_mask, slots, target.shape[2]
+    )  # rows that take no token: beyond the end, dropped
     return target.at[:, jnp.arange(target.shape[1]), slot_index].set(
         new[:, :, 0].astype(target.dtype), mode="drop", wrap_negative_indices=False
     )
@@ -630,8 +759,8 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
     end = body_lengths + counts
     oldest_token = jnp.maximum(end - run.ring, 0)
     slot_tokens = ring_tokens(run.ring, oldest_token)
-    # Body tokens begin behind the sinks, so that the sinks are body tokens -sinks to -1. Modulo `sinks` that is a
-    # sink's slot.
+    # Body tokens begin behind the sinks, so that the sinks are body tokens -sinks to -1. Modulo
+    # `sinks` that is a sink's slot.
     sink_tokens = jnp.broadcast_to(jnp.arange(sinks)[None] - sinks, (lengths.shape[0], sinks))
 
     def is_new(tokens):
@@ -641,7 +770,12 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
     def into_window(name, target):
         if new[name].shape[2] == 1:
             put = _put_one_at_once if run.on_gpu else _put_one
-            return put(target, new[name], modulo(body_lengths, run.ring), (counts > 0) & (body_lengths >= 0))
+            return put(
+                target,
+                new[name],
+                modulo(body_lengths, run.ring),
+                (counts > 0) & (body_lengths >= 0),
+            )
         return _put(target, new[name], oldest_token, is_new(slot_tokens), body_lengths)
 
     def into_sinks(name, target):
@@ -656,7 +790,12 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
     return state.replace(sinks=sink_sources, window=window)
 
 
-def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], constants: tuple[dict, ...] = ()) -> Cache:
+def commit(
+    cache: Cache,
+    pending: tuple[Any, ...],
+    counts: Int[Array, " B"],
+    constants: tuple[dict, ...] = (),
+) -> Cache:
     """Append pending tokens to every row and encode what is due, all layers in order.
 
     A number that is not finite is stored as 0. `Cache.finite` then tells where.
@@ -664,8 +803,9 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     Args:
         cache: The cache.
         pending: One dict of [L_run, B, T, W] arrays per run, as `attend` returns them.
-        counts: How many of the T pending tokens each row takes, the first ones. Counts are clipped to 0 to T, and
-            tokens beyond the capacity are dropped. Either raises the row's overflow flag.
+        counts: How many of the T pending tokens each row takes, the first ones. Counts are clipped
+            to 0 to T, and tokens beyond the capacity are dropped. Either raises the row's overflow
+            flag.
         constants: The calibrated constants of each run; empty for methods without.
 
     Returns:
@@ -680,19 +820,29 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
     kept, moves = cache.kept, None
     if kept:  # a row evicts the same tokens in all layers, so that one choice serves every chain
         moves, kept = enter(cache, counts, length)
-    # Tokens that are due leave the window before new tokens take their slots, which overwrites them.
+    # Tokens that are due leave the window before new tokens take their slots, which overwrites
+    # them.
     for chain in chains(layout):
         members, chain_constants = [runs[i] for i in chain], [constants[i] for i in chain]
         # A body without slots is never written: the window alone holds the capacity.
         if any(run.slots for run in members):
-            # All runs of a chain have encoded equally many units, so that the first run's counts stand for all.
+            # All runs of a chain have encoded equally many units, so that the first run's counts
+            # stand for all.
             due_units = units_due(members[0], states[chain[0]], body_lengths + counts)
             if moves is None:
                 schedules = in_order(members, states[chain[0]].flushed, due_units, length)
             else:
                 schedules = (moved(members[0], moves),)
             inputs = [states[i] for i in chain], [sources[i] for i in chain]
-            flush = flush_chain(members, *inputs, body_lengths, schedules, chain_constants, layout.dtype, cache.pages)
+            flush = flush_chain(
+                members,
+                *inputs,
+                body_lengths,
+                schedules,
+                chain_constants,
+                layout.dtype,
+                cache.pages,
+            )
             for i, (body, window, new) in zip(chain, flush, strict=True):
                 flushed = units_due(runs[i], states[i], body_lengths + counts)
                 states[i] = states[i].replace(body=body, window=window, flushed=flushed)
@@ -701,4 +851,6 @@ def commit(cache: Cache, pending: tuple[Any, ...], counts: Int[Array, " B"], con
         remember(run, state, new, cache.lengths, counts, layout.method.sinks)
         for run, state, new in zip(runs, states, sources, strict=True)
     )
-    return cache.replace(runs=new_states, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept)
+    return cache.replace(
+        runs=new_states, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept
+    )

@@ -1,5 +1,5 @@
-"""Calibration artifacts: a method's constants for one model. And the folders in which artifacts, caches, prefixes and
-sessions are stored:
+"""Calibration artifacts: a method's constants for one model. And the folders in which artifacts,
+caches, prefixes and sessions are stored:
 
     NAME/arrays              an Orbax checkpoint
     NAME/description.json    kind, format, version, the fields that its kind demands (`KINDS`), a mark of each file
@@ -27,19 +27,9 @@ from kvqjax._version import __version__
 from kvqjax.cache.state import arrays_text
 from kvqjax.methods import Method, parse, spelled_out
 
-__all__ = [
-    "FORMAT",
-    "Artifact",
-    "flatten",
-    "load_artifact",
-    "read_arrays",
-    "read_description",
-    "unflatten",
-    "write_folder",
-]
-
-# The number of the format. It becomes greater when older folders can no longer be read as before. Every option of a
-# method is stored, so that a later version with other defaults reads the method that was meant.
+# The number of the format. It becomes greater when older folders can no longer be read as before.
+# Every option of a method is stored, so that a later version with other defaults reads the method
+# that was meant.
 FORMAT = 2
 
 # Each kind of folder, and the fields that its description must have, with their types.
@@ -47,7 +37,14 @@ KINDS: dict[str, dict[str, type]] = {
     "artifact": {"method": str, "fingerprint": str, "about": dict, "runs": int},
     "cache": {"method": str, "capacity": int, "dtype": str, "batch": int},
     "prefixes": {"method": str, "capacity": int, "chunk": int, "prefixes": list},
-    "session": {"method": str, "history": list, "options": dict, "parts": list, "ids": list, "answers": int},
+    "session": {
+        "method": str,
+        "history": list,
+        "options": dict,
+        "parts": list,
+        "ids": list,
+        "answers": int,
+    },
 }
 
 
@@ -57,7 +54,8 @@ class Artifact:
 
     Attributes:
         method: The method.
-        constants: The constants of each run of layers, {group: {name: [L_run, ...]}}, as `Model.constants` takes them.
+        constants: The constants of each run of layers, {group: {name: [L_run, ...]}}, as
+            `Model.constants` takes them.
         fingerprint: That of the model.
         about: Whatever the calibration recorded: data, losses, explained variance."""
 
@@ -68,10 +66,13 @@ class Artifact:
 
     def __repr__(self) -> str:
         about = [f"{key}={value!r}" for key, value in self.about.items()]
-        return f"Artifact({self.method}, {self.fingerprint}): " + ", ".join([arrays_text(self.constants), *about])
+        return f"Artifact({self.method}, {self.fingerprint}): " + ", ".join(
+            [arrays_text(self.constants), *about]
+        )
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be written."""
+        """Write the artifact as a new folder. Raises UserError when `path` exists or cannot be
+        written."""
         text = {
             "kind": "artifact",
             "method": spelled_out(self.method),
@@ -83,14 +84,18 @@ class Artifact:
 
 
 def flatten(runs: Any) -> dict[str, Any]:
-    """Give a tree's leaves by their paths, {"0/k/scale": array, ...}. With one level, empty runs are stored as nothing,
-    and names stay readable."""
+    """Give a tree's leaves by their paths, {"0/k/scale": array, ...}. With one level, empty runs
+    are stored as nothing, and names stay readable."""
     leaves = jax.tree_util.tree_flatten_with_path(runs)[0]
-    return {"/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf for path, leaf in leaves}
+    return {
+        "/".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path): leaf
+        for path, leaf in leaves
+    }
 
 
 def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
-    """Undo `flatten`, for nested dicts of so many runs. Raises UserError for a name that belongs to none of them."""
+    """Undo `flatten`, for nested dicts of so many runs. Raises UserError for a name that belongs to
+    none of them."""
     out: tuple[dict, ...] = tuple({} for _ in range(runs))
     for name, leaf in flat.items():
         if not re.fullmatch(r"\d{1,9}(/\w+)+", name) or int(name.split("/")[0]) >= runs:
@@ -125,7 +130,9 @@ def write_folder(path: Path, description: dict[str, Any], arrays: dict[str, Any]
         if arrays:
             ocp.save((part / "arrays").absolute(), arrays)
         description["files"] = _file_marks(part)
-        (part / "description.json").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        (part / "description.json").write_text(
+            json.dumps(description, indent=1) + "\n", encoding="utf-8"
+        )
         part.rename(path)
     except OSError as error:
         raise unwritten(path, error) from error
@@ -163,7 +170,8 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _file_marks(path: Path) -> dict[str, str]:
-    """Give size and checksum of every file of a stored folder's arrays, by its name within the folder."""
+    """Give size and checksum of every file of a stored folder's arrays, by its name within the
+    folder."""
     marks = {}
     for file in sorted((path / "arrays").rglob("*")):
         if not file.is_file():
@@ -172,16 +180,18 @@ def _file_marks(path: Path) -> dict[str, str]:
         with file.open("rb") as content:
             while block := content.read(2**24):  # bytes held at a time
                 checksum = zlib.crc32(block, checksum)
-        marks[file.relative_to(path).as_posix()] = f"{file.stat().st_size} bytes, crc32 {checksum:08x}"
+        marks[file.relative_to(path).as_posix()] = (
+            f"{file.stat().st_size} bytes, crc32 {checksum:08x}"
+        )
     return marks
 
 
 def _require_files(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError unless every file of the arrays is as the folder's description says.
 
-    Orbax does not notice changed numbers. At a missing file it raises while its other readers still run, whose
-    tracebacks would follow our one line. Folders that an earlier version wrote have no checksums. They are read
-    unchecked.
+    Orbax does not notice changed numbers. At a missing file it raises while its other readers still
+    run, whose tracebacks would follow our one line. Folders that an earlier version wrote have no
+    checksums. They are read unchecked.
     """
     written = description.get("files", {})
     if not isinstance(written, dict):
@@ -236,8 +246,11 @@ def read_arrays(
         array = stored.get(name)
         if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
             form = "nothing" if array is None else f"{array.dtype}{array.shape}"
-            raise UserError(f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {form}")
-    # Orbax reads into the form of such examples. NumPy's arrays are made without their memory: one number, broadcast.
+            raise UserError(
+                f"{path}: array {name} should be {leaf.dtype}{leaf.shape}, found {form}"
+            )
+    # Orbax reads into the form of such examples. NumPy's arrays are made without their memory: one
+    # number, broadcast.
     like: dict[str, Any] = {}
     for name, array in stored.items():
         if places is None:
@@ -253,8 +266,11 @@ def read_arrays(
 
 
 def load_artifact(path: str | os.PathLike) -> Artifact:
-    """Read an artifact folder. Raises UserError when it is missing, damaged or of another format."""
+    """Read an artifact folder. Raises UserError when it is missing, damaged or of another
+    format."""
     path = Path(path)
     text = read_description(path, "artifact")
-    constants = unflatten({name: jnp.asarray(x) for name, x in read_arrays(path, text).items()}, text["runs"])
+    constants = unflatten(
+        {name: jnp.asarray(x) for name, x in read_arrays(path, text).items()}, text["runs"]
+    )
     return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])

@@ -6,14 +6,15 @@ attend_tokens       all tokens of a layer, in one of two ways:
     attend_exact        sinks, window and new tokens
     attend_body         the encoded tokens, by one of the readers in kvqjax/cache/readers/
 
-Drafts. A draft is several new tokens that one call verifies with `within="step"`. Each query must see what it would see
-if tokens were decoded one by one. Some tokens would then have been encoded before a query attends, but the cache still
-holds them exactly:
+Drafts. A draft is several new tokens that one call verifies with `within="step"`. Each query must
+see what it would see if tokens were decoded one by one. Some tokens would then have been encoded
+before a query attends, but the cache still holds them exactly:
 
     window:  . . . . | draft:  q0  q1  q2  q3       q2 completes a unit: q3 sees the window's oldest unit as encoded
 
-`encoded_in_draft` encodes every unit that can fall due, and puts its reconstruction where its exact tokens are.
-`attend_exact` attends to the exact tokens and to the encoded ones, and a mask says for each query which of the two it
+`encoded_in_draft` encodes every unit that can fall due, and puts its reconstruction where its exact
+tokens are. `attend_exact` attends to the exact tokens and to the encoded ones, and a mask says for
+each query which of the two it
 sees. Nothing is stored: `commit` encodes the same units to the same words."""
 
 import jax.numpy as jnp
@@ -35,9 +36,25 @@ from kvqjax.cache.readers.kernel import attend_by_kernel, attend_with_recent
 from kvqjax.cache.readers.stored import attend_stored
 from kvqjax.cache.readers.tiles import SPLASH_KINDS, attend_in_tiles, attend_segment
 from kvqjax.cache.state import due
-from kvqjax.cache.view import Attend, BodyCall, Carry, LayerView, NewTokens, expanded, side_by_side, with_own_body
+from kvqjax.cache.view import (
+    Attend,
+    BodyCall,
+    Carry,
+    LayerView,
+    NewTokens,
+    expanded,
+    side_by_side,
+    with_own_body,
+)
 from kvqjax.methods.layer_cache import Clock
-from kvqjax.ops.attention import Partial, ScoreOptions, merge_over, merged, segment_attention, with_sinks
+from kvqjax.ops.attention import (
+    Partial,
+    ScoreOptions,
+    merge_over,
+    merged,
+    segment_attention,
+    with_sinks,
+)
 from kvqjax.ops.finite import saturated
 
 
@@ -58,7 +75,8 @@ def attend_tokens(
         tokens: What all layers know of the new tokens.
         options: The cap of the scores, and the logits of score sinks.
         recode: As in `attend_exact`.
-        tile: The layer below's carry of the tokens that fall due in this call, [B, units, u, W] by name.
+        tile: The layer below's carry of the tokens that fall due in this call, [B, units, u, W] by
+            name.
         body: The layer below's carry of the body's tokens, [B, slots_here, W] by name.
 
     Returns:
@@ -66,7 +84,9 @@ def attend_tokens(
     # The kernel of exact bodies knows no masks of new tokens.
     if tokens.mask is None and takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
         # Exact bodies pass nothing on to the layer above, so that both carries are empty.
-        without_kernel = lambda: _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]  # noqa: E731
+        def without_kernel():
+            return _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]
+
         partial = attend_with_recent(q, view, tokens, without_kernel)
     else:
         partial, tile, body = _attend_parts(q, view, tokens, options.softcap, recode, tile, body)
@@ -74,9 +94,16 @@ def attend_tokens(
 
 
 def _attend_parts(
-    q, view: LayerView, tokens: NewTokens, softcap: float | None, recode: bool, tile: Carry, body: Carry
+    q,
+    view: LayerView,
+    tokens: NewTokens,
+    softcap: float | None,
+    recode: bool,
+    tile: Carry,
+    body: Carry,
 ) -> tuple[Partial, Carry, Carry]:
-    """Attend to the exact tokens and to the body, and merge both. Arguments and result are those of `attend_tokens`."""
+    """Attend to the exact tokens and to the body, and merge both. Arguments and result are those of
+    `attend_tokens`."""
     # Without a body nothing is ever encoded, and so nothing is shown as encoded.
     parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile, softcap)
     if view.run.slots:
@@ -95,8 +122,8 @@ def attend_exact(
         q: The queries, as in `attend_tokens`.
         view: The layer, and the sources of its new tokens.
         tokens: What all layers know of the new tokens.
-        recode: Whether query t sees a token as encoded if decoding one token at a time would have encoded it before
-            query t (docs/design.md, idea 2).
+        recode: Whether query t sees a token as encoded if decoding one token at a time would have
+            encoded it before query t (docs/design.md, idea 2).
         carry: With `recode`, the layer below's carry of the tokens that fall due in this call.
         softcap: The cap of the scores, if there is one.
 
@@ -109,22 +136,34 @@ def attend_exact(
         k, v = expanded(view, sources, positions)
         return segment_attention(q, k, v, mask, softcap)
 
-    # Splash attention shows a query consecutive keys. Those that a mask of new tokens shows need not be consecutive.
-    if not recode and run.tiles in SPLASH_KINDS and q.shape[1] >= MANY_QUERIES and tokens.mask is None:
+    # Splash attention shows a query consecutive keys. Those that a mask of new tokens shows need
+    # not be consecutive.
+    if (
+        not recode
+        and run.tiles in SPLASH_KINDS
+        and q.shape[1] >= MANY_QUERIES
+        and tokens.mask is None
+    ):
         k, v = expanded(view, sources, positions)
         old_tokens = k.shape[1] - q.shape[1]  # sinks and window slots, which come first
-        new = attend_segment(q, k[:, old_tokens:], v[:, old_tokens:], mask[:, :, old_tokens:], run.tiles, softcap)
-        old = segment_attention(q, k[:, :old_tokens], v[:, :old_tokens], mask[:, :, :old_tokens], softcap)
+        new = attend_segment(
+            q, k[:, old_tokens:], v[:, old_tokens:], mask[:, :, old_tokens:], run.tiles, softcap
+        )
+        old = segment_attention(
+            q, k[:, :old_tokens], v[:, :old_tokens], mask[:, :, :old_tokens], softcap
+        )
         return [old, new], carry
     if not recode:
         return [part(sources, mask)], carry
-    # Clocks encode one after the other, keys first. In turn n, `mask` has the tokens that the clocks before n have
-    # encoded for a query, and `sources` shows these as encoded by those clocks. A query sees a token in the turn of the
-    # first clock that has not encoded it for this query.
+    # Clocks encode one after the other, keys first. In turn n, `mask` has the tokens that the
+    # clocks before n have encoded for a query, and `sources` shows these as encoded by those
+    # clocks. A query sees a token in the turn of the first clock that has not encoded it for this
+    # query.
     parts = []
     index = (positions - view.sinks)[:, None, :]  # numbers of body tokens, [B, 1, N]
     for clock, flushed in zip(run.wiring.storage.clocks, view.state.flushed, strict=True):
-        # How many body tokens the clock has encoded when the row holds the tokens before each query, [B, T].
+        # How many body tokens the clock has encoded when the row holds the tokens before each
+        # query, [B, T].
         encoded = due(clock, tokens.positions - view.sinks, flushed[:, None]) * clock.unit
         leaving = (index >= 0) & (index < encoded[:, :, None])
         parts.append(part(sources, mask & ~leaving))
@@ -134,7 +173,8 @@ def attend_exact(
 
 
 def _attend_by(reader: str, call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
-    """Attend to the body by a reader. Pages are put side by side for readers that take a row's body as a whole."""
+    """Attend to the body by a reader. Pages are put side by side for readers that take a row's body
+    as a whole."""
     if call.view.run.page and not reads_pages(reader, call.ask):
         view = with_own_body(call.view)
         call = call._replace(view=view, ask=call.ask._replace(run=view.run))
@@ -158,7 +198,9 @@ ATTEND: dict[str, Attend] = {
 def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) -> Ask:
     """Collect what decides which reader attends to a layer's body."""
     dtype = next(iter(view.new.values())).dtype.name
-    return Ask(view.run, q.shape[1], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype)
+    return Ask(
+        view.run, q.shape[1], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype
+    )
 
 
 def attend_body(
@@ -178,7 +220,8 @@ def attend_body(
     ask = ask_of(q, view, tokens, softcap)
     shared = shared_values(ask)
     frame = view.run.wiring.maps.frame
-    # A rotated body is never rotated back. Queries go into its frame here, outputs come out of it below.
+    # A rotated body is never rotated back. Queries go into its frame here, outputs come out of it
+    # below.
     if frame is not None:
         q = frame.queries(view.constants, q)
     partial, carry = _attend_by(reader_of(ask), BodyCall(ask, q, view, tokens, shared), carry)
@@ -190,14 +233,16 @@ def attend_body(
 
 
 def draft_units(unit: int, length: int) -> int:
-    """Count the units of a clock that can fall due while new tokens are appended, before the last of them attends.
+    """Count the units of a clock that can fall due while new tokens are appended, before the last
+    of them attends.
 
     Args:
         unit: The clock's unit, in tokens.
         length: How many new tokens there are.
 
     Returns:
-        The most units that can fall due. The last token is not counted: no query of the call comes after it."""
+        The most units that can fall due. The last token is not counted: no query of the call comes
+        after it."""
     return -(-(length - 1) // unit)
 
 
@@ -211,7 +256,8 @@ def encoded_in_draft(
     Args:
         view: The layer, and the sources of its new tokens.
         tokens: What all layers know of the new tokens.
-        sources: Sinks, window slots and new tokens side by side, [B, N, W] per source (`side_by_side`).
+        sources: Sinks, window slots and new tokens side by side, [B, N, W] per source
+            (`side_by_side`).
         clock: The clock whose units are meant.
         flushed: How many units the clock has encoded in each row, [B].
         carry: What the layer below passed on for these units, [B, units, u, W] by name.
@@ -226,30 +272,40 @@ def encoded_in_draft(
         (sources, carry), body_length = loop, tokens.held[row]
         unit = token // clock.unit - flushed[row]  # among the units of the carry
         tile = {
-            source: gather_tile(window[source], view.new[source], (), row, token, size, body_length, size)
+            source: gather_tile(
+                window[source], view.new[source], (), row, token, size, body_length, size
+            )
             for source in clock.sources
         }
         tile_carry = {name: carried[row, unit] for name, carried in carry.items()}
         _, recon, tile_carry = run.wiring.maps.encode(view.constants, tile, tile_carry)
         index = token + jnp.arange(size)
-        # Sinks come first, then the window's slots, then new tokens. A unit that may fall due can reach beyond the last
-        # new token: what has no place is dropped.
+        # Sinks come first, then the window's slots, then new tokens. A unit that may fall due can
+        # reach beyond the last new token: what has no place is dropped.
         place = jnp.where(
-            index < body_length, view.sinks + index % run.ring, view.sinks + run.ring + index - body_length
+            index < body_length,
+            view.sinks + index % run.ring,
+            view.sinks + run.ring + index - body_length,
         )
         for source, x in recon.items():
             exact = sources[source]
-            sources = {**sources, source: exact.at[row, place].set(saturated(x, exact.dtype), mode="drop")}
+            sources = {
+                **sources,
+                source: exact.at[row, place].set(saturated(x, exact.dtype), mode="drop"),
+            }
         new_carry = {}
         for name, carried in carry.items():
             new_carry[name] = carried.at[row, unit].set(saturated(tile_carry[name], carried.dtype))
         return sources, new_carry
 
-    # Units are numbered from 0 on in every row: XLA then knows the loops' bounds, and a GPU's host need not ask for
-    # them.
+    # Units are numbered from 0 on in every row: XLA then knows the loops' bounds, and a GPU's host
+    # need not ask for them.
     first = jnp.zeros_like(flushed)
+
     # There is no slot: nothing is written to the body.
-    place = lambda row, number: ((flushed[row] + number) * clock.unit, None)  # noqa: E731
+    def place(row, number):
+        return ((flushed[row] + number) * clock.unit, None)
+
     schedule = Schedule(clock, first, first + units, place)
     # With a unit as the bound of what is due, every tile is one unit.
     return encode_due((schedule,), len(flushed), clock.unit, recode_unit, (sources, carry))

@@ -1,7 +1,8 @@
 """Token eviction, an option of every method (`keep=streaming:512`, kvqjax.methods.spec).
 
-The body of a row then holds at most `budget` tokens: the newest that have left the window. They lie in groups as long
-as the clock's unit. A group that arrives without room takes the slots of the group whose tokens are the oldest.
+The body of a row then holds at most `budget` tokens: the newest that have left the window. They lie
+in groups as long as the clock's unit. A group that arrives without room takes the slots of the
+group whose tokens are the oldest.
 
     cache.kept = {"positions": [B, N]}    the position of the token in each of N body slots; -1: an empty slot
 
@@ -10,7 +11,8 @@ as the clock's unit. A group that arrives without room takes the slots of the gr
     read_as              what queries must know of such a body
     crop_kept, forget    the bookkeeping of rows that are cut or emptied
 
-`kept` is empty where nothing is evicted, and where a cache has no body. Every other module asks for that first.
+`kept` is empty where nothing is evicted, and where a cache has no body. Every other module asks for
+that first.
 """
 
 from typing import NamedTuple
@@ -28,8 +30,8 @@ Kept = dict  # name -> array, see the module
 class Moves(NamedTuple):
     """Where units that leave the window go.
 
-    `count[b]` units of row b move: number `unit[b, i]` to body slot `slot[b, i]`. There is room for U moves. Those
-    from `count[b]` on mean nothing."""
+    `count[b]` units of row b move: number `unit[b, i]` to body slot `slot[b, i]`. There is room for
+    U moves. Those from `count[b]` on mean nothing."""
 
     unit: Int[Array, "B U"]
     slot: Int[Array, "B U"]
@@ -39,8 +41,8 @@ class Moves(NamedTuple):
 class Newest(NamedTuple):
     """The tokens of a fresh prompt that enter the body.
 
-    `token[b, i]` is the place in the prompt of the i-th token, in the prompt's order. The first `units[b]` units of
-    them exist. `kept` is the bookkeeping after the prompt."""
+    `token[b, i]` is the place in the prompt of the i-th token, in the prompt's order. The first
+    `units[b]` units of them exist. `kept` is the bookkeeping after the prompt."""
 
     token: Int[Array, "B R"]
     units: Int[Array, " B"]
@@ -48,11 +50,14 @@ class Newest(NamedTuple):
 
     def pick(self, sources: dict) -> dict:
         """Pick these tokens, [B, R, W] by name, out of all tokens of the prompt, [B, T, W]."""
-        return {name: jnp.take_along_axis(x, self.token[:, :, None], 1) for name, x in sources.items()}
+        return {
+            name: jnp.take_along_axis(x, self.token[:, :, None], 1) for name, x in sources.items()
+        }
 
 
 def newest_of_prompt(cache: Cache, counts: Int[Array, " B"], length: int) -> Newest:
-    """Choose the tokens of a fresh prompt that enter the body: the newest of those that leave the window.
+    """Choose the tokens of a fresh prompt that enter the body: the newest of those that leave the
+    window.
 
     Args:
         cache: An empty cache that evicts tokens.
@@ -91,7 +96,8 @@ def enter(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Moves, K
     unit, positions = clock.unit, cache.kept["positions"]
     batch, groups = positions.shape[0], positions.shape[1] // unit
     target = due(clock, cache.lengths - sinks + counts, flushed)
-    # The most units that `length` new tokens complete, wherever the first of them stands in its unit.
+    # The most units that `length` new tokens complete, wherever the first of them stands in its
+    # unit.
     most = (length + unit - 1) // unit
     rows = jnp.arange(batch)
 
@@ -102,7 +108,8 @@ def enter(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Moves, K
         oldest_group = positions.max(-1).argmin(1)
         number = flushed + i
         is_due = number < target
-        # A row with fewer units gets a group and an entry beyond the end, where mode="drop" writes nothing.
+        # A row with fewer units gets a group and an entry beyond the end, where mode="drop" writes
+        # nothing.
         group = jnp.where(is_due, oldest_group, groups)
         entry = jnp.where(is_due, moves.count, most)
         moves = moves._replace(
@@ -114,7 +121,10 @@ def enter(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Moves, K
         return moves, positions.at[rows, group].set(place, mode="drop")
 
     blank = jnp.zeros((batch, most), jnp.int32)
-    start = Moves(blank, blank, jnp.zeros((batch,), jnp.int32)), positions.reshape(batch, groups, unit)
+    start = (
+        Moves(blank, blank, jnp.zeros((batch,), jnp.int32)),
+        positions.reshape(batch, groups, unit),
+    )
     moves, by_group = jax.lax.fori_loop(0, most, step, start)
     return moves, {"positions": by_group.reshape(positions.shape)}
 
@@ -128,14 +138,14 @@ def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str
         within: What new tokens see of each other, "chunk" or "step".
 
     Returns:
-        Fields of `NewTokens`: `stored`, the position of each body slot's token, and for a draft ("step") `oldest`, the
-        first position that each query may see."""
+        Fields of `NewTokens`: `stored`, the position of each body slot's token, and for a draft
+        ("step") `oldest`, the first position that each query may see."""
     if within == "chunk" or positions.shape[1] == 1:
         return {"stored": cache.kept["positions"]}
     run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
     clock = run.wiring.storage.clocks[0]
-    # So many units are encoded when the row holds the tokens before the query. Decoding one by one would then have the
-    # newest `budget` of their tokens in the body.
+    # So many units are encoded when the row holds the tokens before the query. Decoding one by one
+    # would then have the newest `budget` of their tokens in the body.
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
     return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.budget + sinks}
 

@@ -9,8 +9,9 @@
 
 `kvqjax.cache.runs` plans the runs of a layout.
 
-The choice of a reader. A reader is one of five ways in which attention reads an encoded body; each has a file in
-kvqjax/cache/readers/. The first line of this table that takes a body is its reader. The choice is static.
+The choice of a reader. A reader is one of five ways in which attention reads an encoded body; each
+has a file in kvqjax/cache/readers/. The first line of this table that takes a body is its reader.
+The choice is static.
 
 | reader    | takes                                                               | on                              |
 |-----------|---------------------------------------------------------------------|---------------------------------|
@@ -20,11 +21,11 @@ kvqjax/cache/readers/. The first line of this table that takes a body is its rea
 | `tiles`   | all of these, 128 new tokens and more                               | GPUs, TPUs                      |
 | `blocks`  | any body, any number of new tokens                                  | everywhere                      |
 
-Rings (sliding windows) and bodies that evict tokens (`keep=`) are for `blocks` alone. `kernel` takes no body whose
-scores have a cap.
+Rings (sliding windows) and bodies that evict tokens (`keep=`) are for `blocks` alone. `kernel`
+takes no body whose scores have a cap.
 
-`stored` (by words), `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the others the pages of
-one layer are put side by side first."""
+`stored` (by words), `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the
+others the pages of one layer are put side by side first."""
 
 import dataclasses
 from collections.abc import Callable
@@ -80,19 +81,23 @@ class CacheLayout:
         method: What every layer stores, in which codec, with which window.
         capacity: The most tokens that a row can hold.
         dtype: The dtype of sinks and window.
-        layers: "scan": neighbouring layers that cache alike are stored as one stack. "unroll": each layer is stored by
-            itself.
-        form: How bodies are stored. "planes": as planes of words. "heads": head by head where a codec can be stored so
-            (kvqjax/ops/packing/heads.py), which GPUs read best. "stripes": as planes, but uniform codes of long bodies
-            in lines and stripes (kvqjax/ops/packing/base.py), which CPUs read best.
+        layers: "scan": neighbouring layers that cache alike are stored as one stack. "unroll": each
+            layer is stored by itself.
+        form: How bodies are stored. "planes": as planes of words. "heads": head by head where a
+            codec can be stored so (kvqjax/ops/packing/heads.py), which GPUs read best. "stripes":
+            as planes, but uniform codes of long bodies in lines and stripes
+            (kvqjax/ops/packing/planes.py), which CPUs read best.
         target: The chip that programs on the cache are for (`kvqjax.pallas_kernels.chips.TARGETS`).
         kernels: Which of the chip's kernels may read the body.
         dealt: Over how many devices the body's blocks are dealt.
         dealt_over: Inside `shard_map`, the mesh axes of these devices.
         heads_over: Inside `shard_map`, the mesh axes over which heads are split.
-        rules: How a cache that belongs to no model of ours lies on a mesh (kvqjax/parallel/rules.py).
-        bound: A promise of how many tokens rows hold: programs read no further (kvqjax/cache/runs.py).
-        pool: The pages in which encoded tokens lie, which rows may share. None: every row reserves its capacity."""
+        rules: How a cache that belongs to no model of ours lies on a mesh
+            (kvqjax/parallel/rules.py).
+        bound: A promise of how many tokens rows hold: programs read no further
+            (kvqjax/cache/runs.py).
+        pool: The pages in which encoded tokens lie, which rows may share. None: every row reserves
+        its capacity."""
 
     shape: KVShape
     method: Method
@@ -122,7 +127,9 @@ def stored_form(target: str) -> str:
     return {"gpu": "heads", "cpu": "stripes", "tpu": "planes"}[family(target)]
 
 
-MANY_QUERIES = 128  # new tokens of a row, at least, whose products are worth decoding large tiles for
+MANY_QUERIES = (
+    128  # new tokens of a row, at least, whose products are worth decoding large tiles for
+)
 MOST_ROWS = 128  # queries of a row, those of all heads, at most, that meet the channels of all heads in one product
 AT_ONCE = 16384  # tokens that a GPU decodes in one turn of a loop: few turns, but not a layer's whole body
 
@@ -137,8 +144,8 @@ class Deal(NamedTuple):
     Attributes:
         parts: How many devices there are; 1: the body is not dealt.
         block: The tokens of a block.
-        axes: The mesh axes that number the devices, inside `shard_map`. Outside there are none, and a body that is
-            dealt can be moved, but not written or read."""
+        axes: The mesh axes that number the devices, inside `shard_map`. Outside there are none, and
+            a body that is dealt can be moved, but not written or read."""
 
     parts: int = 1
     block: int = 1
@@ -150,15 +157,17 @@ class Deal(NamedTuple):
             raise ValueError("a cache dealt over devices is read and written on its mesh only")
         return jax.lax.axis_index(self.axes)
 
-    def place(self, token: Int[Array, "*S"] | int) -> tuple[Bool[Array, "*S"] | None, Int[Array, "*S"] | int]:
+    def place(
+        self, token: Int[Array, "*S"] | int
+    ) -> tuple[Bool[Array, "*S"] | None, Int[Array, "*S"] | int]:
         """Find body tokens on the devices.
 
         Args:
             token: The numbers of body tokens in the sequence.
 
         Returns:
-            (whether each lies on this device, its number among the body tokens of its device). None in the place of the
-            first where the body is not dealt."""
+            (whether each lies on this device, its number among the body tokens of its device). None
+            in the place of the first where the body is not dealt."""
         if self.parts == 1:
             return None, token
         block = floor_divide(token, self.block)
@@ -177,7 +186,8 @@ class Deal(NamedTuple):
         if self.parts == 1:
             return tokens
         blocks, device = floor_divide(tokens, self.block), self._here()
-        # Tokens behind the last whole block are the beginning of block number `blocks`, which lies on one device.
+        # Tokens behind the last whole block are the beginning of block number `blocks`, which lies
+        # on one device.
         remainder = jnp.where(modulo(blocks, self.parts) == device, modulo(tokens, self.block), 0)
         return floor_divide(blocks - device + self.parts - 1, self.parts) * self.block + remainder
 
@@ -197,21 +207,24 @@ class RunLayout(NamedTuple):
         shape: What the cache must know of the model, for each of these layers.
         wiring: How each of these layers caches.
         block: The tokens of a block, the least that is read at a time.
-        slots: The body's slots of a row, whole blocks: on all devices together where blocks are dealt.
+        slots: The body's slots of a row, whole blocks: on all devices together where blocks are
+            dealt.
         ring: The window's slots of a row. The window is a ring.
-        wraps: Whether the body is a ring of blocks. Layers with a sliding window then keep few more tokens than they
-            see.
+        wraps: Whether the body is a ring of blocks. Layers with a sliding window then keep few more
+            tokens than they see.
         deal: How blocks are dealt over devices.
         budget: The most tokens of a row that the body holds where some are evicted; 0: none is.
-        static_loops: How many blocks a few queries read is bounded by the slots and not by data. That is for GPUs,
-            whose host decides on every turn of a loop that data bounds.
+        static_loops: How many blocks a few queries read is bounded by the slots and not by data.
+            That is for GPUs, whose host decides on every turn of a loop that data bounds.
         on_gpu: Whether programs are for a GPU, or a CPU stands in for one.
-        lanes: How many tokens a few queries read at a time where they meet the channels of all heads in one product;
+        lanes: How many tokens a few queries read at a time where they meet the channels of all
+            heads in one product;
             0: they meet each head's channels apart.
-        carrying: How many tokens of all rows together a few queries read at a time where layers feed each other; 0:
-            nothing flows, or there is no limit of its own.
+        carrying: How many tokens of all rows together a few queries read at a time where layers
+            feed each other; 0: nothing flows, or there is no limit of its own.
         tiles: How many new tokens meet large tiles of the body (kvqjax/cache/readers/tiles.py).
-        page: The slots of a page, where the body lies in pages; 0: every row has slots of its own."""
+        page: The slots of a page, where the body lies in pages; 0: every row has slots of its
+        own."""
 
     first: int
     count: int
@@ -237,7 +250,8 @@ class RunLayout(NamedTuple):
 
     @property
     def chunked(self) -> bool:
-        """Say whether a query sees the tokens of its own chunk, `sliding` tokens long, instead of the newest tokens."""
+        """Say whether a query sees the tokens of its own chunk, `sliding` tokens long, instead of
+        the newest tokens."""
         return self.sliding is not None and self.shape.common_chunked
 
     @property
@@ -249,40 +263,44 @@ class RunLayout(NamedTuple):
     def reading(self) -> int:
         """Choose how many tokens of a row are read at a time.
 
-        They are as many whole blocks as divide the body, up to what the wiring or a GPU asks for. Of a ring it is one
-        block."""
+        They are as many whole blocks as divide the body, up to what the wiring or a GPU asks for.
+        Of a ring it is one block."""
         wanted = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)  # tokens
         most = 1 if self.wraps else max(1, wanted // self.block)
         count = next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
         return self.within_pages(self.block * count)
 
     def within_pages(self, size: int) -> int:
-        """Choose how many of `size` tokens are read at a time so that no read spans a part of a page and another page.
+        """Choose how many of `size` tokens are read at a time so that no read spans a part of a
+        page and another page.
 
         Args:
             size: Tokens, whole blocks.
 
         Returns:
-            At most `size` tokens, whole blocks: whole pages, or a part that divides a page. All of them where the body
-            is not in pages."""
+            At most `size` tokens, whole blocks: whole pages, or a part that divides a page. All of
+            them where the body is not in pages."""
         if not self.page or size % self.page == 0:
             return size
         if size > self.page:
             return size // self.page * self.page
-        count = next(n for n in range(size // self.block, 0, -1) if self.page % (n * self.block) == 0)
+        count = next(
+            n for n in range(size // self.block, 0, -1) if self.page % (n * self.block) == 0
+        )
         return self.block * count
 
     @property
     def carried(self) -> int:
-        """Count the body tokens of a row whose carry is in memory during a decode step (methods.layer_cache.Chain)."""
+        """Count the body tokens of a row whose carry is in memory during a decode step
+        (methods.layer_cache.Chain)."""
         return self.slots if self.wiring.chain.read else 0
 
 
 def few_block(run: RunLayout, batch: int, rows: int) -> int:
     """Choose how many tokens of every row a few queries read at a time.
 
-    They are more than `run.reading` where the small operations between two reads cost much: where `RunLayout.carrying`
-    or `RunLayout.lanes` is set.
+    They are more than `run.reading` where the small operations between two reads cost much: where
+    `RunLayout.carrying` or `RunLayout.lanes` is set.
 
     Args:
         run: The run's plan.
@@ -290,7 +308,8 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
         rows: The queries of a row, those of all heads counted together.
 
     Returns:
-        A number of tokens. It need not divide the body: the last read may then begin within the one before it."""
+        A number of tokens. It need not divide the body: the last read may then begin within the one
+        before it."""
     # `most` is the most tokens of a row; 0: no more than `run.reading`.
     if run.carrying:
         most = run.carrying // batch
@@ -300,21 +319,24 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
         most = 0
     if run.wraps or not most:
         return run.reading
-    # `reading` divides the body into so many pieces. A read is some of them, and reads are as even as pieces allow.
+    # `reading` divides the body into so many pieces. A read is some of them, and reads are as even
+    # as pieces allow.
     pieces = run.slots_here // run.reading
     count = -(-pieces // max(1, most // run.reading))
     return run.within_pages(run.reading * -(-pieces // max(1, count)))
 
 
-# New tokens of a row, at most, whose scores are computed from packed words. Their scores must then be put in order. For
-# more tokens that costs more than decoding the keys does.
+# New tokens of a row, at most, whose scores are computed from packed words. Their scores must then
+# be put in order. For more tokens that costs more than decoding the keys does.
 MOST_BY_WORDS = 64
-# Tokens beside a body, at most, that a TPU's kernel takes. Their keys and values lie in its fast memory as a whole.
+# Tokens beside a body, at most, that a TPU's kernel takes. Their keys and values lie in its fast
+# memory as a whole.
 MOST_RECENT = 512
 
 
 class Ask(NamedTuple):
-    """What is known of attention to a body before it is traced. The choice of a reader depends on nothing else.
+    """What is known of attention to a body before it is traced. The choice of a reader depends on
+    nothing else.
 
     Attributes:
         run: The layers' plan, with the chip that programs are for.
@@ -373,8 +395,8 @@ def _kernel_chip(ask: Ask) -> str | None:
     if not is_linear(ask) or ask.softcap is not None:
         return None
     if shared_values(ask) is not ask.run.wiring.fast.shared:
-        # The caller maps the kernel's sums by `shared.finish`. The kernel sums the vectors of `Fast.shared`, or where
-        # that is None the heads' own values.
+        # The caller maps the kernel's sums by `shared.finish`. The kernel sums the vectors of
+        # `Fast.shared`, or where that is None the heads' own values.
         return None
     chip = path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted)
     return None if chip == "reference" else chip
@@ -388,7 +410,9 @@ def _by_kernel(ask: Ask) -> bool:
 def _reads_words(ask: Ask) -> bool:
     """Say whether XLA reads packed words by sums that decode as they go."""
     fast = ask.run.wiring.fast
-    if fast.packed is None or not (isinstance(fast.packed.spec, PackedSpec) and fast.packed.spec.plain):
+    if fast.packed is None or not (
+        isinstance(fast.packed.spec, PackedSpec) and fast.packed.spec.plain
+    ):
         return False
     # As for a kernel, whose sums are mapped by `shared.finish`.
     return is_linear(ask) and ask.length <= MOST_BY_WORDS and shared_values(ask) is fast.shared
@@ -400,10 +424,11 @@ def _as_stored(ask: Ask) -> bool:
 
 
 def _decoded(ask: Ask) -> bool:
-    """Say whether XLA decodes large parts of the body, in loops of static length, as for bodies on GPUs.
+    """Say whether XLA decodes large parts of the body, in loops of static length, as for bodies on
+    GPUs.
 
-    Where layers feed each other, the reader makes keys and values of the carry alone. So the carry must be the decoded
-    sources, all of them and number by number."""
+    Where layers feed each other, the reader makes keys and values of the carry alone. So the carry
+    must be the decoded sources, all of them and number by number."""
     run, chain = ask.run, ask.run.wiring.chain
     exact = chain.read_in is None or ask.dtype in chain.read_in
     all_sources = chain.carry.keys() == run.wiring.storage.sources.keys()
@@ -414,7 +439,9 @@ def _decoded(ask: Ask) -> bool:
 def _in_tiles(ask: Ask) -> bool:
     """Say whether many queries meet large tiles of decoded tokens."""
     run = ask.run
-    return ask.length >= MANY_QUERIES and run.tiles != "off" and is_linear(ask) and run.deal.parts == 1
+    return (
+        ask.length >= MANY_QUERIES and run.tiles != "off" and is_linear(ask) and run.deal.parts == 1
+    )
 
 
 READERS: dict[str, Callable[[Ask], bool]] = {
@@ -432,7 +459,8 @@ def reader_of(ask: Ask) -> str:
 
 
 def reads_pages(reader: str, ask: Ask) -> bool:
-    """Say whether a reader of a body in pages goes from page to page. Otherwise it wants a row's pages side by side."""
+    """Say whether a reader of a body in pages goes from page to page. Otherwise it wants a row's
+    pages side by side."""
     packed = ask.run.wiring.fast.packed
     if reader == "kernel":
         return packed is not None and takes_pages(packed.spec, _kernel_chip(ask), ask.run.page)
@@ -440,17 +468,17 @@ def reads_pages(reader: str, ask: Ask) -> bool:
 
 
 def reader_without_kernel(ask: Ask) -> str:
-    """Name the reader of a body that has a kernel, in programs that are lowered for another platform than the kernel's
-    chip."""
+    """Name the reader of a body that has a kernel, in programs that are lowered for another
+    platform than the kernel's chip."""
     return next(name for name, takes in READERS.items() if name != "kernel" and takes(ask))
 
 
 def takes_recent(ask: Ask, sinks: int) -> bool:
     """Say whether the kernel also takes the tokens beside the body: sinks, window and new tokens.
 
-    A TPU's kernel for exact bodies does. Otherwise XLA runs some thirty small operations a layer for these few tokens
-    and for merging them with the body. On a TPU each of them takes as long as it takes to read the keys and values of a
-    few hundred tokens.
+    A TPU's kernel for exact bodies does. Otherwise XLA runs some thirty small operations a layer
+    for these few tokens and for merging them with the body. On a TPU each of them takes as long as
+    it takes to read the keys and values of a few hundred tokens.
 
     Args:
         ask: What is known of the attention.
@@ -460,7 +488,12 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
         Whether one call of the kernel is all of the layer's attention."""
     run = ask.run
     packed = run.wiring.fast.packed
-    if packed is None or not isinstance(packed.spec, ExactSpec) or run.deal.parts > 1 or not run.slots:
+    if (
+        packed is None
+        or not isinstance(packed.spec, ExactSpec)
+        or run.deal.parts > 1
+        or not run.slots
+    ):
         return False
     if run.page and not reads_pages("kernel", ask):
         return False

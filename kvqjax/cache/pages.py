@@ -6,14 +6,16 @@
     table[0, :2] = pool.take(2)
     cache = kvq.with_pages(cache, table)
 
-A page holds all fields of some consecutive body tokens of one row, in all layers. Its size is a multiple of the blocks
-in which bodies are read, so that no group and no word spans two pages. Sinks, windows, rings of sliding windows and
-states of recurrent layers stay a row's own. Which row has which page is data: programs do not depend on it.
+A page holds all fields of some consecutive body tokens of one row, in all layers. Its size is a
+multiple of the blocks in which bodies are read, so that no group and no word spans two pages.
+Sinks, windows, rings of sliding windows and states of recurrent layers stay a row's own. Which row
+has which page is data: programs do not depend on it.
 
-The host gives pages out (`PagePool`), because it knows how long rows are before it starts a program. A row needs
-`pages_needed(layout, tokens)` of them. Where it lacks one, it takes no more tokens: outside jit that is an error,
-inside jit the row's overflow flag is raised. Rows may share pages whose tokens are all encoded. A row writes behind its
-last encoded token alone, so that `copy_page` of a row's last page is all that two rows need to go on differently.
+The host gives pages out (`PagePool`), because it knows how long rows are before it starts a
+program. A row needs `pages_needed(layout, tokens)` of them. Where it lacks one, it takes no more
+tokens: outside jit that is an error, inside jit the row's overflow flag is raised. Rows may share
+pages whose tokens are all encoded. A row writes behind its last encoded token alone, so that
+`copy_page` of a row's last page is all that two rows need to go on differently.
 `crop` and `evict` move that token back: a row that shares pages is given others first, or copies.
 """
 
@@ -33,22 +35,6 @@ from kvqjax.cache.runs import pages_needed, runs_of
 from kvqjax.cache.state import NO_PAGE, Cache, check_cache
 from kvqjax.ops.packing import Packing, Stored
 from kvqjax.ops.xla_workarounds import floor_divide, modulo
-
-__all__ = [
-    "PagePool",
-    "PoolExhausted",
-    "check_pages",
-    "copied_page",
-    "copy_page",
-    "joined_pages",
-    "read_page",
-    "require_own_bodies",
-    "with_bodies_of",
-    "with_pages",
-    "without_bodies",
-    "without_pages",
-    "write_page",
-]
 
 MOST_PAGES = 2**24  # of a pool; its table takes 16 bytes a page on the host
 
@@ -97,7 +83,9 @@ class PagePool:
         """
         count = check_integer("count", count, 0)
         if count > len(self._free):
-            raise PoolExhausted(f"{count} pages are wanted and {len(self._free)} of {len(self._users)} are free")
+            raise PoolExhausted(
+                f"{count} pages are wanted and {len(self._free)} of {len(self._users)} are free"
+            )
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._users[page] = 1
@@ -140,7 +128,9 @@ def _require_pool(cache: Cache) -> int:
     """Give the last page of a cache's pool; raise UserError where it has none."""
     check_cache(cache)
     if cache.pages is None or cache.layout.pool is None:
-        raise UserError("the rows of this cache have no pages; init_cache(..., pages=) makes one whose rows do")
+        raise UserError(
+            "the rows of this cache have no pages; init_cache(..., pages=) makes one whose rows do"
+        )
     return cache.layout.pool.pages - 1
 
 
@@ -149,15 +139,17 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
 
     Args:
         cache: made with `pages=`.
-        table: the pages of each row in the order of its tokens, at first those that are encoded, and -1 where it has
-            none. A page may stand in several rows as long as its tokens are all encoded.
+        table: the pages of each row in the order of its tokens, at first those that are encoded,
+            and -1 where it has none. A page may stand in several rows as long as its tokens are all
+            encoded.
 
     Returns:
         The cache, which shares its other arrays with `cache`.
 
     Raises:
-        UserError: a cache without pages; a table of another shape; a page that is not there, or twice in one row. Of a
-            page that a trace hides and that is not there the row's overflow flag is raised.
+        UserError: a cache without pages; a table of another shape; a page that is not there, or
+            twice in one row. Of a page that a trace hides and that is not there the row's overflow
+            flag is raised.
     """
     most = _require_pool(cache)
     assert cache.pages is not None
@@ -172,7 +164,9 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
     return cache.replace(pages=pages, overflow=cache.overflow | missing.any(1))
 
 
-def check_pages(layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]) -> None:
+def check_pages(
+    layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]
+) -> None:
     """Raise UserError where a row lacks pages for so many tokens."""
     counts = np.cumprod(table >= 0, axis=1).sum(1)
     for row, (count, length) in enumerate(zip(counts.tolist(), tokens.tolist(), strict=True)):
@@ -195,14 +189,18 @@ def require_own_bodies(cache: Cache, operation: str) -> None:
 # ---- Reading ----
 
 
-def _joined(packing: Packing, page: int, stored: Stored, layer, rows: Int[Array, "B n"], first, size: int) -> Stored:
-    """Put `size` slots from slot `first` on of each of a row's n pages side by side: arrays [1, B, ...]."""
+def _joined(
+    packing: Packing, page: int, stored: Stored, layer, rows: Int[Array, "B n"], first, size: int
+) -> Stored:
+    """Put `size` slots from slot `first` on of each of a row's n pages side by side: arrays [1, B,
+    ...]."""
     batch, count = rows.shape
     flat = jnp.maximum(rows, 0).reshape(-1)  # what stands for a page that is not there is not read
     spans = packing.spans(stored, page, layer, flat, jnp.broadcast_to(first, flat.shape), size)
     axis = packing.token_axis
 
-    # Blocks follow one another along the axis of tokens in every packing, so that pages need only stand in their order.
+    # Blocks follow one another along the axis of tokens in every packing, so that pages need only
+    # stand in their order.
     def join(x: Array) -> Array:
         by_page = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
         return by_page.reshape(*by_page.shape[:axis], -1, *by_page.shape[axis + 2 :])
@@ -210,7 +208,9 @@ def _joined(packing: Packing, page: int, stored: Stored, layer, rows: Int[Array,
     return tuple(map(join, spans)) if count > 1 else spans
 
 
-def joined_pages(run: RunLayout, body: dict, layer, pages: Int[Array, "B N"], at, size: int) -> dict:
+def joined_pages(
+    run: RunLayout, body: dict, layer, pages: Int[Array, "B N"], at, size: int
+) -> dict:
     """Cut `size` body tokens of every row, from slot `at` on, out of one layer's pages.
 
     Args:
@@ -245,15 +245,17 @@ def without_pages(cache: Cache) -> Cache:
         cache: any; one without pages is given back.
 
     Returns:
-        A cache of the same tokens and words, which shares no body with `cache`: for `gather`, `save_cache` and whatever
-        else wants rows.
+        A cache of the same tokens and words, which shares no body with `cache`: for `gather`,
+        `save_cache` and whatever else wants rows.
     """
     if cache.pages is None:
         return cache
     layout, pages = dataclasses.replace(cache.layout, pool=None), cache.pages
 
     def moved(paged: RunLayout, run: RunLayout, body: dict) -> dict:
-        layers = [joined_pages(paged, body, layer, pages, 0, paged.slots) for layer in range(run.count)]
+        layers = [
+            joined_pages(paged, body, layer, pages, 0, paged.slots) for layer in range(run.count)
+        ]
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers)
         return {
             source: {
@@ -274,23 +276,29 @@ def without_pages(cache: Cache) -> Cache:
 
 def _paged_bodies(cache: Cache) -> tuple[dict, ...]:
     """Give the bodies that lie in pages; an empty one for each run whose body does not."""
-    return tuple(state.body if run.page else {} for run, state in zip(runs_of(cache.layout), cache.runs, strict=True))
+    return tuple(
+        state.body if run.page else {}
+        for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
+    )
 
 
 def _with_bodies(cache: Cache, bodies: Iterable[dict]) -> Cache:
     """Put other bodies, one for each run, in the place of those that lie in pages."""
     runs = zip(runs_of(cache.layout), cache.runs, bodies, strict=True)
-    return cache.replace(runs=tuple(state.replace(body=body) if run.page else state for run, state, body in runs))
+    return cache.replace(
+        runs=tuple(state.replace(body=body) if run.page else state for run, state, body in runs)
+    )
 
 
 def without_bodies(cache: Cache) -> Cache:
-    """Give a cache's rows without what lies in pages. It is no cache to attend to until `with_bodies_of`."""
+    """Give a cache's rows without what lies in pages. It is no cache to attend to until
+    `with_bodies_of`."""
     return _with_bodies(cache, ({} for _ in cache.runs))
 
 
 def with_bodies_of(cache: Cache, other: Cache) -> Cache:
-    """Give a cache's rows the pages of another cache of the same layout. The other one must not be used further where a
-    program is given the result to change in place."""
+    """Give a cache's rows the pages of another cache of the same layout. The other one must not be
+    used further where a program is given the result to change in place."""
     return _with_bodies(cache, (state.body for state in other.runs))
 
 
@@ -309,7 +317,8 @@ def write_page(cache: Cache, page: Int[Array, ""], content: tuple[dict, ...]) ->
 
 
 def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> Cache:
-    """Copy page `source` to page `target`, so that a row can go on in it where another one does otherwise.
+    """Copy page `source` to page `target`, so that a row can go on in it where another one does
+    otherwise.
 
     Args:
         cache: donated.
@@ -320,11 +329,14 @@ def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""]
         The cache, whose tables are as they were.
 
     Raises:
-        UserError: a cache without pages; a page that is not there. One that a trace hides is clipped.
+        UserError: a cache without pages; a page that is not there. One that a trace hides is
+            clipped.
     """
     most = _require_pool(cache)
     for name, page in (("source", source), ("target", target)):
-        check_integers(name, np.asarray(page) if isinstance(page, int) else page, (), "the number of a page")
+        check_integers(
+            name, np.asarray(page) if isinstance(page, int) else page, (), "the number of a page"
+        )
         check_within(name, page, 0, most, f"from 0 to {most}, the pool's pages")
     return copied_page(cache, jnp.asarray(source), jnp.asarray(target))
 

@@ -1,21 +1,23 @@
-"""Caches are cut in two along their tokens, and joined again. So a prefix is stored once, and what follows it apart.
+"""Caches are cut in two along their tokens, and joined again. So a prefix is stored once, and what
+follows it apart.
 
     head, tail = kvq.cut(cache, 1000)      the first tokens, up to 1000 of them, and the others
     kvq.join(head, tail)                   holds what `cache` holds, to the bit
 
-A tail can only be joined to the very tokens that it was computed after, at the same place: keys are stored after RoPE,
-and the keys and values of later layers depend on all tokens before. That is enough for a tree of shared prefixes.
-Another order of texts needs another forward pass.
+A tail can only be joined to the very tokens that it was computed after, at the same place: keys are
+stored after RoPE, and the keys and values of later layers depend on all tokens before. That is
+enough for a tree of shared prefixes. Another order of texts needs another forward pass.
 
     cache                  sinks | body ........................ | window
     cut at `start`         sinks | body .... |                              the head: encoded tokens alone
                                    blank sinks | body .......... | window   the tail: a `Piece`
 
-A cut lies where units of all sources of all layers end. So no unit is taken apart, none is encoded anew, and words are
-moved as they are. `shift` counts the body tokens before the cut, `start` counts the sinks too.
+A cut lies where units of all sources of all layers end. So no unit is taken apart, none is encoded
+anew, and words are moved as they are. `shift` counts the body tokens before the cut, `start` counts
+the sinks too.
 
-A row that cannot be cut or joined is an error where numbers are known. Inside jit they are not: the row is emptied, and
-its overflow flag raised."""
+A row that cannot be cut or joined is an error where numbers are known. Inside jit they are not: the
+row is emptied, and its overflow flag raised."""
 
 import dataclasses
 import functools
@@ -37,15 +39,14 @@ from kvqjax.cache.state import Cache, Run, blank_body, check_cache
 from kvqjax.cache.surgery import crop, evict
 from kvqjax.model.rope import check_length
 
-__all__ = ["Piece", "cut", "join"]
-
 
 class Piece(struct.PyTreeNode):
     """The tokens of a cache's rows from token `start` on.
 
     Attributes:
-        cache: The tokens, behind blank sinks, in the form of any cache: `gather`, `repeat`, `resize` and `save_cache`
-            take it. It must not be attended to, because its tokens would have other positions.
+        cache: The tokens, behind blank sinks, in the form of any cache: `gather`, `repeat`,
+            `resize` and `save_cache` take it. It must not be attended to, because its tokens would
+            have other positions.
         start: The number of the first token in the cache that it was cut from. Static.
         capacity: The capacity of that cache. Static."""
 
@@ -60,7 +61,8 @@ class Piece(struct.PyTreeNode):
 
 
 def _grain(layout: CacheLayout) -> int:
-    """Give the distance, in body tokens, between places where units of all sources of all layers end together."""
+    """Give the distance, in body tokens, between places where units of all sources of all layers
+    end together."""
     return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
 
 
@@ -71,9 +73,13 @@ def _check_means(layout: CacheLayout, operation: str) -> None:
         layout: The cache's layout.
         operation: Its name, for messages: "cut" or "join"."""
     if layout.pool is not None:
-        raise UserError(f"{operation}: the rows of this cache take pages of a pool; rows that share pages share tokens")
+        raise UserError(
+            f"{operation}: the rows of this cache take pages of a pool; rows that share pages share tokens"
+        )
     if layout.method.keep is not None:
-        raise UserError(f"{operation}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens")
+        raise UserError(
+            f"{operation}: {layout.method} evicts tokens, so that its bodies cannot be cut along tokens"
+        )
     if layout.shape.recurrent is not None:
         raise UserError(
             f"{operation}: recurrent layers remember all tokens at once, so that tokens have no part of a cache to "
@@ -90,7 +96,8 @@ def _check_means(layout: CacheLayout, operation: str) -> None:
 
 
 def _place(layout: CacheLayout, tokens: Any) -> int:
-    """Find the last place, at `tokens` or before it, where units of all sources of all layers end: in body tokens."""
+    """Find the last place, at `tokens` or before it, where units of all sources of all layers end:
+    in body tokens."""
     number = check_integer("tokens", tokens, 0)
     if number < layout.method.sinks:
         raise UserError(f"tokens={number}; the {layout.method.sinks} sinks cannot be cut apart")
@@ -113,11 +120,16 @@ def _least_encoded(cache: Cache) -> Int[Array, " B"]:
 
 def _are_known(*caches: Cache) -> bool:
     """Say whether the lengths of rows, and their counts of encoded units, are known numbers."""
-    return is_known(*jax.tree.leaves([(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]))
+    return is_known(
+        *jax.tree.leaves(
+            [(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]
+        )
+    )
 
 
 def _refuse(rows: Bool[Array, " B"], *caches: Cache) -> int | None:
-    """Give the number of the first marked row. None where no row is marked, and where numbers are not known."""
+    """Give the number of the first marked row. None where no row is marked, and where numbers are
+    not known."""
     if not _are_known(*caches) or not np.asarray(rows).any():
         return None
     return int(np.asarray(rows).argmax())
@@ -129,32 +141,34 @@ def _emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
 
 
 def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
-    """Cut every row in two: its first tokens, as a cache, and the others, as a piece to put behind them.
+    """Cut every row in two: its first tokens, as a cache, and the others, as a piece to put behind
+    them.
 
     Args:
         cache: Rows that begin alike, or one row. It stays as it is.
-        tokens: Where to cut, the same in all rows, at least the number of sinks. Static. The cut is made there or a
-            little before, where units of all sources of all layers end (every 1 to 128 tokens after the sinks). Outside
-            jit it comes no later than the first token that is not encoded yet in some row: newest tokens stay exact,
-            and are the piece's.
+        tokens: Where to cut, the same in all rows, at least the number of sinks. Static. The cut is
+            made there or a little before, where units of all sources of all layers end (every 1 to
+            128 tokens after the sinks). Outside jit it comes no later than the first token that is
+            not encoded yet in some row: newest tokens stay exact, and are the piece's.
 
     Returns:
-        (head, piece). The head holds the first `piece.start` tokens, all encoded, in a cache that shares its arrays
-        with `cache`. The piece has codes where they were codes, and exact tokens where they were exact, in arrays that
-        are shorter by what is left out. The piece of the tokens between two places is cut from the head of the later
-        one.
+        (head, piece). The head holds the first `piece.start` tokens, all encoded, in a cache that
+        shares its arrays with `cache`. The piece has codes where they were codes, and exact tokens
+        where they were exact, in arrays that are shorter by what is left out. The piece of the
+        tokens between two places is cut from the head of the later one.
 
     Raises:
-        UserError: A row holds fewer tokens than there are sinks; `tokens` is less; the method evicts tokens, a layer's
-            body is a ring (sliding windows), or it is dealt over devices. Inside jit, a row that has not encoded
-            everything before the place is emptied, and its overflow flag raised.
+        UserError: A row holds fewer tokens than there are sinks; `tokens` is less; the method
+            evicts tokens, a layer's body is a ring (sliding windows), or it is dealt over devices.
+            Inside jit, a row that has not encoded everything before the place is emptied, and its
+            overflow flag raised.
     """
     check_cache(cache)
     _check_means(cache.layout, "cut")
     sinks, grain = cache.layout.method.sinks, _grain(cache.layout)
     shift = _place(cache.layout, tokens)
-    # A row may not have encoded all tokens before this place. Outside jit, the cut then moves to where all rows have.
-    # Inside jit it must be static: the row is emptied.
+    # A row may not have encoded all tokens before this place. Outside jit, the cut then moves to
+    # where all rows have. Inside jit it must be static: the row is emptied.
     readable = _are_known(cache)
     with reading(readable):
         encoded = _least_encoded(cache)
@@ -164,7 +178,9 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
         row_mask = (encoded < shift) | (cache.lengths < sinks)
     if (row := _refuse(row_mask, cache)) is not None:
         length = int(np.asarray(cache.lengths)[row])
-        raise UserError(f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart")
+        raise UserError(
+            f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart"
+        )
     start = shift + sinks
     head = _emptied(crop(cache, jnp.full_like(cache.lengths, start)), row_mask)
     tail = _emptied(_cut(cache, start), row_mask)
@@ -177,63 +193,86 @@ def _cut(cache: Cache, start: int) -> Cache:
     """Shift every row down by the body tokens before `start`.
 
     Args:
-        cache: The cache, whose rows have encoded these tokens; other rows are emptied by the caller.
+        cache: The cache, whose rows have encoded these tokens; other rows are emptied by the
+            caller.
         start: How many tokens of each row are left out, sinks included. Static.
 
     Returns:
         The other tokens, as a cache of a smaller capacity holds its first ones."""
     layout, shift = cache.layout, start - cache.layout.method.sinks
     windows = max(clock.window for run in runs_of(layout) for clock in run.wiring.storage.clocks)
-    # A crop may leave a row all of whose tokens are encoded. A body only has slots for as many tokens as the capacity
-    # leaves beside the window: with room for a window more, it has slots for all of them.
+    # A crop may leave a row all of whose tokens are encoded. A body only has slots for as many
+    # tokens as the capacity leaves beside the window: with room for a window more, it has slots for
+    # all of them.
     piece_layout = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
     lengths = cache.lengths - shift
     body_lengths = lengths - layout.method.sinks
 
-    # Every unit keeps its words: the shift is a multiple of all units, so that none is cut or encoded anew.
+    # Every unit keeps its words: the shift is a multiple of all units, so that none is cut or
+    # encoded anew.
     def shifted(old: RunLayout, new: RunLayout, state: Run) -> Run:
-        """Shift one run, of which `state` is what the cache holds, from its plan `old` to the piece's plan `new`."""
+        """Shift one run, of which `state` is what the cache holds, from its plan `old` to the
+        piece's plan `new`."""
         clocks = old.wiring.storage.clocks
-        flushed = tuple(count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True))
+        flushed = tuple(
+            count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True)
+        )
 
         def tile(source, name, field, layer, row, token, size):
             """Take body token `token` of the piece from where the cache has it."""
             return stored_tile(old, state, source, name, layer, row, token + shift, size)
 
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
-        window = {name: moved_window(old.ring, new.ring, body_lengths, shift, x) for name, x in state.window.items()}
-        # A cache without a body has encoded nothing, also where the piece, which has more room, has one.
-        body = moved_body(new, encoded, tile) if old.slots else blank_body(new, cache.batch, new.slots)
+        window = {
+            name: moved_window(old.ring, new.ring, body_lengths, shift, x)
+            for name, x in state.window.items()
+        }
+        # A cache without a body has encoded nothing, also where the piece, which has more room, has
+        # one.
+        body = (
+            moved_body(new, encoded, tile) if old.slots else blank_body(new, cache.batch, new.slots)
+        )
         # The sinks stay with the head; a piece behind blank ones has the form of any cache.
-        return Run(body=body, sinks=jax.tree.map(jnp.zeros_like, state.sinks), window=window, flushed=flushed)
+        return Run(
+            body=body,
+            sinks=jax.tree.map(jnp.zeros_like, state.sinks),
+            window=window,
+            flushed=flushed,
+        )
 
     states = zip(runs_of(layout), runs_of(piece_layout), cache.runs, strict=True)
-    # Every token of a row depends on those before it. If one before the piece is not finite, none of the piece's tokens
-    # counts as finite.
+    # Every token of a row depends on those before it. If one before the piece is not finite, none
+    # of the piece's tokens counts as finite.
     finite = jnp.maximum(cache.finite - shift, layout.method.sinks)
     runs = tuple(shifted(old, new, state) for old, new, state in states)
-    return cache.replace(runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=piece_layout)
+    return cache.replace(
+        runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=piece_layout
+    )
 
 
 def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     """Put a piece behind the first `tail.start` tokens of every row of a cache.
 
-    Row i of `head` and of `tail` belong together; `repeat` or `gather` makes as many of one as of the other. `head`
-    must hold the tokens that the piece was computed after: nothing can check that. Then the result holds what a cache
-    holds that was filled with all of these tokens: the same words, counts and window, to the bit.
+    Row i of `head` and of `tail` belong together; `repeat` or `gather` makes as many of one as of
+    the other. `head` must hold the tokens that the piece was computed after: nothing can check
+    that. Then the result holds what a cache holds that was filled with all of these tokens: the
+    same words, counts and window, to the bit.
 
     Args:
-        head: A cache that has encoded the tokens before `tail.start`, such as `cut` gives; later ones are left out.
+        head: A cache that has encoded the tokens before `tail.start`, such as `cut` gives; later
+            ones are left out.
         tail: What `cut` gave, of a cache of the same layout but for the capacity.
-        capacity: Tokens a row of the result; by default those of the cache that `tail` was cut from. Static.
+        capacity: Tokens a row of the result; by default those of the cache that `tail` was cut
+            from. Static.
 
     Returns:
         The cache of all these tokens, to go on with.
 
     Raises:
-        UserError: The layouts or the numbers of rows differ; `capacity` is more than the model's positions allow; a
-            row of `head` has not encoded everything before the piece, or a row does not fit the capacity (inside jit
-            it is empty then, and its overflow flag raised); or as `cut`.
+        UserError: The layouts or the numbers of rows differ; `capacity` is more than the model's
+            positions allow; a row of `head` has not encoded everything before the piece, or a row
+            does not fit the capacity (inside jit it is empty then, and its overflow flag raised);
+            or as `cut`.
     """
     if not isinstance(tail, Piece):
         raise UserError(f"tail is a {type(tail).__name__}; wanted a Piece, which kvqjax.cut gives")
@@ -258,7 +297,8 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
         lengths = tail.cache.lengths + shift
         unready = (_least_encoded(head) < shift) | (head.lengths < tail.start)
         crowded = lengths > capacity
-        # The tail may have encoded more tokens of a source than a shorter body has slots for, though all tokens fit.
+        # The tail may have encoded more tokens of a source than a shorter body has slots for,
+        # though all tokens fit.
         for (_, tokens), run in zip(_encoded(tail.cache), _run_of_each_clock(layout), strict=True):
             crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
     if (row := _refuse(unready, head, tail.cache)) is not None:
@@ -294,14 +334,16 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
     body_lengths = piece.lengths + shift - layout.method.sinks
 
     def joined(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
-        """Join one run: `first` and `before` are the head's plan and state, `second` and `after` the piece's."""
+        """Join one run: `first` and `before` are the head's plan and state, `second` and `after`
+        the piece's."""
         clocks = new.wiring.storage.clocks
 
         def tile(source, name, field, layer, row, token, size):
             """Take tokens before the piece from the head, others from the piece."""
             if not second.slots:  # too short for a body: what is encoded comes before it
                 return stored_tile(first, before, source, name, layer, row, token, size)
-            # A tile may lie on both sides of the piece's beginning. It is read on both, and a mask takes the tokens.
+            # A tile may lie on both sides of the piece's beginning. It is read on both, and a mask
+            # takes the tokens.
             tail_tile = stored_tile(second, after, source, name, layer, row, token - shift, size)
             # A piece from the first body token on has all of it: the head has sinks alone.
             if not shift:
@@ -310,20 +352,36 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
             return field.choose(token + jnp.arange(size) < shift, head_tile, tail_tile)
 
         # The shift is a multiple of every unit: counts of units stay whole.
-        flushed = tuple(count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True))
+        flushed = tuple(
+            count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True)
+        )
         encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
         window = {
-            name: moved_window(second.ring, new.ring, body_lengths, -shift, x) for name, x in after.window.items()
+            name: moved_window(second.ring, new.ring, body_lengths, -shift, x)
+            for name, x in after.window.items()
         }
-        body = moved_body(new, encoded, tile) if second.slots or shift else blank_body(new, head.batch, new.slots)
+        body = (
+            moved_body(new, encoded, tile)
+            if second.slots or shift
+            else blank_body(new, head.batch, new.slots)
+        )
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 
     plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)
-    runs = tuple(joined(*arguments) for arguments in zip(*plans, head.runs, piece.runs, strict=True))
+    runs = tuple(
+        joined(*arguments) for arguments in zip(*plans, head.runs, piece.runs, strict=True)
+    )
     lengths = piece.lengths + shift
-    # The first token that is not finite may be among the head's. Otherwise it is the piece's first one.
-    finite = jnp.where(head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift)
+    # The first token that is not finite may be among the head's. Otherwise it is the piece's first
+    # one.
+    finite = jnp.where(
+        head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift
+    )
     overflow = head.overflow | piece.overflow
     return head.replace(
-        runs=runs, lengths=lengths, overflow=overflow, finite=jnp.minimum(finite, lengths), layout=layout
+        runs=runs,
+        lengths=lengths,
+        overflow=overflow,
+        finite=jnp.minimum(finite, lengths),
+        layout=layout,
     )

@@ -12,8 +12,9 @@ What they share moves tokens into arrays of another size:
     padded_body    adds or cuts off slots of a body
     moved_window   moves the slots of the window to another ring
 
-Nothing is decoded or encoded. Codes, scales and vectors are unpacked, and packed in their new place, so that equal
-tokens keep equal words. New slots that no token of a row fills have undefined contents, as in every cache."""
+Nothing is decoded or encoded. Codes, scales and vectors are unpacked, and packed in their new
+place, so that equal tokens keep equal words. New slots that no token of a row fills have undefined
+contents, as in every cache."""
 
 import dataclasses
 import functools
@@ -36,13 +37,20 @@ MOST_AT_ONCE = 2048  # tokens of a row that are unpacked at a time: a few MB of 
 
 Number = Int[Array, ""] | int
 
-# tile(source, name, field, layer, row, token, size): body tokens `token` to `token + size - 1` of one row of one layer,
-# as packings write them.
+# tile(source, name, field, layer, row, token, size): body tokens `token` to `token + size - 1` of
+# one row of one layer, as packings write them.
 Tile = Callable[[str, str, Field, Number, Number, Number, int], Array]
 
 
 def stored_tile(
-    run: RunLayout, state: Run, source: str, name: str, layer: Number, row: Number, token: Number, size: int
+    run: RunLayout,
+    state: Run,
+    source: str,
+    name: str,
+    layer: Number,
+    row: Number,
+    token: Number,
+    size: int,
 ) -> Shaped[Array, "rows lanes"]:
     """Read body tokens of one row of one layer, as their packing writes them.
 
@@ -57,11 +65,13 @@ def stored_tile(
         size: How many tokens, a multiple of the block.
 
     Returns:
-        The tile. Its contents are undefined for tokens that the row does not hold, below 0 and beyond the end too."""
+        The tile. Its contents are undefined for tokens that the row does not hold, below 0 and
+        beyond the end too."""
     field, stored = run.wiring.storage.codecs[source].fields[name], state.body[source][name]
     packing = field.packing.in_bits  # 16-bit numbers travel as the integers that hold their bits
-    # The tile may begin inside a block. One more block than its size is read, and the tile is cut out of them. Modulo
-    # the body's blocks every number is a valid one, in rings and beyond the ends of a body.
+    # The tile may begin inside a block. One more block than its size is read, and the tile is cut
+    # out of them. Modulo the body's blocks every number is a valid one, in rings and beyond the
+    # ends of a body.
     first = jnp.floor_divide(token, run.block)
     blocks = jnp.mod(first + jnp.arange(size // run.block + 1), run.slots // run.block)
     rows = jnp.broadcast_to(jnp.asarray(row, jnp.int32), blocks.shape)
@@ -91,18 +101,19 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
         used_chunks = jnp.minimum(chunks, (encoded.max() + size - 1) // size)
 
     def put(number, out):
-        # One loop goes over chunks of slots, then layers, then rows. `line` numbers the rows of all layers.
+        # One loop goes over chunks of slots, then layers, then rows. `line` numbers the rows of all
+        # layers.
         chunk, line = number // (count * batch), number % (count * batch)
         layer, row = line // batch, line % batch
         token = chunk * size
-        if (
-            run.wraps
-        ):  # the newest block of the row that has its place here: the greatest j <= last, j mod chunks = chunk
+        if run.wraps:  # the newest block of the row that has its place here: the greatest j <= last, j mod chunks = chunk  # noqa: E501
             last = jnp.floor_divide(encoded[row] - 1, size)
             token = (last - jnp.mod(last - chunk, chunks)) * size
         return packing.in_bits.write(out, (layer, row), chunk * size, tile(layer, row, token, size))
 
-    return jax.lax.fori_loop(0, used_chunks * count * batch, put, packing.allocate((count, batch), run.slots))
+    return jax.lax.fori_loop(
+        0, used_chunks * count * batch, put, packing.allocate((count, batch), run.slots)
+    )
 
 
 def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile) -> dict:
@@ -147,13 +158,21 @@ def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
 
     def fields_of(source: str, fields: dict) -> dict:
         plans = old.wiring.storage.codecs[source].fields
-        return {name: tuple(resized(plans[name].packing, x) for x in stored) for name, stored in fields.items()}
+        return {
+            name: tuple(resized(plans[name].packing, x) for x in stored)
+            for name, stored in fields.items()
+        }
 
     return {source: fields_of(source, fields) for source, fields in body.items()}
 
 
 def moved_window(
-    old: int, new: int, end: Int[Array, " B"], shift: int, array: Shaped[Array, "..."], axis: int = 2
+    old: int,
+    new: int,
+    end: Int[Array, " B"],
+    shift: int,
+    array: Shaped[Array, "..."],
+    axis: int = 2,
 ) -> Shaped[Array, "..."]:
     """Move the window's slots from one ring to another.
 
@@ -176,7 +195,9 @@ def moved_window(
 
 def check_means(old: CacheLayout, new: CacheLayout) -> None:
     """Raise UserError for layouts between which no cache can be resized, whatever its rows hold."""
-    if old.dealt > 1 and not all(_is_padded(a, b) for a, b in zip(runs_of(old), runs_of(new), strict=True)):
+    if old.dealt > 1 and not all(
+        _is_padded(a, b) for a, b in zip(runs_of(old), runs_of(new), strict=True)
+    ):
         raise UserError(
             f"a body dealt over {old.dealt} devices cannot change from a capacity of {old.capacity} to {new.capacity}: "
             "its blocks or rings would have another length; make a cache with that capacity and fill it"
@@ -197,7 +218,10 @@ def _is_padded(old: RunLayout, new: RunLayout) -> bool:
 
 def _groups(cache: Cache) -> Bool[Array, "B G"]:
     """Mark the groups of an evicting body that hold a token."""
-    positions, unit = cache.kept["positions"], runs_of(cache.layout)[0].wiring.storage.clocks[0].unit
+    positions, unit = (
+        cache.kept["positions"],
+        runs_of(cache.layout)[0].wiring.storage.clocks[0].unit,
+    )
     return (positions.reshape(positions.shape[0], -1, unit) >= 0).any(-1)
 
 
@@ -209,7 +233,8 @@ def excess(cache: Cache, layout: CacheLayout) -> tuple[Int[Array, " B"], Bool[Ar
         layout: The smaller layout.
 
     Returns:
-        (how many tokens each row may be cropped to so that it fits, which rows do not fit as they are)."""
+        (how many tokens each row may be cropped to so that it fits, which rows do not fit as they
+        are)."""
     most = jnp.full_like(cache.lengths, layout.capacity)
     misfits = cache.lengths > most
     if "positions" in cache.kept:
@@ -219,7 +244,9 @@ def excess(cache: Cache, layout: CacheLayout) -> tuple[Int[Array, " B"], Bool[Ar
         return jnp.where(crowded, 0, most), misfits | crowded
     for run, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
         for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True):
-            if not new.wraps:  # a crop may have left more encoded than rows of that capacity ever encode
+            if (
+                not new.wraps
+            ):  # a crop may have left more encoded than rows of that capacity ever encode
                 crowded = count * clock.unit > new.slots
                 most = jnp.where(crowded, jnp.minimum(most, new.slots + layout.method.sinks), most)
                 misfits = misfits | crowded
@@ -246,14 +273,21 @@ def with_layout(cache: Cache, layout: CacheLayout) -> Cache:
     return cache.replace(runs=runs, kept=kept, layout=layout)
 
 
-def _resized_run(old: RunLayout, new: RunLayout, state: Run, body_lengths: Int[Array, " B"], order) -> Run:
-    """Move the arrays of a run from its plan `old` to its plan `new`. `order` is that of `_kept`."""
-    window = {name: moved_window(old.ring, new.ring, body_lengths, 0, x) for name, x in state.window.items()}
+def _resized_run(
+    old: RunLayout, new: RunLayout, state: Run, body_lengths: Int[Array, " B"], order
+) -> Run:
+    """Move the arrays of a run from its plan `old` to its plan `new`. `order` is that of
+    `_kept`."""
+    window = {
+        name: moved_window(old.ring, new.ring, body_lengths, 0, x)
+        for name, x in state.window.items()
+    }
     return state.replace(body=_body(old, new, state, order), window=window)
 
 
 def _body(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"] | None) -> dict:
-    """Move the body of a run. `order` has the groups of an evicting body that go to slots 0, u, 2 u, ...; else None."""
+    """Move the body of a run. `order` has the groups of an evicting body that go to slots 0, u, 2
+    u, ...; else None."""
     if not new.slots:
         return {}
     if not old.slots:  # nothing is encoded yet
@@ -272,7 +306,8 @@ def _body(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"] |
 
 
 def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"]) -> dict:
-    """Move the groups of an evicting body: group `order[b, i]` of row b goes to the slots of group i."""
+    """Move the groups of an evicting body: group `order[b, i]` of row b goes to the slots of group
+    i."""
     unit = old.wiring.storage.clocks[0].unit
     groups = new.slots // unit
     # Further groups of a longer body are copies of group 0, which `kept` calls empty.
@@ -280,11 +315,21 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
 
     def tile(source, name, field, layer, row, token, size):
         def group(number):
-            return stored_tile(old, state, source, name, layer, row, order[row, token // unit + number] * unit, unit)
+            return stored_tile(
+                old,
+                state,
+                source,
+                name,
+                layer,
+                row,
+                order[row, token // unit + number] * unit,
+                unit,
+            )
 
         return field.join_tiles(jax.vmap(group)(jnp.arange(size // unit)))
 
-    # All slots are written: with eviction `flushed` counts every unit that left the window, not those in the body.
+    # All slots are written: with eviction `flushed` counts every unit that left the window, not
+    # those in the body.
     return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
 
 
@@ -296,8 +341,9 @@ def _kept(cache: Cache, layout: CacheLayout) -> tuple[dict, Int[Array, "B G"] | 
         layout: The new layout.
 
     Returns:
-        (`Cache.kept`; the groups of the old body in the order in which the new one has them, those that hold tokens
-        first). None in place of the order where nothing is evicted, and where one of the two bodies has no slots."""
+        (`Cache.kept`; the groups of the old body in the order in which the new one has them, those
+        that hold tokens first). None in place of the order where nothing is evicted, and where one
+        of the two bodies has no slots."""
     old, new = runs_of(cache.layout)[0], runs_of(layout)[0]
     unit = new.wiring.storage.clocks[0].unit
     if not new.budget or not cache.kept:
@@ -321,12 +367,14 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
     """Store a cache in another form.
 
     Args:
-        cache: any cache. Where its blocks are dealt over devices, this runs inside `shard_map`, on each device's part.
+        cache: any cache. Where its blocks are dealt over devices, this runs inside `shard_map`, on
+            each device's part.
         layers: as `CacheLayout.layers`.
         form: as `CacheLayout.form`.
 
     Returns:
-        The same cache, with these in its layout. It shares the arrays that do not change with `cache`.
+        The same cache, with these in its layout. It shares the arrays that do not change with
+        `cache`.
 
     Raises:
         UserError: a dealt cache is to change its form outside `shard_map`.
@@ -335,10 +383,14 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
     if layout == cache.layout:
         return cache
     if layout.dealt > 1 and not layout.dealt_over and form != cache.layout.form:
-        raise UserError(f"a cache whose blocks are dealt over {layout.dealt} devices changes its form on its mesh only")
+        raise UserError(
+            f"a cache whose blocks are dealt over {layout.dealt} devices changes its form on its mesh only"
+        )
     pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
     members = [(run, state, index) for run, state in pairs for index in range(run.count)]
-    runs = tuple(_converted_run(run, members[run.first : run.first + run.count]) for run in runs_of(layout))
+    runs = tuple(
+        _converted_run(run, members[run.first : run.first + run.count]) for run in runs_of(layout)
+    )
     return cache.replace(runs=runs, states=_states(cache, layers), layout=layout)
 
 
@@ -368,16 +420,22 @@ def _converted_run(run: RunLayout, members: list[Member]) -> Run:
 
     body = {}
     for source, codec in run.wiring.storage.codecs.items() if run.slots else ():
-        body[source] = {name: field(source, name, new.packing) for name, new in codec.fields.items()}
-    exact = [_cut((state.sinks, state.window), index, old_run.count) for old_run, state, index in members]
+        body[source] = {
+            name: field(source, name, new.packing) for name, new in codec.fields.items()
+        }
+    exact = [
+        _cut((state.sinks, state.window), index, old_run.count) for old_run, state, index in members
+    ]
     sinks, window = jax.tree.map(lambda *parts: _joined(list(parts)), *exact)
-    # Layers of a run have encoded equally many units, so that the counts of the first stand for all.
+    # Layers of a run have encoded equally many units, so that the counts of the first stand for
+    # all.
     first_state = members[0][1]
     return Run(body=body, sinks=sinks, window=window, flushed=first_state.flushed)
 
 
 def _packed_anew(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: int) -> Stored:
-    """Pack one layer's field in another way. The number of slots may change, since blocks depend on the form."""
+    """Pack one layer's field in another way. The number of slots may change, since blocks depend on
+    the form."""
     if old == new:
         return old.resized(stored, slots, new_slots)
     return packing.convert(old, new, stored, slots, new_slots)
@@ -389,12 +447,14 @@ def _cut(tree, index: int, count: int):
 
 
 def _joined(parts: list):
-    """Stack arrays [1, ...] of layers. Of a single layer the array itself is returned, not a copy."""
+    """Stack arrays [1, ...] of layers. Of a single layer the array itself is returned, not a
+    copy."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
-    """Find where each ring block is stored: devices come one after the other, each with its own blocks in order."""
+    """Find where each ring block is stored: devices come one after the other, each with its own
+    blocks in order."""
     ring, deal = np.arange(run.slots // run.block), run.deal
     blocks = max(1, deal.block // run.block)  # of the run, in one block that is dealt
     dealt_block = ring // blocks
@@ -404,7 +464,11 @@ def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
 
 
 def _moved(
-    old: RunLayout, new: RunLayout, encoded: Int[np.ndarray, " B"], array: Shaped[np.ndarray, "L B R W"], axis: int
+    old: RunLayout,
+    new: RunLayout,
+    encoded: Int[np.ndarray, " B"],
+    array: Shaped[np.ndarray, "L B R W"],
+    axis: int,
 ) -> Shaped[np.ndarray, "L B r w"]:
     """Move the blocks of one array of a field.
 
@@ -416,8 +480,8 @@ def _moved(
         axis: The axis along which tokens follow each other.
 
     Returns:
-        The array of the new plan. A ring holds the newest blocks of a row. Where the new ring is longer, blocks that
-        the old one no longer held are zero."""
+        The array of the new plan. A ring holds the newest blocks of a row. Where the new ring is
+        longer, blocks that the old one no longer held are zero."""
     count, new_count = old.slots // old.block, new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
     # [L, B, blocks, what one block takes along the axis, W]
@@ -439,7 +503,10 @@ def _dealt_run(old: RunLayout, new: RunLayout, state: Run) -> Run:
         for source in clock.sources if state.body else ():
             fields = old.wiring.storage.codecs[source].fields
             body[source] = {
-                name: tuple(_moved(old, new, flushed * clock.unit, x, fields[name].packing.token_axis) for x in part)
+                name: tuple(
+                    _moved(old, new, flushed * clock.unit, x, fields[name].packing.token_axis)
+                    for x in part
+                )
                 for name, part in state.body[source].items()
             }
     return dataclasses.replace(state, body=body)
@@ -455,4 +522,6 @@ def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
     Returns:
         The cache in that layout."""
     runs = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
-    return cache.replace(runs=tuple(_dealt_run(old, new, state) for old, new, state in runs), layout=layout)
+    return cache.replace(
+        runs=tuple(_dealt_run(old, new, state) for old, new, state in runs), layout=layout
+    )

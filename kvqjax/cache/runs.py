@@ -13,8 +13,8 @@ A run is some neighbouring layers that cache alike and are stored as one stack.
 
 The plan is a value, `RunLayout` (kvqjax/cache/layout.py), which says what each number means.
 
-A layer's spec builds a wiring (one layer's cache as a value) that knows no cache. `fitted` then goes through these
-steps, in this order:
+A layer's spec builds a wiring (one layer's cache as a value) that knows no cache. `fitted` then
+goes through these steps, in this order:
 
     _resolved       "compute" becomes the cache's dtype
     _in_form        fields get the form in which bodies are stored: heads (GPUs), lines and stripes (CPUs), or planes
@@ -22,18 +22,20 @@ steps, in this order:
     _check_clocks   windows and units that no body can have are refused
     _by_groups      with eviction, there is one clock of at least 32 tokens
 
-A packed form (`Fast.packed`) is a body that something reads as it is stored: a Pallas kernel or, for uniform codes, the
-plain sums. A direct form (`Fast.direct`) is one that XLA reads at once, stored head by head.
+A packed form (`Fast.packed`) is a body that something reads as it is stored: a Pallas kernel or,
+for uniform codes, the plain sums. A direct form (`Fast.direct`) is one that XLA reads at once,
+stored head by head.
 
-A GPU's host decides on every turn of a loop whose bound is data. So no loop of a step has such a bound there, and a
-step would cost what the capacity costs. Between strides of steps, the host therefore promises how long rows are
-(`LengthBound`). Every promise is a program of its own, so that only a few lengths are promised:
+A GPU's host decides on every turn of a loop whose bound is data. So no loop of a step has such a
+bound there, and a step would cost what the capacity costs. Between strides of steps, the host
+therefore promises how long rows are (`LengthBound`). Every promise is a program of its own, so that
+only a few lengths are promised:
 
     the longest row      the capacity, divided by a power of two
     all rows together    a multiple of a sixteenth of what rows of that length hold; where a body is decoded in spans
 
-Only encoded tokens lie in pages. The newest tokens lie in the window: a clock encodes a unit once a row holds
-`window + unit` tokens that it has not encoded."""
+Only encoded tokens lie in pages. The newest tokens lie in the window: a clock encodes a unit once a
+row holds `window + unit` tokens that it has not encoded."""
 
 import contextlib
 import dataclasses
@@ -44,7 +46,15 @@ from collections.abc import Sequence
 
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
-from kvqjax.cache.layout import MANY_QUERIES, Ask, CacheLayout, Deal, LengthBound, RunLayout, reader_of
+from kvqjax.cache.layout import (
+    MANY_QUERIES,
+    Ask,
+    CacheLayout,
+    Deal,
+    LengthBound,
+    RunLayout,
+    reader_of,
+)
 from kvqjax.codecs.uniform import GroupError
 from kvqjax.methods import parse
 from kvqjax.methods.grammar import read_text
@@ -79,18 +89,23 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
         The wiring.
 
     Raises:
-        UserError: The spec does not fit the model, or its clocks do not fit its codecs or the layout's eviction."""
+        UserError: The spec does not fit the model, or its clocks do not fit its codecs or the
+        layout's eviction."""
     try:
-        # The form is chosen first: kernels read planes, so that a body in another form may use none.
+        # The form is chosen first: kernels read planes, so that a body in another form may use
+        # none.
         wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
-        # A body's block holds consecutive positions, whose cosines a CPU makes from those of the first one.
+        # A body's block holds consecutive positions, whose cosines a CPU makes from those of the
+        # first one.
         if family(layout.target) == "cpu" and wiring.fast.before_rope:
             wiring = wiring.having(fast={"waves": functools.partial(following, config=shape)})
     except ValueError as error:
         hint = _fitting_group(error, layout, first, shape) if isinstance(error, GroupError) else ""
-        raise UserError(f"{layout.method} does not fit layer {first} of this model: {error}{hint}") from error
+        raise UserError(
+            f"{layout.method} does not fit layer {first} of this model: {error}{hint}"
+        ) from error
     _check_clocks(wiring, str(layout.method))
     return _by_groups(wiring, layout.method)
 
@@ -107,7 +122,8 @@ def _fitting_group(error: GroupError, layout: CacheLayout, first: int, shape: KV
 
 
 def _resolved(wiring: Wiring, dtype: str) -> Wiring:
-    """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute dtype."""
+    """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute
+    dtype."""
 
     def fix(codec):
         fields = codec.fields.items()
@@ -118,12 +134,16 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
             }
         )
 
-    wiring = wiring.having(storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}})
+    wiring = wiring.having(
+        storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}}
+    )
     packed = wiring.fast.packed
     # The other kernels' specs have no compute dtype.
     if packed is None or not isinstance(packed.spec, ExactSpec | PredictedSpec):
         return wiring
-    return wiring.having(fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))})
+    return wiring.having(
+        fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))}
+    )
 
 
 def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
@@ -138,13 +158,16 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
         The wiring, with a direct form or a packed one, never both."""
     if layout.form == "stripes":
         wiring = _striped(wiring, layout, shape)
-    # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form "heads".
+    # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form
+    # "heads".
     if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
     def by_head(codec):
         fields = codec.fields.items()
-        return codec._replace(fields={name: field.by_head(shape.num_kv_heads) for name, field in fields})
+        return codec._replace(
+            fields={name: field.by_head(shape.num_kv_heads) for name, field in fields}
+        )
 
     codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
     # What reads packed words expects planes.
@@ -152,8 +175,8 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
 
 def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Store codes of keys in lines and of values in stripes where sums of kvqjax.pallas_kernels.few_queries read them:
-    uniform ones of long bodies that keep all tokens.
+    """Store codes of keys in lines and of values in stripes where sums of
+    kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies that keep all tokens.
 
     Args:
         wiring: With the cache's dtype.
@@ -165,9 +188,11 @@ def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
-    # Rings of sliding windows and evicted bodies are not read by these sums, which want slots in the tokens' order.
+    # Rings of sliding windows and evicted bodies are not read by these sums, which want slots in
+    # the tokens' order.
     keeps_all = shape.window is None and layout.method.keep is None
-    # No word of keys may have channels of two heads: they are read head by head, and split over devices by heads.
+    # No word of keys may have channels of two heads: they are read head by head, and split over
+    # devices by heads.
     whole_words = all(shape.head_dim * bits % 32 == 0 for bits in split_bits(packed.spec.key_bits))
     if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
         return wiring
@@ -177,7 +202,10 @@ def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
         return codec._replace(fields=codec.fields | {"codes": codes})
 
     codecs = wiring.storage.codecs
-    keys, values = stored(codecs["k"], form="lines", heads=shape.num_kv_heads), stored(codecs["v"], form="stripes")
+    keys, values = (
+        stored(codecs["k"], form="lines", heads=shape.num_kv_heads),
+        stored(codecs["v"], form="stripes"),
+    )
     codecs = codecs | {"k": keys, "v": values}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
     return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})
@@ -191,27 +219,32 @@ def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
         layout: The cache's layout.
 
     Returns:
-        The packed form, which also says whether the table of kernels need not be asked (`trusted`), and whether
-        anything reads the words themselves (`straight`)."""
+        The packed form, which also says whether the table of kernels need not be asked (`trusted`),
+        and whether anything reads the words themselves (`straight`)."""
     striped = isinstance(packed.spec, PackedSpec) and packed.spec.striped
     allowed = not striped and layout.kernels.allow(form_of(packed.spec))
     spec = dataclasses.replace(packed.spec, target=layout.target if allowed else "cpu")
-    # Without a kernel, words are read as they are stored where they are plain uniform codes, and else decoded first.
+    # Without a kernel, words are read as they are stored where they are plain uniform codes, and
+    # else decoded first.
     straight = spec.target != "cpu" or (isinstance(spec, PackedSpec) and spec.plain)
-    # Where `forms` lists what may run, the chip checked it or the user forces it. Else the table decides.
+    # Where `forms` lists what may run, the chip checked it or the user forces it. Else the table
+    # decides.
     return packed._replace(spec=spec, trusted=layout.kernels.forms is not None, straight=straight)
 
 
 def _check_clocks(wiring: Wiring, name: str) -> None:
-    """Raise UserError for windows and units that no body can have. `name` is the method's, for messages.
+    """Raise UserError for windows and units that no body can have. `name` is the method's, for
+    messages.
 
-    A unit of several tokens is a multiple of 32, because its codes are written as whole planes, and a multiple of the
-    tokens that each of its codecs encodes at a time."""
+    A unit of several tokens is a multiple of 32, because its codes are written as whole planes, and
+    a multiple of the tokens that each of its codecs encodes at a time."""
     for clock in wiring.storage.clocks:
         if clock.window < 0:
             raise UserError(f"{name}: window={clock.window}; a count of tokens cannot be negative")
         if clock.window > MOST_TOKENS:
-            raise UserError(f"{name}: window={clock.window}; at most {MOST_TOKENS} tokens are possible")
+            raise UserError(
+                f"{name}: window={clock.window}; at most {MOST_TOKENS} tokens are possible"
+            )
         if clock.unit != 1 and (clock.unit < 1 or clock.unit % 32):
             raise UserError(
                 f"{name}: tokens leave the window {clock.unit} at a time; 1 or a multiple of 32 is possible"
@@ -225,8 +258,8 @@ def _check_clocks(wiring: Wiring, name: str) -> None:
 
 
 def _by_groups(wiring: Wiring, method: Method) -> Wiring:
-    """Give the wiring a clock that eviction can work with: one for all sources, of whole planes at least. It stays as
-    it is where nothing is evicted.
+    """Give the wiring a clock that eviction can work with: one for all sources, of whole planes at
+    least. It stays as it is where nothing is evicted.
 
     Args:
         wiring: The wiring, with clocks that a body can have.
@@ -240,29 +273,39 @@ def _by_groups(wiring: Wiring, method: Method) -> Wiring:
     if method.keep is None:
         return wiring
     if len(wiring.storage.clocks) > 1:
-        raise UserError(f"{method}: keys and values leave the window apart, so their tokens cannot be evicted")
-    # A unit is the least that can be freed, since the scales of a group and a plane of codes belong to all its tokens.
+        raise UserError(
+            f"{method}: keys and values leave the window apart, so their tokens cannot be evicted"
+        )
+    # A unit is the least that can be freed, since the scales of a group and a plane of codes belong
+    # to all its tokens.
     clock = wiring.storage.clocks[0]._replace(unit=max(PLANE, wiring.storage.clocks[0].unit))
     if method.keep.budget < clock.unit:
-        raise UserError(f"{method}: tokens leave the body {clock.unit} at a time; keep that many at least")
+        raise UserError(
+            f"{method}: tokens leave the body {clock.unit} at a time; keep that many at least"
+        )
     return wiring.having(storage={"clocks": (clock,)})
 
 
-TPU_LANES = 2**14  # tokens of one row that a TPU reads at a time, of bodies whose fields are all plain
-CPU_LANES = 2**10  # tokens that a CPU reads at a time: decoded keys and values of a few heads then stay in its caches
-# Numbers of the carry that are read at a time. On a TPU they are those of one array, which is held in fast memory.
+TPU_LANES = (
+    2**14
+)  # tokens of one row that a TPU reads at a time, of bodies whose fields are all plain
+CPU_LANES = (
+    2**10
+)  # tokens that a CPU reads at a time: decoded keys and values of a few heads then stay in its caches
+# Numbers of the carry that are read at a time. On a TPU they are those of one array, which is held
+# in fast memory.
 CARRIED = {"tpu": 2**22, "gpu": 2**27}
 LEAST_PAGE = 128  # body tokens of a page, unless blocks are longer: a table's entry is then a small part of a page
-# KV heads, at most, for which a CPU multiplies queries by the channels of all heads. That takes as many times the
-# products of one head as there are heads.
+# KV heads, at most, for which a CPU multiplies queries by the channels of all heads. That takes as
+# many times the products of one head as there are heads.
 MOST_HEADS = 4
 
 
 def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape) -> RunLayout:
     """Plan a run of equal layers.
 
-    Only this function knows how eviction limits the arrays. Methods do not know of eviction. Code that writes or reads
-    a body asks `RunLayout.budget` and `Cache.kept`.
+    Only this function knows how eviction limits the arrays. Methods do not know of eviction. Code
+    that writes or reads a body asks `RunLayout.budget` and `Cache.kept`.
 
     Args:
         layout: The cache's layout.
@@ -281,19 +324,20 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
     lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
     if lanes == CPU_LANES and (layout.method.keep is not None or wiring.chain.carry):
         lanes //= 2  # the CPU's caches also hold attention masses, or the carry
-    # A clock leaves up to `window + unit - 1` tokens in the window. With several clocks a token stays until the slowest
-    # clock has encoded it.
+    # A clock leaves up to `window + unit - 1` tokens in the window. With several clocks a token
+    # stays until the slowest clock has encoded it.
     ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
-    # The most tokens that a body without eviction encodes: whole units, the window left out. It is 0 where the window
-    # alone can hold the capacity.
+    # The most tokens that a body without eviction encodes: whole units, the window left out. It is
+    # 0 where the window alone can hold the capacity.
     most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
     budget = 0 if keep is None else min(keep.budget // clocks[0].unit * clocks[0].unit, most)
     body_tokens = most if keep is None else budget
     linear_blocks = -(-body_tokens // block)  # of a body that does not wrap
     blocks = linear_blocks
     if keep is None and shape.window is not None:
-        # A ring holds the tokens that a query can see, and more. One block is for the newest tokens, which may not fill
-        # it. The slack of `ring` tokens keeps what queries see after a crop to a token of the window.
+        # A ring holds the tokens that a query can see, and more. One block is for the newest
+        # tokens, which may not fill it. The slack of `ring` tokens keeps what queries see after a
+        # crop to a token of the window.
         blocks = min(linear_blocks, -(-(shape.window + ring) // block) + 1)
     return RunLayout(
         first,
@@ -314,7 +358,8 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
 
 
 def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
-    """Choose how many tokens a few queries read at a time with the channels of all heads in one product.
+    """Choose how many tokens a few queries read at a time with the channels of all heads in one
+    product.
 
     Args:
         layout: The cache's layout.
@@ -327,13 +372,15 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
     if layout.form == "heads" or kind == "gpu":
         return 0
     if kind == "tpu":
-        # 1: heads still meet in one product, but no more tokens are read at a time than `RunLayout.reading`.
+        # 1: heads still meet in one product, but no more tokens are read at a time than
+        # `RunLayout.reading`.
         return TPU_LANES if plain else 1
     return CPU_LANES if shape.num_kv_heads <= MOST_HEADS else 0
 
 
 def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
-    """Choose how many tokens of all rows are read at a time where layers feed each other (`RunLayout.carrying`)."""
+    """Choose how many tokens of all rows are read at a time where layers feed each other
+    (`RunLayout.carrying`)."""
     # A body that is stored head by head is read as on a GPU, also where a CPU stands in for one.
     kind = "gpu" if layout.form == "heads" else family(layout.target)
     has_limit = layout.form == "heads" or kind == "tpu"
@@ -350,8 +397,8 @@ def tiles_of(layout: CacheLayout) -> str:
         layout: The cache's layout.
 
     Returns:
-        "tiles": in large tiles of plain products, on GPUs. "splash": by splash attention, on TPUs whose layout lets it
-        run. "off": in the same small blocks as few new tokens."""
+        "tiles": in large tiles of plain products, on GPUs. "splash": by splash attention, on TPUs
+        whose layout lets it run. "off": in the same small blocks as few new tokens."""
     kind = family(layout.target)
     if kind == "gpu":
         return "tiles"
@@ -383,7 +430,8 @@ def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
         The plans. They do not depend on the layout's length bound.
 
     Raises:
-        UserError: The method does not fit the model, or the layout's eviction, pages or mesh do not fit the method."""
+        UserError: The method does not fit the model, or the layout's eviction, pages or mesh do not
+        fit the method."""
     return _runs_of(layout if layout.bound is None else dataclasses.replace(layout, bound=None))
 
 
@@ -393,7 +441,9 @@ def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     runs = _plan_runs(layout)
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}  # (window, unit)
     if layout.method.keep is not None and len(clocks) > 1:
-        raise UserError(f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}")
+        raise UserError(
+            f"{layout.method}: evicting tokens needs one window and unit for all layers, got {clocks}"
+        )
     if layout.pool is not None:
         return _paged(layout, runs)
     return tuple(runs) if layout.dealt == 1 else _dealt(layout, runs)
@@ -402,29 +452,42 @@ def _runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
 def page_for(layout: CacheLayout) -> int:
     """Choose how many body tokens a page has, for a layout without a pool.
 
-    Pages are as short as the blocks of all runs and a TPU's kernels allow. A block is read as a whole, so that no page
-    ends within one."""
+    Pages are as short as the blocks of all runs and a TPU's kernels allow. A block is read as a
+    whole, so that no page ends within one."""
     runs, least = runs_of(layout), LEAST_PAGE
     block = math.lcm(PLANE, *(run.block for run in runs))  # all runs have pages of one length
     if family(layout.target) == "tpu":
-        least = max([least, *(least_page(run.wiring.fast.packed.spec) for run in runs if run.wiring.fast.packed)])
+        least = max(
+            [
+                least,
+                *(
+                    least_page(run.wiring.fast.packed.spec)
+                    for run in runs
+                    if run.wiring.fast.packed
+                ),
+            ]
+        )
     return -(-least // block) * block
 
 
 def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
     """Lay bodies into the pages of the layout's pool.
 
-    That is for bodies that keep all tokens in their order. Rings of sliding windows and bodies that evict tokens have a
-    bounded length and are written to everywhere, so that rows could not share their pages. They stay their rows' own.
+    That is for bodies that keep all tokens in their order. Rings of sliding windows and bodies that
+    evict tokens have a bounded length and are written to everywhere, so that rows could not share
+    their pages. They stay their rows' own.
 
     Raises:
-        UserError: The layout's blocks are dealt over devices, or a page would end within a block."""
+        UserError: The layout's blocks are dealt over devices, or a page would end within a
+        block."""
     assert layout.pool is not None
     page = layout.pool.tokens
     if layout.dealt > 1:
         raise UserError(f"a body that is dealt over {layout.dealt} devices cannot lie in pages")
     if blocks := [run.block for run in runs if page < 1 or page % math.lcm(PLANE, run.block)]:
-        raise UserError(f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *blocks)}")
+        raise UserError(
+            f"pages of {page} tokens; here they hold a multiple of {math.lcm(PLANE, *blocks)}"
+        )
 
     def paged(run: RunLayout) -> RunLayout:
         if run.wraps or run.budget or not run.slots:
@@ -435,15 +498,16 @@ def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
 
 
 def runs_for(method: Method, shape: KVShape, dtype: str = "float32") -> tuple[RunLayout, ...]:
-    """Plan the runs of a method's caches for a model, for what does not depend on the capacity: wirings and layers."""
+    """Plan the runs of a method's caches for a model, for what does not depend on the capacity:
+    wirings and layers."""
     return runs_of(CacheLayout(shape=shape.kv_shape, method=method, capacity=1, dtype=dtype))
 
 
 def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
     """Deal blocks over devices, so that every device has as many of every run.
 
-    The blocks that are dealt are as long in all runs. A token then lies on the same device in all layers, as it must
-    where layers feed each other."""
+    The blocks that are dealt are as long in all runs. A token then lies on the same device in all
+    layers, as it must where layers feed each other."""
     deal = Deal(layout.dealt, math.lcm(*(run.block for run in runs)), layout.dealt_over)
     turn = deal.block * deal.parts  # tokens that give each device one block
     return tuple(run._replace(slots=-(-run.slots // turn) * turn, deal=deal) for run in runs)
@@ -457,11 +521,13 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
         layout: The cache's layout.
 
     Returns:
-        The numbers of the runs of each chain. Where layers feed each other, all runs are one chain. Otherwise a chain
-        has the runs whose units fall due at the same time, so that this is computed once for all of them.
+        The numbers of the runs of each chain. Where layers feed each other, all runs are one chain.
+        Otherwise a chain has the runs whose units fall due at the same time, so that this is
+        computed once for all of them.
 
     Raises:
-        UserError: Layers feed each other and differ in their clocks, or in the tokens that they see."""
+        UserError: Layers feed each other and differ in their clocks, or in the tokens that they
+        see."""
     runs = runs_of(layout)
     if not any(run.wiring.chain.carry for run in runs):
         # Runs without a body have nothing that is due.
@@ -471,9 +537,11 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
         return tuple(map(tuple, due_together.values()))
     clocks = {run.wiring.storage.clocks[0][1:] for run in runs}
     if len(clocks) > 1 or any(len(run.wiring.storage.clocks) > 1 for run in runs):
-        raise UserError(f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}")
-    # A layer with a sliding window does not keep the tokens that a layer without one keeps, so that their carry cannot
-    # flow through it.
+        raise UserError(
+            f"{layout.method}: layers that feed each other must share one window and unit, got {clocks}"
+        )
+    # A layer with a sliding window does not keep the tokens that a layer without one keeps, so that
+    # their carry cannot flow through it.
     rings = {run.slots for run in runs} if any(run.wraps for run in runs) else set()
     if len({(run.sliding, run.chunked) for run in runs}) > 1 or len(rings) > 1:
         raise UserError(
@@ -511,8 +579,8 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
         lengths: The most tokens that each row will hold.
 
     Returns:
-        The least promise that such rows keep. None where it would be no less than the capacity, and for layouts whose
-        loops are bounded by data."""
+        The least promise that such rows keep. None where it would be no less than the capacity, and
+        for layouts whose loops are bounded by data."""
     runs = [run for run in runs_of(layout) if run.static_loops]
     if not runs:
         return None
@@ -527,9 +595,12 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
 
 
 def _by_spans(run: RunLayout) -> bool:
-    """Say whether a few queries may read a run's body span by span (kvqjax/cache/readers/decoded.py)."""
+    """Say whether a few queries may read a run's body span by span
+    (kvqjax/cache/readers/decoded.py)."""
     wiring = run.wiring
-    return wiring.fast.direct is None and not wiring.chain.carry and not run.wraps and not run.budget
+    return (
+        wiring.fast.direct is None and not wiring.chain.carry and not run.wraps and not run.budget
+    )
 
 
 def table_width(layout: CacheLayout) -> int:
@@ -549,8 +620,8 @@ def _encoded(layout: CacheLayout, tokens: int) -> list[int]:
 
 
 def exact_beside_pages(layout: CacheLayout) -> int:
-    """Count the tokens that a row can hold without a further page: sinks, and what the window keeps before the first
-    clock has a unit due."""
+    """Count the tokens that a row can hold without a further page: sinks, and what the window keeps
+    before the first clock has a unit due."""
     return layout.method.sinks + min(clock.window + clock.unit for clock in _clocks(layout)) - 1
 
 
@@ -558,7 +629,10 @@ def most_tokens(layout: CacheLayout, batch: int) -> int:
     """Count the tokens that `batch` rows can hold together."""
     if layout.pool is None or not table_width(layout):
         return batch * layout.capacity
-    return min(batch * layout.capacity, layout.pool.pages * layout.pool.tokens + batch * exact_beside_pages(layout))
+    return min(
+        batch * layout.capacity,
+        layout.pool.pages * layout.pool.tokens + batch * exact_beside_pages(layout),
+    )
 
 
 def pages_needed(layout: CacheLayout, tokens: int) -> int:
@@ -581,8 +655,8 @@ def pages_needed(layout: CacheLayout, tokens: int) -> int:
 
 
 def pages_complete(layout: CacheLayout, tokens: int) -> int:
-    """Count the pages of a row that are full, so that nothing is written to them any more. Other rows may share them
-    while the row goes on.
+    """Count the pages of a row that are full, so that nothing is written to them any more. Other
+    rows may share them while the row goes on.
 
     Args:
         layout: of a cache whose rows have pages.

@@ -3,16 +3,18 @@
     row b      sinks | body ......... | window |
     position   0     sinks                      lengths[b]
 
-The first `sinks` tokens of a row stay exact. The tokens after them are numbered from 0 ("body tokens"). Clock c has
-encoded the first `flushed[c][b] * unit` body tokens into the body. The others are in the window, a ring of C slots in
-which body token t is in slot t mod C. With several clocks, a token stays in the window until each has encoded it.
+The first `sinks` tokens of a row stay exact. The tokens after them are numbered from 0 ("body
+tokens"). Clock c has encoded the first `flushed[c][b] * unit` body tokens into the body. The others
+are in the window, a ring of C slots in which body token t is in slot t mod C. With several clocks,
+a token stays in the window until each has encoded it.
 
-Neighbouring layers of equal spec and sliding window form a run, and are stacked. What recurrent layers remember of the
-same tokens (kvqjax/model/recurrent.py) is their state, of fixed size.
+Neighbouring layers of equal spec and sliding window form a run, and are stacked. What recurrent
+layers remember of the same tokens (kvqjax/model/recurrent.py) is their state, of fixed size.
 
-`row_axes` says which axis of every array counts rows. `check_cache` is the check of all public functions that take a
-cache: it looks at shapes and dtypes alone, which are static, so that it takes no device time and takes tracers and
-abstract arrays too."""
+`row_axes` says which axis of every array counts rows. `check_cache` is the check of all public
+functions that take a
+cache: it looks at shapes and dtypes alone, which are static, so that it takes no device time and
+takes tracers and abstract arrays too."""
 
 import dataclasses
 import functools
@@ -36,7 +38,8 @@ from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 
 def _array(leaf) -> str:
-    """Print dtype and shape, `uint32[2,1,96,64]`. Of what is no array, print the name of its type."""
+    """Print dtype and shape, `uint32[2,1,96,64]`. Of what is no array, print the name of its
+    type."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return type(leaf).__name__
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
@@ -44,7 +47,9 @@ def _array(leaf) -> str:
 
 def arrays_text(tree) -> str:
     """Print how many arrays a pytree has, and their bytes."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")]
+    leaves = [
+        leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")
+    ]
     return f"{array_bytes(leaves):,} bytes in {len(leaves)} arrays"
 
 
@@ -69,7 +74,8 @@ def run_text(first: int, count: int, reader: str, parts: dict) -> str:
 
 
 def states_text(layers: int, states: tuple[dict, ...]) -> str:
-    """Print how many recurrent layers there are, and the first stack's arrays by name: `3 recurrent layers: ...`."""
+    """Print how many recurrent layers there are, and the first stack's arrays by name:
+    `3 recurrent layers: ...`."""
     text = ", ".join(f"{name} {_array(leaf)}" for name, leaf in states[0].items())
     return f"{layers} recurrent layer{'s' * (layers > 1)}: {text}"
 
@@ -82,11 +88,12 @@ Leaf = Any  # an array, or whatever a tree map or an abstract evaluation puts in
 class Run(struct.PyTreeNode):
     """The arrays of one run.
 
-    A part that a cache does not have is an empty dict. No array is of size 0, because Orbax refuses to save those.
+    A part that a cache does not have is an empty dict. No array is of size 0, because Orbax refuses
+    to save those.
 
     Attributes:
-        body: The stored arrays of every field of every source, {source: {field: arrays}}. An array is [L_run, B, ...],
-            or [L_run, pages, ...] where all rows' bodies lie in pages.
+        body: The stored arrays of every field of every source, {source: {field: arrays}}. An array
+            is [L_run, B, ...], or [L_run, pages, ...] where all rows' bodies lie in pages.
         sinks: The sinks' sources, by name.
         window: The window's sources, by name.
         flushed: How many units each clock has encoded in each row, clock by clock."""
@@ -103,19 +110,21 @@ class Cache(struct.PyTreeNode):
     Attributes:
         runs: The arrays of each run, in layer order.
         lengths: How many tokens each row holds.
-        overflow: `overflow[b]` turns True when a jitted call gets numbers for row b that cannot be: more tokens than
-            `layout.capacity` holds, a count outside the new tokens given, a token id outside the vocabulary, a row or
-            length that does not exist. They are clipped: what does not fit is not stored. The flag stays until the row
-            is evicted.
-        finite: `finite[b]` counts the tokens of row b before its first one with a NaN or infinite source. Without any,
-            it equals `lengths[b]`.
+        overflow: `overflow[b]` turns True when a jitted call gets numbers for row b that cannot be:
+            more tokens than `layout.capacity` holds, a count outside the new tokens given, a token
+            id outside the vocabulary, a row or length that does not exist. They are clipped: what
+            does not fit is not stored. The flag stays until the row is evicted.
+        finite: `finite[b]` counts the tokens of row b before its first one with a NaN or infinite
+            source. Without any, it equals `lengths[b]`.
         layout: All that is static about the cache.
-        kept: Which tokens the body holds where some are evicted (kvqjax.cache.eviction). It is empty otherwise.
-        states: The states of recurrent layers after `lengths[b]` tokens, float32 [layers, B, ...]: of all layers as one
-            stack, or of each by itself, as runs are stored. Models without recurrent layers have none.
-        pages: The pages that each row's encoded tokens lie in, in the order of the tokens, and -1 for no page
-            (kvqjax/cache/pages.py). A row that lacks a page holds as many tokens as it can without it. None: every row
-            reserves its capacity."""
+        kept: Which tokens the body holds where some are evicted (kvqjax.cache.eviction). It is
+            empty otherwise.
+        states: The states of recurrent layers after `lengths[b]` tokens, float32 [layers, B, ...]:
+            of all layers as one stack, or of each by itself, as runs are stored. Models without
+            recurrent layers have none.
+        pages: The pages that each row's encoded tokens lie in, in the order of the tokens, and -1
+            for no page (kvqjax/cache/pages.py). A row that lacks a page holds as many tokens as it
+            can without it. None: every row reserves its capacity."""
 
     runs: tuple[Run, ...]
     lengths: Leaf  # Int[B]
@@ -134,7 +143,8 @@ class Cache(struct.PyTreeNode):
     def nonfinite(self) -> Bool[Array, " B"]:
         """Mark rows that hold a token with a NaN or infinite source.
 
-        Such numbers are stored as 0. The row's logits are NaN until a crop cuts the token, or the row is evicted."""
+        Such numbers are stored as 0. The row's logits are NaN until a crop cuts the token, or the
+        row is evicted."""
         return self.finite < self.lengths
 
     def __repr__(self) -> str:
@@ -161,7 +171,10 @@ def blank_body(run: RunLayout, rows: int, slots: int) -> dict:
         The body; an empty one where the plan has no slots.
     """
     return {
-        source: {name: field.packing.allocate((run.count, rows), slots) for name, field in codec.fields.items()}
+        source: {
+            name: field.packing.allocate((run.count, rows), slots)
+            for name, field in codec.fields.items()
+        }
         for source, codec in (run.wiring.storage.codecs.items() if run.slots else ())
     }
 
@@ -171,13 +184,19 @@ def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
     sinks = layout.method.sinks
     rows, slots = batch, run.slots
-    if run.page:  # a body in pages is stored as if its rows were pages, and its slots a page's tokens
+    if (
+        run.page
+    ):  # a body in pages is stored as if its rows were pages, and its slots a page's tokens
         assert layout.pool is not None
         rows, slots = layout.pool.pages, run.page
     return Run(
         body=blank_body(run, rows, slots),
-        sinks={name: jnp.zeros((*lead, sinks, width), dtype) for name, width in sources.items()} if sinks else {},
-        window={name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()},
+        sinks={name: jnp.zeros((*lead, sinks, width), dtype) for name, width in sources.items()}
+        if sinks
+        else {},
+        window={
+            name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()
+        },
         flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),
     )
 
@@ -194,9 +213,12 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
         The cache.
 
     Raises:
-        UserError: A capacity or batch below 1, or a layout that cannot be planned (`runs_of`, `chains`)."""
+        UserError: A capacity or batch below 1, or a layout that cannot be planned (`runs_of`,
+        `chains`)."""
     if layout.capacity < 1 or batch < 1:
-        raise UserError(f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}")
+        raise UserError(
+            f"a cache needs capacity and batch of at least 1, got {layout.capacity} and {batch}"
+        )
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
     kept = empty_kept(runs_of(layout)[0], batch)  # with eviction, all runs have one budget
@@ -221,7 +243,8 @@ def empty_kept(run: RunLayout, batch: int) -> dict[str, Leaf]:
 
 
 def room(cache: Cache) -> Int[Array, " B"] | int:
-    """Count the tokens that each row can hold in all: the capacity, or as many as its pages allow."""
+    """Count the tokens that each row can hold in all: the capacity, or as many as its pages
+    allow."""
     layout = cache.layout
     if cache.pages is None:
         return layout.capacity
@@ -244,12 +267,14 @@ def _allocate_states(layout: CacheLayout, batch: int) -> tuple[dict[str, Leaf], 
 @functools.lru_cache(maxsize=64)
 def _can_be_deleted(kind: type) -> bool:
     """Say whether values of a type are arrays with memory of their own."""
-    # Cached by type: `isinstance` of every array would take as long as the dispatch of a call on a deep model's cache.
+    # Cached by type: `isinstance` of every array would take as long as the dispatch of a call on a
+    # deep model's cache.
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
 def check_alive(*values: Any) -> None:
-    """Raise UserError when an array of a cache, or of pending sources, was donated: a jitted call took its memory."""
+    """Raise UserError when an array of a cache, or of pending sources, was donated: a jitted call
+    took its memory."""
     if any(_can_be_deleted(type(x)) and x.is_deleted() for x in jax.tree.leaves(values)):
         raise UserError(
             "this cache was donated to an earlier call, or shares arrays with one that was; "
@@ -258,8 +283,8 @@ def check_alive(*values: Any) -> None:
 
 
 def check_mesh(cache: Cache) -> None:
-    """Raise UserError for a cache from outside, where `jax.set_mesh` names a mesh of Explicit axes: JAX does not write
-    what is computed there into its arrays."""
+    """Raise UserError for a cache from outside, where `jax.set_mesh` names a mesh of Explicit axes:
+    JAX does not write what is computed there into its arrays."""
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     if is_explicit and jax.typeof(cache.lengths).sharding.mesh.empty:
         raise UserError(
@@ -269,17 +294,23 @@ def check_mesh(cache: Cache) -> None:
 
 
 def bounded(cache: Cache, bound: LengthBound | None) -> Cache:
-    """Give the same cache whose programs read no further than `bound`; None takes the promise back."""
+    """Give the same cache whose programs read no further than `bound`; None takes the promise
+    back."""
     return cache.replace(layout=dataclasses.replace(cache.layout, bound=bound))
 
 
 def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
-    """Count the tokens of each row that are encoded in every source, and so attended to in the body."""
-    units = [f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)]
+    """Count the tokens of each row that are encoded in every source, and so attended to in the
+    body."""
+    units = [
+        f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)
+    ]
     return functools.reduce(jnp.minimum, units)
 
 
-def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]) -> Int[Array, "*S"]:
+def due(
+    clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]
+) -> Int[Array, "*S"]:
     """Count the units of a clock that are encoded once a row holds some body tokens.
 
     Args:
@@ -288,29 +319,38 @@ def due(clock: Clock, body_length: Int[Array, "*#S"], flushed: Int[Array, "*#S"]
         flushed: How many units are encoded already.
 
     Returns:
-        The number of units, at least `flushed`: what is encoded stays so after a crop of the window."""
+        The number of units, at least `flushed`: what is encoded stays so after a crop of the
+        window."""
     return jnp.maximum(flushed, floor_divide(body_length - clock.window, clock.unit))
 
 
-def units_due(run: RunLayout, state: Run, body_length: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
+def units_due(
+    run: RunLayout, state: Run, body_length: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], ...]:
     """Count the `due` units of every clock of a run whose rows hold `body_length` body tokens."""
-    return tuple(due(clock, body_length, f) for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True))
+    return tuple(
+        due(clock, body_length, f)
+        for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
+    )
 
 
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """Say which body token each of the `ring` window slots stands for, if `first` is the oldest token of each row's
-    window."""
+    """Say which body token each of the `ring` window slots stands for, if `first` is the oldest
+    token of each row's window."""
     first = first[:, None]
     # Slot s stands for the least token t >= first with t = s mod C.
     return first + modulo(jnp.arange(ring)[None] - first, ring)
 
 
 def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """Say which body token each of the `ring` window slots stands for, once rows hold `end` body tokens."""
+    """Say which body token each of the `ring` window slots stands for, once rows hold `end` body
+    tokens."""
     return ring_tokens(ring, jnp.maximum(end - ring, 0))
 
 
-def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+def admitted(
+    cache: Cache, counts: Int[Array, " B"], length: int
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Count the new tokens that each row stores.
 
     Args:
@@ -319,22 +359,27 @@ def admitted(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Int[A
         length: How many new tokens are given for each row.
 
     Returns:
-        (`counts`, clipped to 0 to `length` and to what still fits the row; the cache's overflow flags, raised for rows
-        whose counts were clipped).
+        (`counts`, clipped to 0 to `length` and to what still fits the row; the cache's overflow
+        flags, raised for rows whose counts were clipped).
 
     Raises:
         UserError: As `check_mesh`."""
     check_mesh(cache)
-    fits, overflow = clipped(counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0)))
+    fits, overflow = clipped(
+        counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0))
+    )
     return fits, cache.overflow | overflow
 
 
-def finite_tokens(cache: Cache, finite: Int[Array, " B"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
+def finite_tokens(
+    cache: Cache, finite: Int[Array, " B"], counts: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """Compute `Cache.finite` after new tokens.
 
     Args:
         cache: The cache before the call.
-        finite: How many of the T tokens given come before the first that is not finite, for the heads on this device.
+        finite: How many of the T tokens given come before the first that is not finite, for the
+            heads on this device.
         counts: How many of them each row stores.
 
     Returns:
@@ -367,9 +412,9 @@ def row_axes(cache: Cache) -> Cache:
         cache: Any cache, also a traced or an abstract one. Only its structure is read.
 
     Returns:
-        A pytree of the same structure with an int in place of every array: 1 for arrays [layers, rows, ...], 0 for
-        arrays [rows, ...]. Bodies in pages have no axis of rows: their 1 counts pages. It is what `jax.vmap` takes as
-        `in_axes`, and what generic tree code must map along:
+        A pytree of the same structure with an int in place of every array: 1 for arrays [layers,
+        rows, ...], 0 for arrays [rows, ...]. Bodies in pages have no axis of rows: their 1 counts
+        pages. It is what `jax.vmap` takes as `in_axes`, and what generic tree code must map along:
         `jax.tree.map(lambda x, axis: jnp.flip(x, axis), cache, kvqjax.row_axes(cache))`.
 
     Raises:
@@ -381,14 +426,22 @@ def row_axes(cache: Cache) -> Cache:
         return jax.tree.map(lambda _: axis, tree)
 
     def run(state: Run) -> Run:
-        stacked = {part: axis_of_all(getattr(state, part), 1) for part in ("body", "sinks", "window")}
+        stacked = {
+            part: axis_of_all(getattr(state, part), 1) for part in ("body", "sinks", "window")
+        }
         return Run(flushed=axis_of_all(state.flushed, 0), **stacked)
 
     runs = tuple(run(state) for state in cache.runs)
     states = axis_of_all(cache.states, 1)
     pages = axis_of_all(cache.pages, 0)
     return cache.replace(
-        runs=runs, lengths=0, overflow=0, finite=0, kept=axis_of_all(cache.kept, 0), states=states, pages=pages
+        runs=runs,
+        lengths=0,
+        overflow=0,
+        finite=0,
+        kept=axis_of_all(cache.kept, 0),
+        states=states,
+        pages=pages,
     )
 
 
@@ -407,12 +460,13 @@ def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
 def check_cache(*caches: Any) -> None:
     """Check values that should be caches.
 
-    Inside a `shard_map` of the caller's own, arrays are parts of what the layout describes: there only their layers and
-    rows are compared.
+    Inside a `shard_map` of the caller's own, arrays are parts of what the layout describes: there
+    only their layers and rows are compared.
 
     Raises:
-        UserError: A value is no cache, its arrays were donated, or they do not have the shapes and dtypes that its
-            layout and its number of rows promise. The line says what probably happened, and what to call instead.
+        UserError: A value is no cache, its arrays were donated, or they do not have the shapes and
+            dtypes that its layout and its number of rows promise. The line says what probably
+            happened, and what to call instead.
     """
     for cache in caches:
         _check_kind(cache)
@@ -431,7 +485,9 @@ def _check_arrays(cache: Cache) -> None:
     """Raise UserError unless all arrays of a Cache look as its layout promises."""
     lengths = getattr(cache.lengths, "shape", None)
     if lengths is None:
-        raise UserError(f"the cache's lengths are a {type(cache.lengths).__name__}, not an array of its rows' lengths")
+        raise UserError(
+            f"the cache's lengths are a {type(cache.lengths).__name__}, not an array of its rows' lengths"
+        )
     if len(lengths) != 1 or not lengths[0]:
         raise UserError(
             f"the cache's lengths have shape {list(lengths)}, wanted [rows]: every array needs its row axis, "
@@ -451,7 +507,11 @@ def _check_arrays(cache: Cache) -> None:
 def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
     """Say whether a device's part of an array has all of its layers and rows."""
     rows = promise.row_axis + 1
-    return shape is not None and len(shape) == len(promise.shape) and shape[:rows] == promise.shape[:rows]
+    return (
+        shape is not None
+        and len(shape) == len(promise.shape)
+        and shape[:rows] == promise.shape[:rows]
+    )
 
 
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
@@ -477,9 +537,7 @@ def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
             "gather or insert, or the axes that kvqjax.row_axes(cache) gives"
         )
     if actual[axis] != shape[axis]:
-        return (
-            f"{head}its rows are not the {shape[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"
-        )
+        return f"{head}its rows are not the {shape[axis]} of cache.lengths; for rows use kvqjax.repeat, gather or insert"  # noqa: E501
     if actual != shape:
         return f"{head}the layout of a capacity of {capacity} promises that; kvqjax.resize makes another capacity"
     return f"{name} of the cache is of type {leaf.dtype}, wanted {jnp.dtype(promise.dtype)}: its bits have that meaning"

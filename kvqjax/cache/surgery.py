@@ -1,4 +1,5 @@
-"""Operations on whole rows of packed caches, of every method. They are pure, and run inside and outside jit.
+"""Operations on whole rows of packed caches, of every method. They are pure, and run inside and
+outside jit.
 
     crop, evict               shorten rows, or empty them
     fork, gather, repeat      copy rows
@@ -6,16 +7,19 @@
     resize                    change the capacity
     snapshot                  keeps states of recurrent layers, to which `crop` can go back
 
-None of them decodes or encodes anything. They move arrays and change counts, and know nothing of what a field means.
+None of them decodes or encodes anything. They move arrays and change counts, and know nothing of
+what a field means.
 
-Rows are an axis of every array, but not the same one: `row_axes` says which, for tree code of your own.
+Rows are an axis of every array, but not the same one: `row_axes` says which, for tree code of your
+own.
 
-What `crop` and `evict` return shares its arrays with the cache that they were given. Donating one of the two ends the
+What `crop` and `evict` return shares its arrays with the cache that they were given. Donating one
+of the two ends the
 other: `fork` first where both must live on.
 
-Contract: the tokens below a row's `lengths` are stored as a fresh encode of the same tokens stores them, if it encodes
-as many units. What is stored beyond `lengths` is undefined. It is never read, because words are cleared before tokens
-are written to them."""
+Contract: the tokens below a row's `lengths` are stored as a fresh encode of the same tokens stores
+them, if it encodes as many units. What is stored beyond `lengths` is undefined. It is never read,
+because words are cleared before tokens are written to them."""
 
 import dataclasses
 import functools
@@ -28,7 +32,16 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvqjax._arguments import MOST, check_integer, check_integers, check_within, clipped, is_known, named, reading
+from kvqjax._arguments import (
+    MOST,
+    check_integer,
+    check_integers,
+    check_within,
+    clipped,
+    is_known,
+    named,
+    reading,
+)
 from kvqjax._errors import UserError
 from kvqjax.cache.eviction import crop_kept, forget
 from kvqjax.cache.layout import CacheLayout, RunLayout
@@ -56,22 +69,25 @@ __all__ = [
 
 
 class Snapshot(struct.PyTreeNode):
-    """States of a cache's recurrent layers after the tokens that its rows held then: what `crop` needs to go back
-    there. It shares no arrays with the cache and is as large as the states, whatever the rows hold."""
+    """States of a cache's recurrent layers after the tokens that its rows held then: what `crop`
+    needs to go back there. It shares no arrays with the cache and is as large as the states,
+    whatever the rows hold."""
 
     lengths: Leaf  # Int[B]
     states: tuple[dict[str, Leaf], ...]
 
 
 def snapshot(cache: Cache) -> Snapshot:
-    """Keep the states of recurrent layers as they are now, so that the cache can be cropped to here later on.
+    """Keep the states of recurrent layers as they are now, so that the cache can be cropped to here
+    later on.
 
     Args:
-        cache: any cache; of a model without recurrent layers the snapshot holds its lengths alone, and `crop` goes
-            without.
+        cache: any cache; of a model without recurrent layers the snapshot holds its lengths alone,
+            and `crop` goes without.
 
     Returns:
-        The snapshot, for `crop(cache, snapshot.lengths, snapshot=snapshot)` of this cache once it holds more tokens.
+        The snapshot, for `crop(cache, snapshot.lengths, snapshot=snapshot)` of this cache once it
+        holds more tokens.
 
     Raises:
         UserError: for what is no cache.
@@ -89,7 +105,8 @@ def fork(cache: Cache) -> Cache:
 def gather(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Make a cache whose row i is row `rows[i]` of `cache`, such as for beams.
 
-    A row number that a trace hides is clipped, and the flag `overflow[i]` of the new row i is raised.
+    A row number that a trace hides is clipped, and the flag `overflow[i]` of the new row i is
+    raised.
 
     Args:
         cache: A cache of B rows.
@@ -114,7 +131,9 @@ def _take_rows(cache: Cache, rows: Int[Array, " N"]) -> Cache:
     """Do `gather` of rows that exist."""
 
     def take(cache, rows):
-        return jax.tree.map(lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache)
+        return jax.tree.map(
+            lambda axis, x: jnp.take(x, rows, axis=axis, mode="clip"), row_axes(cache), cache
+        )
 
     return _moved(take, rows.size, cache, rows)
 
@@ -146,7 +165,8 @@ def _moved(function: Callable[..., Cache], rows: int, cache: Cache, *arguments: 
 def repeat(cache: Cache, n: int) -> Cache:
     """Repeat every row `n` times, in the order of `jnp.repeat`: rows 0, 1 become 0, 0, 1, 1.
 
-    A prompt that many requests begin with is prefilled once, as one row, and repeated for all of them.
+    A prompt that many requests begin with is prefilled once, as one row, and repeated for all of
+    them.
 
     Args:
         cache: A cache of B rows.
@@ -169,8 +189,8 @@ def repeat(cache: Cache, n: int) -> Cache:
 
 
 def _check_same(cache: Cache, other: Cache) -> None:
-    """Raise UserError unless rows of `other` can be put into `cache`: their layouts are equal, but for the capacity,
-    which may be less, and for the mesh axis that splits rows."""
+    """Raise UserError unless rows of `other` can be put into `cache`: their layouts are equal, but
+    for the capacity, which may be less, and for the mesh axis that splits rows."""
     for field in dataclasses.fields(cache.layout):
         expected, actual = getattr(cache.layout, field.name), getattr(other.layout, field.name)
         if field.name == "capacity":
@@ -182,10 +202,14 @@ def _check_same(cache: Cache, other: Cache) -> None:
             continue
         split_alike = field.name == "rules" and expected is not None and expected.splits_as(actual)
         if expected != actual and not split_alike:
-            raise UserError(f"the other cache has another {field.name}: {actual}, wanted {expected}")
+            raise UserError(
+                f"the other cache has another {field.name}: {actual}, wanted {expected}"
+            )
 
 
-def _numbers(name: str, rows: Any, batch: int, whose: str) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
+def _numbers(
+    name: str, rows: Any, batch: int, whose: str
+) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     """Check row numbers, and give them as an array.
 
     Args:
@@ -213,23 +237,26 @@ def insert(
     other: Cache,
     other_rows: Int[Array, " N"] | Int[Array, ""] | Sequence[int] | int | None = None,
 ) -> Cache:
-    """Replace rows of a cache by rows of another: requests that were prefilled apart join a running batch.
+    """Replace rows of a cache by rows of another: requests that were prefilled apart join a running
+    batch.
 
-    A row number that a trace hides is clipped, and the flag `overflow` of the row that was replaced is raised.
+    A row number that a trace hides is clipped, and the flag `overflow` of the row that was replaced
+    is raised.
 
     Args:
         cache: The running batch.
-        rows: Which rows are replaced: one number, or N of them. Where one is named twice, the last one counts.
+        rows: Which rows are replaced: one number, or N of them. Where one is named twice, the last
+            one counts.
         other: A cache of equal layout, but for the capacity: it may have less.
-        other_rows: Which rows of `other` come there: as many as `rows`, or one for all of them. None: all of its rows
-            in their order.
+        other_rows: Which rows of `other` come there: as many as `rows`, or one for all of them.
+            None: all of its rows in their order.
 
     Returns:
         The cache with row `rows[i]` replaced by row `other_rows[i]` of `other`.
 
     Raises:
-        UserError: The layouts differ, naming the field, but for the mesh axis that splits rows; `other` has a larger
-            capacity; the numbers of rows differ; a row does not exist.
+        UserError: The layouts differ, naming the field, but for the mesh axis that splits rows;
+            `other` has a larger capacity; the numbers of rows differ; a row does not exist.
     """
     check_cache(cache, other)
     check_mesh(cache)
@@ -239,10 +266,13 @@ def insert(
     into, moved = _numbers("rows", rows, cache.batch, "the cache's")
     row_numbers = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
     source, missed = _numbers("other_rows", row_numbers, other.batch, "the other cache's")
-    # All rows of `other` are meant without `other_rows`: a single one is not spread over several rows then.
+    # All rows of `other` are meant without `other_rows`: a single one is not spread over several
+    # rows then.
     sizes = (into.size,) if other_rows is None else (1, into.size)
     if source.size not in sizes:
-        raise UserError(f"{into.size} rows are to be replaced by {source.size} rows of the other cache")
+        raise UserError(
+            f"{into.size} rows are to be replaced by {source.size} rows of the other cache"
+        )
     if dataclasses.replace(other.layout, rules=cache.layout.rules) == cache.layout:
         other = other.replace(layout=cache.layout)  # its rows may be split over fewer devices
     if other.layout != cache.layout:  # it has less capacity
@@ -255,7 +285,11 @@ def insert(
 
 @jax.jit
 def _inserted(
-    cache: Cache, rows: Int[Array, " N"], other: Cache, other_rows: Int[Array, " N"], clipped: Bool[Array, " N"]
+    cache: Cache,
+    rows: Int[Array, " N"],
+    other: Cache,
+    other_rows: Int[Array, " N"],
+    clipped: Bool[Array, " N"],
 ) -> Cache:
     """Do `insert` between caches of one layout.
 
@@ -284,12 +318,14 @@ def _inserted(
 
 
 def adopt(cache: Cache, row: Int[Array, ""], other: Cache) -> Cache:
-    """Replace a row by the one row of another cache of the same layout, whose pages are in this cache's pool.
+    """Replace a row by the one row of another cache of the same layout, whose pages are in this
+    cache's pool.
 
     Args:
         cache: of many rows.
         row: the row that is replaced.
-        other: of one row. The body in pages may be left out of it (`without_bodies`), since pages stay where they are.
+        other: of one row. The body in pages may be left out of it (`without_bodies`), since pages
+            stay where they are.
 
     Returns:
         The cache, whose pages are as they were, with the row's table.
@@ -306,11 +342,11 @@ def taken_row(cache: Cache, row: Int[Array, ""]) -> Cache:
 
 
 def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Empty the marked rows: their length is 0, nothing is encoded, and states of recurrent layers are 0. Their flags
-    `overflow[b]` are lowered, and it is forgotten that numbers were not finite.
+    """Empty the marked rows: their length is 0, nothing is encoded, and states of recurrent layers
+    are 0. Their flags `overflow[b]` are lowered, and it is forgotten that numbers were not finite.
 
-    The old words stay until they are overwritten. The result shares its arrays with `cache`: `fork` first where both
-    must live on.
+    The old words stay until they are overwritten. The result shares its arrays with `cache`: `fork`
+    first where both must live on.
 
     Args:
         cache: Any cache.
@@ -324,13 +360,19 @@ def evict(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     """
     check_cache(cache)
     if getattr(rows, "dtype", None) != np.bool_ or rows.shape != (cache.batch,):
-        raise UserError(f"rows is {named(rows)}; wanted bool[{cache.batch}]: True for each row to empty")
+        raise UserError(
+            f"rows is {named(rows)}; wanted bool[{cache.batch}]: True for each row to empty"
+        )
     return emptied(cache, rows)
 
 
 def emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
-    """Do `evict` after its checks, also of rows whose bodies in pages were left out (`without_bodies`)."""
-    empty = lambda count: jnp.where(rows, 0, count)  # noqa: E731
+    """Do `evict` after its checks, also of rows whose bodies in pages were left out
+    (`without_bodies`)."""
+
+    def empty(count):
+        return jnp.where(rows, 0, count)
+
     runs = tuple(state.replace(flushed=jax.tree.map(empty, state.flushed)) for state in cache.runs)
     kept = forget(cache.kept, rows)
     overflow = cache.overflow & ~rows
@@ -349,20 +391,27 @@ def _blank(states: tuple[dict, ...], rows: Bool[Array, " B"]) -> tuple[dict, ...
     return _chosen(rows, jax.tree.map(jnp.zeros_like, states), states)
 
 
-def _chosen(rows: Bool[Array, " B"], states: tuple[dict, ...], fallback: tuple[dict, ...]) -> tuple[dict, ...]:
+def _chosen(
+    rows: Bool[Array, " B"], states: tuple[dict, ...], fallback: tuple[dict, ...]
+) -> tuple[dict, ...]:
     """Take the marked rows from `states`, the others from `fallback`."""
-    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, fallback)
+    return jax.tree.map(
+        lambda a, b: jnp.where(rows.reshape(1, -1, *[1] * (a.ndim - 2)), a, b), states, fallback
+    )
 
 
 @functools.partial(jax.jit, static_argnames="clocks")
 def _floor(
-    lengths: Int[Array, " B"], encoded: tuple[Int[Array, " B"], ...], clocks: tuple[tuple[int, bool], ...]
+    lengths: Int[Array, " B"],
+    encoded: tuple[Int[Array, " B"], ...],
+    clocks: tuple[tuple[int, bool], ...],
 ) -> Int[Array, " B"]:
     """Find the most body tokens to which rows can be cropped without decoding anything.
 
-    A crop to at least as many tokens as a clock has encoded leaves its body as it is. A crop below that must end on a
-    boundary of its units, since a unit cannot be cut. Lowering the length for one clock may put it inside a unit of
-    another, so that all clocks are asked again until none lowers it.
+    A crop to at least as many tokens as a clock has encoded leaves its body as it is. A crop below
+    that must end on a boundary of its units, since a unit cannot be cut. Lowering the length for
+    one clock may put it inside a unit of another, so that all clocks are asked again until none
+    lowers it.
 
     Args:
         lengths: The body tokens to crop to, if possible. Negative where sinks are cut.
@@ -374,7 +423,8 @@ def _floor(
 
     def lower(length):
         for (unit, wraps), tokens in zip(clocks, encoded, strict=True):
-            # A ring has overwritten older tokens that queries of so short a row would see. Only the sinks are left.
+            # A ring has overwritten older tokens that queries of so short a row would see. Only the
+            # sinks are left.
             floor = jnp.zeros_like(length) if wraps else length // unit * unit
             length = jnp.where((tokens > length) & (length > 0), floor, length)
         return length
@@ -392,33 +442,36 @@ def _floor(
 def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None = None) -> Cache:
     """Cut every row back to `lengths[b]` tokens, or to fewer where an encoded unit would be cut.
 
-    - Where no encoded token is cut, the crop is exact to the token. That holds for the newest `window` tokens at least.
-    - A deeper crop goes down to where every source of every layer ends on a whole unit (32 to 128 tokens). The window
+    - Where no encoded token is cut, the crop is exact to the token. That holds for the newest
+      `window` tokens at least.
+    - A deeper crop goes down to where every source of every layer ends on a whole unit (32 to 128
+      tokens). The window
       is empty then: the newest tokens stay encoded, and nothing is encoded twice.
-    - In a layer with two clocks (KIVI as published) a token whose key was encoded while its value was exact keeps the
-      reconstructed key.
-    - Layers whose body is a ring (sliding windows) have overwritten older tokens. A crop into their encoded part leaves
-      the sinks only.
-    - Where tokens are evicted by policy (`keep`), those that the body evicted before do not come back. The row then
-      holds less than a fresh encode of the same tokens.
+    - In a layer with two clocks (KIVI as published) a token whose key was encoded while its value
+      was exact keeps the reconstructed key.
+    - Layers whose body is a ring (sliding windows) have overwritten older tokens. A crop into their
+      encoded part leaves the sinks only.
+    - Where tokens are evicted by policy (`keep`), those that the body evicted before do not come
+      back. The row then holds less than a fresh encode of the same tokens.
     - A row whose first token that was not finite is cut is an ordinary row again.
-    - What recurrent layers remember cannot be undone. A row of a cache with their states can only be cut to 0 tokens,
-      or to what it held when a `snapshot` of the cache was taken. Inside jit any other cut empties the row, and raises
-      its flag `overflow[b]`.
+    - What recurrent layers remember cannot be undone. A row of a cache with their states can only
+      be cut to 0 tokens, or to what it held when a `snapshot` of the cache was taken. Inside jit
+      any other cut empties the row, and raises its flag `overflow[b]`.
 
     The result shares its arrays with `cache`: `fork` first where both must live on.
 
     Args:
         cache: Any cache.
-        lengths: How many tokens each row keeps. More than a row holds change nothing. A negative length that a trace
-            hides counts as 0, and the row's flag `overflow[b]` is raised.
+        lengths: How many tokens each row keeps. More than a row holds change nothing. A negative
+            length that a trace hides counts as 0, and the row's flag `overflow[b]` is raised.
         snapshot: The states of recurrent layers to go back to.
 
     Returns:
         The cache, whose `lengths` say what was kept.
 
     Raises:
-        UserError: A negative length, a cut to which recurrent layers cannot go back, or a snapshot of another cache.
+        UserError: A negative length, a cut to which recurrent layers cannot go back, or a snapshot
+            of another cache.
     """
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
     check_cache(cache)
@@ -434,16 +487,23 @@ def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None =
     most_encoded = jnp.maximum(body_lengths, 0)
 
     def cropped(run: RunLayout, state: Run) -> Run:
-        """Lower a run's counts of encoded units. Nothing else says how much of its body there is."""
+        """Lower a run's counts of encoded units. Nothing else says how much of its body there
+        is."""
         units = zip(run.wiring.storage.clocks, state.flushed, strict=True)
-        return state.replace(flushed=tuple(jnp.minimum(count, most_encoded // clock.unit) for clock, count in units))
+        return state.replace(
+            flushed=tuple(jnp.minimum(count, most_encoded // clock.unit) for clock, count in units)
+        )
 
     states = tuple(cropped(run, state) for run, state in zip(runs, cache.runs, strict=True))
     lengths = body_lengths + sinks
     finite = jnp.minimum(cache.finite, lengths)
     overflow = cache.overflow | negative
     result = cache.replace(
-        runs=states, lengths=lengths, finite=finite, overflow=overflow, kept=crop_kept(cache.kept, lengths)
+        runs=states,
+        lengths=lengths,
+        finite=finite,
+        overflow=overflow,
+        kept=crop_kept(cache.kept, lengths),
     )
     return _with_states(cache, result, snapshot) if cache.states else result
 
@@ -451,8 +511,8 @@ def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None =
 def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cache:
     """Give a cropped cache the states of recurrent layers that belong to its rows.
 
-    They are those of `cache` for a row from which nothing was cut, those of the snapshot for a row that is as long as
-    it was then, and zeros for an empty row. There are none for any other row.
+    They are those of `cache` for a row from which nothing was cut, those of the snapshot for a row
+    that is as long as it was then, and zeros for an empty row. There are none for any other row.
 
     Args:
         cache: The cache before the crop.
@@ -460,10 +520,12 @@ def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cach
         snapshot: The states to go back to, if there are any.
 
     Returns:
-        The cropped cache with its states. Rows for which there are none are empty, with their overflow flags raised.
+        The cropped cache with its states. Rows for which there are none are empty, with their
+        overflow flags raised.
 
     Raises:
-        UserError: The snapshot is of another cache, or outside jit there are no states for a row."""
+        UserError: The snapshot is of another cache, or outside jit there are no states for a
+        row."""
     uncut = result.lengths == cache.lengths
     states, restorable = cache.states, jnp.zeros_like(uncut)
     if snapshot is not None:
@@ -486,33 +548,41 @@ def _with_states(cache: Cache, result: Cache, snapshot: Snapshot | None) -> Cach
 
 
 def _check_snapshot(cache: Cache, snapshot: Any) -> None:
-    """Raise UserError unless `snapshot` is one of a cache with as many rows and the same recurrent layers."""
+    """Raise UserError unless `snapshot` is one of a cache with as many rows and the same recurrent
+    layers."""
     if not isinstance(snapshot, Snapshot):
         raise UserError(f"snapshot is {named(snapshot)}; wanted what kvqjax.snapshot(cache) gives")
-    shapes = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), states) for states in (snapshot.states, cache.states)]
+    shapes = [
+        jax.tree.map(lambda x: (x.shape, str(x.dtype)), states)
+        for states in (snapshot.states, cache.states)
+    ]
     if shapes[0] != shapes[1] or snapshot.lengths.shape != cache.lengths.shape:
         rows = snapshot.lengths.shape[0]
-        raise UserError(f"snapshot is of another cache: of {rows} rows and other recurrent layers than this one's")
+        raise UserError(
+            f"snapshot is of another cache: of {rows} rows and other recurrent layers than this one's"
+        )
 
 
 def resize(cache: Cache, capacity: int) -> Cache:
-    """Make the same cache with room for `capacity` tokens a row: more to go on, or fewer to put it away.
+    """Make the same cache with room for `capacity` tokens a row: more to go on, or fewer to put it
+    away.
 
-    What rows hold keeps its words, counts and window. Runs inside and outside jit, where `capacity` is static; every
-    other capacity is another shape and so another program.
+    What rows hold keeps its words, counts and window. Runs inside and outside jit, where `capacity`
+    is static; every other capacity is another shape and so another program.
 
     Args:
-        cache: Any cache. A body that is dealt over the devices of a mesh can be resized where its blocks stay as long
-            as they are.
+        cache: Any cache. A body that is dealt over the devices of a mesh can be resized where its
+            blocks stay as long as they are.
         capacity: Tokens a row, at least 1.
 
     Returns:
-        The cache with `layout.capacity == capacity`; `cache` itself where it has that capacity already.
+        The cache with `layout.capacity == capacity`; `cache` itself where it has that capacity
+        already.
 
     Raises:
-        UserError: `capacity` is no whole number of at least 1, or more than the model's positions allow; a row holds
-            more (inside jit, and on rows of other hosts, it is cropped and its overflow flag is raised); a body on a
-            mesh would be dealt otherwise.
+        UserError: `capacity` is no whole number of at least 1, or more than the model's positions
+            allow; a row holds more (inside jit, and on rows of other hosts, it is cropped and its
+            overflow flag is raised); a body on a mesh would be dealt otherwise.
     """
     check_cache(cache)
     require_own_bodies(cache, "resize")
@@ -535,13 +605,18 @@ def _fitting(cache: Cache, layout: CacheLayout) -> Cache:
         layout: The smaller layout.
 
     Returns:
-        The cache. Where a trace hides its numbers, rows that do not fit are cropped, and their overflow flags raised.
+        The cache. Where a trace hides its numbers, rows that do not fit are cropped, and their
+        overflow flags raised.
 
     Raises:
         UserError: A row does not fit, and its numbers are known."""
-    if not is_known(*jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))):
+    if not is_known(
+        *jax.tree.leaves((cache.lengths, cache.kept, [state.flushed for state in cache.runs]))
+    ):
         most, misfits = excess(cache, layout)
-        return crop(cache, jnp.minimum(cache.lengths, most)).replace(overflow=cache.overflow | misfits)
+        return crop(cache, jnp.minimum(cache.lengths, most)).replace(
+            overflow=cache.overflow | misfits
+        )
     with reading(True):
         misfits = np.asarray(excess(cache, layout)[1])
     if misfits.any():

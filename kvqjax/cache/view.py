@@ -1,4 +1,5 @@
-"""What one layer's attention reads: the layer's part of a cache, the new tokens, and the encoded body.
+"""What one layer's attention reads: the layer's part of a cache, the new tokens, and the encoded
+body.
 
     LayerView, NewTokens    what attention is given: one layer of a run, and the new tokens of the call
     side_by_side            sinks, window slots and new tokens on one axis, with the mask of each query
@@ -13,8 +14,8 @@ A body lies in one of three orders:
     ring       of blocks, for sliding windows: block j of the sequence lies in ring block j mod n
     evicted    a slot holds whichever token eviction left there; `NewTokens.stored` has its position
 
-The blocks of linear bodies and of rings may be dealt over devices (`Deal`). Slots are then numbered on each device by
-itself, and `Deal.tokens` gives the body token in a slot."""
+The blocks of linear bodies and of rings may be dealt over devices (`Deal`). Slots are then numbered
+on each device by itself, and `Deal.tokens` gives the body token in a slot."""
 
 import functools
 from collections.abc import Callable
@@ -42,11 +43,13 @@ class NewTokens(NamedTuple):
     Attributes:
         positions: The positions of the new tokens in their rows, sinks included.
         counts: How many of the new tokens of each row are valid.
-        held: How many body tokens (tokens after the sinks) each row held before the call. It is negative while the
-            sinks fill.
-        stored: The position of the token in each body slot, -1 for an empty slot. None: no token is evicted.
+        held: How many body tokens (tokens after the sinks) each row held before the call. It is
+            negative while the sinks fill.
+        stored: The position of the token in each body slot, -1 for an empty slot. None: no token is
+            evicted.
         oldest: The first position after the sinks that each query may see. None: no such limit.
-        mask: Query t sees new token s where `mask[b, t, s]` is True. None: it sees the new tokens up to itself."""
+        mask: Query t sees new token s where `mask[b, t, s]` is True. None: it sees the new tokens
+        up to itself."""
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
@@ -81,11 +84,14 @@ class LayerView(NamedTuple):
     pages: Pages = None
 
 
-Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]  # the positions of n tokens, and which of them are valid
+Places = tuple[
+    Int[Array, "B n"], Bool[Array, "B n"]
+]  # the positions of n tokens, and which of them are valid
 
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
-    """Mark which tokens each query sees by their positions. Masks of new tokens (`NewTokens.mask`) are not looked at.
+    """Mark which tokens each query sees by their positions. Masks of new tokens (`NewTokens.mask`)
+    are not looked at.
 
     Args:
         view: The layer.
@@ -99,7 +105,9 @@ def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B
     if tokens.oldest is None:
         return mask
     # Sinks are never evicted.
-    return mask & ((positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None])
+    return mask & (
+        (positions[:, None] >= tokens.oldest[:, :, None]) | (positions < view.sinks)[:, None]
+    )
 
 
 def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
@@ -122,13 +130,16 @@ def side_by_side(view: LayerView, tokens: NewTokens):
     """Put sinks, window slots and new tokens on one axis of N tokens, in this order.
 
     Returns:
-        (sources, [B, N, W] by name; their positions [B, N]; which of them each query sees, [B, T, N])."""
+        (sources, [B, N, W] by name; their positions [B, N]; which of them each query sees, [B, T,
+        N])."""
     places = beside(view, tokens)
     positions, valid = (jnp.concatenate(arrays, axis=1) for arrays in zip(*places, strict=True))
     mask = seen(view, tokens, positions, valid)
     if tokens.mask is not None:
         old_tokens = positions.shape[1] - tokens.mask.shape[1]  # sinks and window slots
-        mask = jnp.concatenate([mask[:, :, :old_tokens], _masked(view, tokens.mask, places[-1])], axis=2)
+        mask = jnp.concatenate(
+            [mask[:, :, :old_tokens], _masked(view, tokens.mask, places[-1])], axis=2
+        )
     exact = [at_layer(part, view.layer) for part in (view.state.sinks, view.state.window) if part]
     parts = *exact, view.new
     sources = {}
@@ -138,12 +149,14 @@ def side_by_side(view: LayerView, tokens: NewTokens):
 
 
 def _masked(view: LayerView, mask: Bool[Array, "B T T"], fresh: Places) -> Bool[Array, "B T T"]:
-    """Mark which new tokens each query sees by their mask [B, queries, tokens]. `fresh` has their places."""
+    """Mark which new tokens each query sees by their mask [B, queries, tokens]. `fresh` has their
+    places."""
     positions, valid = fresh
     mask = mask & valid[:, None]
     if view.run.sliding is None:
         return mask
-    # A mask may show a query later tokens too, so that a sliding window must hide tokens on both sides.
+    # A mask may show a query later tokens too, so that a sliding window must hide tokens on both
+    # sides.
     return mask & (jnp.abs(positions[:, :, None] - positions[:, None]) < view.run.sliding)
 
 
@@ -153,12 +166,14 @@ def expanded(view: LayerView, sources: dict, positions, body: bool = False):
     Args:
         view: The layer.
         sources: The sources of N tokens, [B, N, W] by name.
-        positions: The positions of these tokens, [B, N], or what the layer takes in their place (`Fast.waves`).
-        body: Whether the sources are decoded from the body. They are then in the body's frame, and so are the keys and
-            values.
+        positions: The positions of these tokens, [B, N], or what the layer takes in their place
+            (`Fast.waves`).
+        body: Whether the sources are decoded from the body. They are then in the body's frame, and
+            so are the keys and values.
 
     Returns:
-        (keys, values), [B, N, K, D]. Numbers beyond the range of their dtype become its largest number."""
+        (keys, values), [B, N, K, D]. Numbers beyond the range of their dtype become its largest
+        number."""
     maps = view.run.wiring.maps
     expand = maps.expand_body if body and maps.expand_body is not None else maps.expand
     k, v = expand(view.weights, view.constants, sources, positions)
@@ -173,22 +188,24 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = 
         state: The arrays of the run.
         layer: The layer's number in the run.
         at: The first slot that is read.
-        size: How many slots are read of every row: whole blocks. Of a body in pages, a part of a page or whole pages
-            (`RunLayout.within_pages`).
+        size: How many slots are read of every row: whole blocks. Of a body in pages, a part of a
+            page or whole pages (`RunLayout.within_pages`).
         pages: The pages of every row, where the body lies in pages.
 
     Returns:
         What the codecs decode, {source: {field: [B, size, ..]}}."""
     if run.page:
         assert pages is not None
-        # The body becomes one of this layer and of these slots alone, which is read from its beginning.
+        # The body becomes one of this layer and of these slots alone, which is read from its
+        # beginning.
         state = state.replace(body=joined_pages(run, state.body, layer, pages, at, size))
         layer = at = 0
     payload = {}
     for source, codec in run.wiring.storage.codecs.items():
         stored = state.body[source]
         payload[source] = {
-            name: field.packing.read(stored[name], layer, at, size) for name, field in codec.fields.items()
+            name: field.packing.read(stored[name], layer, at, size)
+            for name, field in codec.fields.items()
         }
     return payload
 
@@ -196,8 +213,8 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = 
 def with_own_body(view: LayerView) -> LayerView:
     """View a layer whose body lies in pages as one whose rows have bodies of their own.
 
-    This is for readers that take a row's body as a whole. It copies the codes of this one layer, of as many slots as
-    any row may have filled."""
+    This is for readers that take a row's body as a whole. It copies the codes of this one layer, of
+    as many slots as any row may have filled."""
     run = view.run
     # The carry has as many slots as the layer's body, whatever a bound promises.
     tokens = run.slots if run.wiring.chain.carry else reached(view)
@@ -230,7 +247,8 @@ class PackedView(NamedTuple):
 
 
 def packed_view(view: LayerView, tokens: NewTokens) -> PackedView:
-    """View a linear body as it is packed. The layer must have a form that kernels read (`Fast.packed`)."""
+    """View a linear body as it is packed. The layer must have a form that kernels read
+    (`Fast.packed`)."""
     run, packed = view.run, view.run.wiring.fast.packed
     assert packed is not None
     # Kernels rotate keys that are stored before RoPE by the positions at which blocks begin.
@@ -253,8 +271,8 @@ class BodyView(NamedTuple):
 
     Attributes:
         at: `at(j, size)` is the first slot of block j.
-        places: `places(j, size)` gives the positions of the tokens of block j, and which of them are valid. A token
-            that two blocks share is valid in the first of them only.
+        places: `places(j, size)` gives the positions of the tokens of block j, and which of them
+            are valid. A token that two blocks share is valid in the first of them only.
         blocks: `blocks(size)` gives the first block to read, and one past the last.
         together: The tokens of a block have consecutive positions."""
 
@@ -278,8 +296,10 @@ def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places
 
     Args:
         view: The layer.
-        slots: The slots of a block. In a ring, the numbers that its slots would have if the ring did not wrap.
-        least: The block's first slot that no block before it has. Tokens in lower slots are not valid here.
+        slots: The slots of a block. In a ring, the numbers that its slots would have if the ring
+            did not wrap.
+        least: The block's first slot that no block before it has. Tokens in lower slots are not
+            valid here.
 
     Returns:
         Their places. Slots that a row has not filled are not valid."""
@@ -291,8 +311,8 @@ def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places
 def _pinned(slots: int) -> Callable[[Number, int], Number]:
     """Make the `BodyView.at` of a body of so many slots.
 
-    All blocks have the same size. Where that does not divide the slots, the last block ends with the body and begins
-    within the block before it."""
+    All blocks have the same size. Where that does not divide the slots, the last block ends with
+    the body and begins within the block before it."""
     return lambda j, size: jnp.minimum(j * size, slots - size)
 
 
@@ -304,14 +324,16 @@ def sees_all(view: LayerView, tokens: NewTokens) -> bool:
 def _is_static(view: LayerView, tokens: NewTokens) -> bool:
     """Say whether the number of blocks that are read must be known when the program is traced.
 
-    That is so for the reader `tiles` with many queries, and for few queries on a GPU (`RunLayout.static_loops`)."""
+    That is so for the reader `tiles` with many queries, and for few queries on a GPU
+    (`RunLayout.static_loops`)."""
     length = tokens.positions.shape[1]
     tiled = view.run.tiles == "tiles" and length >= MANY_QUERIES and sees_all(view, tokens)
     return tiled or (view.run.static_loops and length <= FEW_QUERIES)
 
 
 def _in_reach(view: LayerView, tokens: NewTokens, size: int) -> tuple[Number, Number]:
-    """Find the blocks of a body in order that hold any token which any query sees: the first, and one past the last."""
+    """Find the blocks of a body in order that hold any token which any query sees: the first, and
+    one past the last."""
     run = view.run
     last = floor_divide(run.deal.share(body_tokens(run, view.state).max()) + size - 1, size)
     if run.sliding is None:
@@ -340,8 +362,9 @@ def _linear(view: LayerView, tokens: NewTokens) -> BodyView:
 def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
     """View a ring: block j of the sequence lies in ring block j mod n.
 
-    Where data may bound a loop, j counts blocks of the sequence, from the first that any query sees. Otherwise j counts
-    the ring's n blocks in the order in which they lie, and all are read."""
+    Where data may bound a loop, j counts blocks of the sequence, from the first that any query
+    sees. Otherwise j counts the ring's n blocks in the order in which they lie, and all are
+    read."""
     run, around = view.run, view.run.slots_here
 
     def places(j, size):
@@ -349,15 +372,22 @@ def _ring(view: LayerView, tokens: NewTokens) -> BodyView:
         return _numbered(view, j * size + jnp.arange(size), j * size)
 
     def newest(j, size):
-        """Give the places of ring block j: each slot holds the newest token that was written to it."""
-        ends, slots = run.deal.share(body_tokens(run, view.state))[:, None], j * size + jnp.arange(size)[None]
-        # The largest number below `ends` that is `slots` modulo the ring. It is negative for a slot that a row has not
-        # filled yet.
+        """Give the places of ring block j: each slot holds the newest token that was written to
+        it."""
+        ends, slots = (
+            run.deal.share(body_tokens(run, view.state))[:, None],
+            j * size + jnp.arange(size)[None],
+        )
+        # The largest number below `ends` that is `slots` modulo the ring. It is negative for a slot
+        # that a row has not filled yet.
         index = slots + floor_divide(ends - 1 - slots, around) * around
         return run.deal.tokens(index) + view.sinks, index >= 0
 
     if _is_static(view, tokens):
-        all_blocks = lambda size: (0, around // size)  # noqa: E731
+
+        def all_blocks(size):
+            return (0, around // size)
+
         return BodyView(lambda j, size: j * size, newest, all_blocks, together=False)
     blocks = functools.partial(_in_reach, view, tokens)
     return BodyView(lambda j, size: modulo(j * size, around), places, blocks, together=False)
@@ -381,7 +411,9 @@ def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
     return BodyView(at, places, blocks, together=False)
 
 
-Carry = dict[str, Array]  # what flows from layer to layer, [B, slots, W] per name; empty for layers that stand alone
+Carry = dict[
+    str, Array
+]  # what flows from layer to layer, [B, slots, W] per name; empty for layers that stand alone
 
 
 class BodyCall(NamedTuple):
@@ -392,8 +424,9 @@ class BodyCall(NamedTuple):
         q: The queries, rotated by RoPE and into the body's frame, and not yet multiplied by D^-1/2.
         view: The layer.
         tokens: What all layers know of the new tokens.
-        shared: Where given, the reader sums values that all heads share, and the caller maps the sums to heads
-            (`kvqjax.cache.layout.shared_values`). None: the reader sums the heads' own values."""
+        shared: Where given, the reader sums values that all heads share, and the caller maps the
+            sums to heads (`kvqjax.cache.layout.shared_values`). None: the reader sums the heads'
+            own values."""
 
     ask: Ask
     q: Float[Array, "B T H D"]
@@ -406,5 +439,6 @@ class BodyCall(NamedTuple):
         return self.view.run.shape.num_kv_heads
 
 
-# A reader: from its call and the layer below's carry to (attention to the body, this layer's carry).
+# A reader: from its call and the layer below's carry to (attention to the body, this layer's
+# carry).
 Attend = Callable[[BodyCall, Carry], tuple[Partial, Carry]]

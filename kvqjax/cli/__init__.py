@@ -1,4 +1,5 @@
-"""The command line: a thin typer layer over the public API. Bad input gives one line on stderr and exit code 2."""
+"""The command line: a thin typer layer over the public API. Bad input gives one line on stderr and
+exit code 2."""
 
 import io
 import os
@@ -19,7 +20,8 @@ __all__ = ["main"]
 
 
 def _message_of(error: BaseException) -> tuple[str, int] | None:
-    """What to print of an error and the exit code; None for a defect of ours, which keeps its traceback."""
+    """What to print of an error and the exit code; None for a defect of ours, which keeps its
+    traceback."""
     from kvqjax._errors import UserError
 
     if isinstance(error, UserError):
@@ -36,17 +38,21 @@ def _message_of(error: BaseException) -> tuple[str, int] | None:
 
 
 def _interrupt_again(unraisable: Any) -> None:
-    """Be a `sys.unraisablehook`: where Ctrl-C met a callback that may raise nothing, such as JAX's of the garbage
-    collector, Python would say so and go on. The command is interrupted a moment later instead."""
+    """Be a `sys.unraisablehook`: where Ctrl-C met a callback that may raise nothing, such as JAX's
+    of the garbage collector, Python would say so and go on. The command is interrupted a moment
+    later instead."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         # To the main thread, which may wait for something that only a signal ends.
-        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(
+            0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
     else:
         sys.__unraisablehook__(unraisable)
 
 
 def _warn_once() -> Callable[..., None]:
-    """A `warnings.showwarning` that prints one line for each text: a run may come by a place several times."""
+    """A `warnings.showwarning` that prints one line for each text: a run may come by a place
+    several times."""
     from kvqjax.cli.environment import trouble_with_programs
 
     messages = set()
@@ -78,7 +84,9 @@ def _run() -> NoReturn:
     warnings.showwarning = _warn_once()
     sys.unraisablehook = _interrupt_again
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes characters that the terminal's encoding may lack
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a model writes characters that the terminal's encoding may lack
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:

@@ -1,4 +1,5 @@
-"""All commands. A command's module, and JAX with it, is imported when the command runs: `--help` answers at once."""
+"""All commands. A command's module, and JAX with it, is imported when the command runs: `--help`
+answers at once."""
 
 import copy
 import importlib
@@ -11,14 +12,12 @@ from typer.core import TyperCommand, TyperGroup
 from kvqjax._version import __version__
 from kvqjax.cli.environment import keep_programs, keep_programs_by_default
 
-__all__ = ["COMMANDS", "Command", "app", "command_of"]
-
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(NamedTuple):
-    """Where a command lies: `name` of the module kvqjax.cli.`module`, a function or a group of commands. `about` is the
-    first paragraph of its help."""
+    """Where a command lies: `name` of the module kvqjax.cli.`module`, a function or a group of
+    commands. `about` is the first paragraph of its help."""
 
     module: str
     name: str
@@ -26,19 +25,41 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "generate": Command("run", "generate", "Continue one or more prompts through a compressed cache."),
-    "chat": Command("chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."),
-    "serve": Command("serve", "serve", "Serve a model in the OpenAI protocol, many requests at a time."),
-    "demo": Command("demo", "demo", "Ask a real model about a text, through exact and compressed caches."),
-    "eval": Command("evaluate", "app", "Measure the quality of caches: every token passes through them."),
+    "generate": Command(
+        "run", "generate", "Continue one or more prompts through a compressed cache."
+    ),
+    "chat": Command(
+        "chat", "chat", "Talk with a model; its compressed cache stays from turn to turn."
+    ),
+    "serve": Command(
+        "serve", "serve", "Serve a model in the OpenAI protocol, many requests at a time."
+    ),
+    "demo": Command(
+        "demo", "demo", "Ask a real model about a text, through exact and compressed caches."
+    ),
+    "eval": Command(
+        "evaluate", "app", "Measure the quality of caches: every token passes through them."
+    ),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
     "tune": Command("tune", "tune", "Find the cache of least KL divergence within a budget."),
-    "bench": Command("bench", "bench", "Time decode steps, against the exact cache in the same run."),
-    "methods": Command("info", "methods", "List the methods: bits, what they need, options and defaults."),
-    "inspect": Command("info", "inspect", "Show what a calibration artifact or a saved cache holds."),
-    "plan": Command("plan", "plan", "Say whether a model and its cache fit a device, and how fast they can be."),
-    "fetch": Command("fetch", "fetch", "Bring a real model into the user's cache folder: SmolLM2-135M-Instruct."),
-    "doctor": Command("doctor", "doctor", "Check this installation and every kernel that concerns this chip."),
+    "bench": Command(
+        "bench", "bench", "Time decode steps, against the exact cache in the same run."
+    ),
+    "methods": Command(
+        "info", "methods", "List the methods: bits, what they need, options and defaults."
+    ),
+    "inspect": Command(
+        "info", "inspect", "Show what a calibration artifact or a saved cache holds."
+    ),
+    "plan": Command(
+        "plan", "plan", "Say whether a model and its cache fit a device, and how fast they can be."
+    ),
+    "fetch": Command(
+        "fetch", "fetch", "Bring a real model into the user's cache folder: SmolLM2-135M-Instruct."
+    ),
+    "doctor": Command(
+        "doctor", "doctor", "Check this installation and every kernel that concerns this chip."
+    ),
 }
 
 
@@ -49,7 +70,8 @@ def command_of(name: str) -> Any:
 
 
 def _paragraphs(text: str) -> str:
-    """Help without the line breaks of docstrings, which typer keeps: a paragraph fills the terminal's width."""
+    """Help without the line breaks of docstrings, which typer keeps: a paragraph fills the
+    terminal's width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
@@ -123,14 +145,22 @@ def _shared(*names: str, **about: Any) -> Any:
 @app.callback()
 def options(
     version: Annotated[
-        bool, _shared("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+        bool,
+        _shared(
+            "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
     compilation_cache: Annotated[
         Path | None,
-        _shared("--compilation-cache", callback=_keep_in, help="keep compiled programs here, not in the user's cache"),
+        _shared(
+            "--compilation-cache",
+            callback=_keep_in,
+            help="keep compiled programs here, not in the user's cache",
+        ),
     ] = None,
     no_compilation_cache: Annotated[
-        bool, _shared("--no-compilation-cache", callback=_keep_none, help="keep no compiled programs")
+        bool,
+        _shared("--no-compilation-cache", callback=_keep_none, help="keep no compiled programs"),
     ] = False,
 ) -> None:
     """The options of every command stand before its name or after it."""

@@ -28,8 +28,6 @@ from kvqjax.cli.common import (
 from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.data import read
 
-__all__ = ["calibrate"]
-
 
 def calibrate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
@@ -40,7 +38,9 @@ def calibrate(
     split: Split = None,
     folder: Folder = None,
     sequences: Annotated[int | None, number(help="how many; default: the method's recipe")] = None,
-    length: Annotated[int | None, number(help="tokens of each; default: the method's recipe")] = None,
+    length: Annotated[
+        int | None, number(help="tokens of each; default: the method's recipe")
+    ] = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -48,7 +48,8 @@ def calibrate(
     rope_length: RopeLength = None,
     as_json: Json = False,
 ) -> None:
-    """Calibrate a method for a model. A run that is killed continues where it was when started again."""
+    """Calibrate a method for a model. A run that is killed continues where it was when started
+    again."""
     from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
@@ -57,7 +58,9 @@ def calibrate(
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         budget = (sequences or 64) * (length or 1024)
-        texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=budget, seed=seed)
+        texts = read(
+            data, field=field, split=split, folder=folder, model=loaded, tokens=budget, seed=seed
+        )
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
             update = bar(f"calibrating {method}")

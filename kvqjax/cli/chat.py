@@ -35,8 +35,6 @@ from kvqjax.cli.output import announce
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
 
-__all__ = ["Lines", "chat"]
-
 HELP = """\
 /system TEXT  set the system message; without a text: show it
 /new          begin anew, with the same system message
@@ -67,14 +65,16 @@ def _editor() -> Any:
 
 
 class Lines(Iterator[str]):
-    """Texts that a user types, one at a time. A line that ends with a backslash goes on with the next.
+    """Texts that a user types, one at a time. A line that ends with a backslash goes on with the
+    next.
 
-    In a terminal lines can be edited, and those of earlier runs are there (kvqjax/history in the user's cache folder,
-    readable by the user alone). Ctrl-C leaves the line that is being typed; Ctrl-D ends. From a pipe every line is a
-    text; the last one needs no line end."""
+    In a terminal lines can be edited, and those of earlier runs are there (kvqjax/history in the
+    user's cache folder, readable by the user alone). Ctrl-C leaves the line that is being typed;
+    Ctrl-D ends. From a pipe every line is a text; the last one needs no line end."""
 
     def __init__(self, source: Any):
-        """source: a text file as sys.stdin is one, or None where there is none. No type of `typing` or `io` fits all
+        """source: a text file as sys.stdin is one, or None where there is none. No type of `typing`
+        or `io` fits all
         that may stand there: files, buffers, and what replaces sys.stdin."""
         self.terminal = source is not None and source.isatty()
         self._source = source
@@ -132,9 +132,16 @@ class Lines(Iterator[str]):
 
 
 class _Chat:
-    """A conversation and what its commands do. `begin` makes a new session with a system message."""
+    """A conversation and what its commands do. `begin` makes a new session with a system
+    message."""
 
-    def __init__(self, model: Model, begin: Callable[[str | None], Session], system: str | None, as_json: bool = False):
+    def __init__(
+        self,
+        model: Model,
+        begin: Callable[[str | None], Session],
+        system: str | None,
+        as_json: bool = False,
+    ):
         self._model, self._begin, self._as_json = model, begin, as_json
         self._session = begin(system)
         self._commands: dict[str, Callable[[str], None]] = {
@@ -149,14 +156,19 @@ class _Chat:
             if name in ("quit", "exit", "bye"):
                 return False
             if name not in self._commands:
-                raise UserError(f"no command /{name}; /help lists them, and //{name[:20]} sends it as a text")
+                raise UserError(
+                    f"no command /{name}; /help lists them, and //{name[:20]} sends it as a text"
+                )
             self._commands[name](argument.strip())
         elif text.strip():
-            self._answer(self._session.send(text.removeprefix("/") if text.startswith("//") else text))
+            self._answer(
+                self._session.send(text.removeprefix("/") if text.startswith("//") else text)
+            )
         return True
 
     def _answer(self, answer: Answer) -> None:
-        """Print an answer as it is made. Ctrl-C ends it, and what was printed is part of the conversation."""
+        """Print an answer as it is made. Ctrl-C ends it, and what was printed is part of the
+        conversation."""
         pieces, ended, before = [], True, self._session.last
         try:
             for piece in answer:
@@ -169,7 +181,10 @@ class _Chat:
             answer.close()
         last = self._session.last
         # An answer that was stopped before it began makes no turn.
-        about = {"text": "".join(pieces), **({} if last is None or last is before else last._asdict())}
+        about = {
+            "text": "".join(pieces),
+            **({} if last is None or last is before else last._asdict()),
+        }
         print(json.dumps(about) if self._as_json else "", flush=True)
         if not ended:
             announce("[stopped]")
@@ -231,10 +246,15 @@ def chat(
     cache: OneCache = "exact",
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
     artifact: Artifacts = [],  # noqa: B006
-    load: Annotated[Path | None, typer.Option(help="go on with a conversation that was saved")] = None,
-    max_new_tokens: Annotated[int, number("--max-new-tokens", "-n", help="tokens of an answer, at most")] = 512,
+    load: Annotated[
+        Path | None, typer.Option(help="go on with a conversation that was saved")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, number("--max-new-tokens", "-n", help="tokens of an answer, at most")
+    ] = 512,
     capacity: Annotated[
-        int | None, token_number(help="most tokens of the conversation, also as 32k; default: grows as needed")
+        int | None,
+        token_number(help="most tokens of the conversation, also as 32k; default: grows as needed"),
     ] = None,
     chunk: PromptChunk = None,
     kernels: Kernels = "auto",
@@ -249,12 +269,22 @@ def chat(
 ) -> None:
     """Talk with a model; its compressed cache stays from turn to turn.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a line."""
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a
+    line."""
     asked = read_generate_options(options)
     method = methods_of([cache])[0]
-    loaded = calibrated(open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact)[0][0]
-    asked |= {"capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels}
-    talk = _Chat(loaded, lambda text: Session(loaded, method, system=text, **asked), system, as_json)
+    loaded = calibrated(
+        open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact
+    )[0][0]
+    asked |= {
+        "capacity": capacity,
+        "max_new_tokens": max_new_tokens,
+        "chunk": chunk,
+        "kernels": kernels,
+    }
+    talk = _Chat(
+        loaded, lambda text: Session(loaded, method, system=text, **asked), system, as_json
+    )
     if load is not None:
         talk.turn(f"/load {load}")
     with Lines(sys.stdin) as lines:

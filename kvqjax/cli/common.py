@@ -21,39 +21,12 @@ from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 from kvqjax.step.new_cache import init_cache
 
-__all__ = [
-    "MOST_HOSTS",
-    "MOST_ROWS",
-    "Artifacts",
-    "Batch",
-    "Caches",
-    "DataName",
-    "Dtype",
-    "Field",
-    "Folder",
-    "Json",
-    "Kernels",
-    "Mesh",
-    "ModelName",
-    "OneCache",
-    "PromptChunk",
-    "RopeLength",
-    "Seed",
-    "Split",
-    "TextOnly",
-    "Weights",
-    "calibrated",
-    "methods_of",
-    "number",
-    "open_model",
-    "require_room",
-    "token_number",
-]
-
 MOST_TOKENS, MOST_ROWS, MOST_HOSTS = 2**24, 2**16, 2**16
 
 
-def number(*names: str, least: float | int = 1, most: float | int = MOST_TOKENS, **about: Any) -> Any:
+def number(
+    *names: str, least: float | int = 1, most: float | int = MOST_TOKENS, **about: Any
+) -> Any:
     """An option whose bounds are checked before any work begins."""
     return typer.Option(*names, min=least, max=most, **about)
 
@@ -71,19 +44,37 @@ def token_number(*names: str, least: int = 1, most: int = MOST_TOKENS, **about: 
 
 
 ModelName = Annotated[
-    str, typer.Option("--model", "-m", help="demo, recall, smollm2, a folder, FILE.gguf, or a hub id")
+    str,
+    typer.Option("--model", "-m", help="demo, recall, smollm2, a folder, FILE.gguf, or a hub id"),
 ]
 Caches = Annotated[
-    list[str], typer.Option("--cache", "-c", help="a policy such as kivi:bits=2;0-1=exact, or FILE.json; repeatable")
+    list[str],
+    typer.Option(
+        "--cache", "-c", help="a policy such as kivi:bits=2;0-1=exact, or FILE.json; repeatable"
+    ),
 ]
 Artifacts = Annotated[
-    list[Path], typer.Option("--artifact", help="the folder that `kvqjax calibrate` wrote for a --cache; repeatable")
+    list[Path],
+    typer.Option(
+        "--artifact", help="the folder that `kvqjax calibrate` wrote for a --cache; repeatable"
+    ),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")]
-Weights = Annotated[str | None, typer.Option("--weights", help="int8 or int4: keep the weight matrices in 8 or 4 bits")]
-TextOnly = Annotated[bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="compute dtype: bfloat16, float16 or float32")
+]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", help="int8 or int4: keep the weight matrices in 8 or 4 bits"),
+]
+TextOnly = Annotated[
+    bool, typer.Option("--text-only", help="leave out the vision part of a checkpoint that has one")
+]
 RopeLength = Annotated[
-    int | None, number("--rope-length", help="how long texts may become, for RoPE of the kinds dynamic and longrope")
+    int | None,
+    number(
+        "--rope-length",
+        help="how long texts may become, for RoPE of the kinds dynamic and longrope",
+    ),
 ]
 DataName = Annotated[
     str,
@@ -94,27 +85,37 @@ DataName = Annotated[
     ),
 ]
 Field = Annotated[
-    str | None, typer.Option("--field", help="of records; default: text, prompt, messages, conversations")
+    str | None,
+    typer.Option("--field", help="of records; default: text, prompt, messages, conversations"),
 ]
 Split = Annotated[str | None, typer.Option("--split", help="of a data set that has several")]
 Folder = Annotated[
-    Path | None, typer.Option("--folder", help="holds wikitext2, c4, gsm8k; default: the hub, by `datasets`")
+    Path | None,
+    typer.Option("--folder", help="holds wikitext2, c4, gsm8k; default: the hub, by `datasets`"),
 ]
-Mesh = Annotated[str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")]
+Mesh = Annotated[
+    str, typer.Option("--mesh", help="devices along data, seq and model, e.g. data=2,model=4")
+]
 Batch = Annotated[int, number("--batch", most=MOST_ROWS, help="rows at a time")]
 Seed = Annotated[int, number("--seed", least=0, most=MOST_SEED, help="seed of all random numbers")]
 Kernels = Annotated[
     str,
     typer.Option(
-        "--kernels", help="what reads the cache: auto (kernels that passed a check), off, pallas, splash, cudnn"
+        "--kernels",
+        help="what reads the cache: auto (kernels that passed a check), off, pallas, splash, cudnn",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 # Of the commands that make text.
-OneCache = Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")]
+OneCache = Annotated[
+    str, typer.Option("--cache", "-c", help="a method, e.g. kivi:bits=2,window=64")
+]
 PromptChunk = Annotated[
-    int | None, number("--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill")
+    int | None,
+    number(
+        "--chunk", help="prompts pass through the cache, N tokens at a time; default: exact prefill"
+    ),
 ]
 
 
@@ -140,18 +141,24 @@ def open_model(
     return load(name, sharding=rules, **about)
 
 
-def calibrated(model: Model, methods: list[Method], folders: list[Path]) -> list[tuple[Model, Method]]:
-    """Pair every --cache with a model that holds its constants, from its --artifact where it needs one."""
+def calibrated(
+    model: Model, methods: list[Method], folders: list[Path]
+) -> list[tuple[Model, Method]]:
+    """Pair every --cache with a model that holds its constants, from its --artifact where it needs
+    one."""
     from kvqjax.calibrate import with_constants
 
     return with_constants(model, methods, folders)
 
 
 def require_room(model: Model, method: Method, batch: int, capacity: int) -> None:
-    """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the process instead."""
+    """Raise UserError for a cache that the memory cannot hold: a CPU's system would kill the
+    process instead."""
     cache = jax.eval_shape(lambda: init_cache(model, method, batch, capacity))
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
     cache_bytes = array_bytes(cache)
     if limit is not None and cache_bytes > limit * devices:
         rows = f"{batch} row{'s' * (batch > 1)} of {capacity} tokens"
-        raise UserError(f"{method}: a cache of {rows} takes {size(cache_bytes)}; there are {size(limit * devices)}")
+        raise UserError(
+            f"{method}: a cache of {rows} takes {size(cache_bytes)}; there are {size(limit * devices)}"
+        )

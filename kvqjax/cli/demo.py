@@ -1,5 +1,5 @@
-"""`kvqjax demo`: a real model answers a question about a text, through exact and compressed caches. Where that model is
-not to be had, the bundled model continues a prompt."""
+"""`kvqjax demo`: a real model answers a question about a text, through exact and compressed caches.
+Where that model is not to be had, the bundled model continues a prompt."""
 
 import json
 import time
@@ -21,15 +21,15 @@ from kvqjax.model.fetch import FETCHED, model_at_hand
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["demo", "explain"]
-
 # --- A question to the real model ---
 
 REAL = "smollm2"
-TEXT = Path(__file__).parent.parent / "assets" / "texts" / "harbour.txt"  # 1900 tokens; the fact asked for is amid it
+TEXT = (
+    Path(__file__).parent.parent / "assets" / "texts" / "harbour.txt"
+)  # 1900 tokens; the fact asked for is amid it
 QUESTION = "What is the secret password of the harbour safe?"
-# KIVI misreads a word of the answer with 2 bits; HIGGS does not. AQUA-KV would be nearer to the exact cache, but its
-# calibration takes minutes.
+# KIVI misreads a word of the answer with 2 bits; HIGGS does not. AQUA-KV would be nearer to the
+# exact cache, but its calibration takes minutes.
 ANSWERING = ("exact", "kivi:bits=4", "higgs:bits=2", "kivi:bits=2")
 ANSWER_TOKENS = 32  # the answer has 17, and a cache that goes astray shall not do so for long
 STRIDE = 4  # tokens a call: the first call compiles, and the speed is that of the others
@@ -41,36 +41,54 @@ DEMO_PROMPT = "The baker came home after the rain."  # as in the everyday senten
 LONG = 32768  # tokens of a cache in which the window hardly counts
 CAPACITY, NEW_TOKENS = 1024, 160  # tokens of each cache, and of the continuation
 DEMO_CACHES = ("exact", "kivi:bits=4,window=64", "kivi:bits=2,window=64")
-# Drawn with one seed for all caches: a greedy choice of a model this small soon goes round in circles.
+# Drawn with one seed for all caches: a greedy choice of a model this small soon goes round in
+# circles.
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}
 
 
 def demo(
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="question about the text; for other models: text to continue")
+        str | None,
+        typer.Option(
+            "--prompt", "-p", help="question about the text; for other models: text to continue"
+        ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="smollm2 answers, any other continues; default: smollm2, or else the bundled demo"
+            "--model",
+            "-m",
+            help="smollm2 answers, any other continues; default: smollm2, or else the bundled demo",
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, number("--max-new-tokens", "-n", help="of an answer; default: 32, and 160 of a continuation")
+        int | None,
+        number(
+            "--max-new-tokens", "-n", help="of an answer; default: 32, and 160 of a continuation"
+        ),
     ] = None,
     capacity: Annotated[
-        int | None, number(help="tokens each cache is made for; default: what is needed, and 1024 for a continuation")
+        int | None,
+        number(
+            help="tokens each cache is made for; default: what is needed, and 1024 for a continuation"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Ask a real model about a text, through exact and compressed caches.
 
-    The model, SmolLM2-135M-Instruct, is fetched first (98 MB, Apache-2.0). Answers, bytes and speed are compared. Where
-    the model is not to be had, or with --model demo, the bundled model continues a prompt instead.
+    The model, SmolLM2-135M-Instruct, is fetched first (98 MB, Apache-2.0). Answers, bytes and speed
+    are compared. Where the model is not to be had, or with --model demo, the bundled model
+    continues a prompt instead.
     """
     model = model_at_hand(REAL, BUNDLED, tell=announce) if model is None else model
     if model == REAL:
-        _answer(QUESTION if prompt is None else prompt, max_new_tokens or ANSWER_TOKENS, capacity, as_json)
+        _answer(
+            QUESTION if prompt is None else prompt,
+            max_new_tokens or ANSWER_TOKENS,
+            capacity,
+            as_json,
+        )
     else:
         _continue(
             model,
@@ -88,9 +106,19 @@ def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> Non
     """Ask for a fact of `TEXT` through every cache of `ANSWERING`."""
     loaded, rows, text, tokens, room = open_model(REAL, None), [], open_text(TEXT), 0, 0
     message = {"role": "user", "content": f"{text}\n\n{question}"}
-    announce(f"a question about {TEXT.name}, {len(text.split())} words, through {', then '.join(ANSWERING)}")
+    announce(
+        f"a question about {TEXT.name}, {len(text.split())} words, through {', then '.join(ANSWERING)}"
+    )
     for method in methods_of(ANSWERING):
-        result = generate(loaded, [[message]], method, chat=True, max_new_tokens=new, capacity=capacity, stride=STRIDE)
+        result = generate(
+            loaded,
+            [[message]],
+            method,
+            chat=True,
+            max_new_tokens=new,
+            capacity=capacity,
+            stride=STRIDE,
+        )
         rows.append(
             {"cache": str(method), "bits": result.bits, "bytes": result.cache_bytes,
              "tokens_per_second": result.tokens_per_second, "answer": result.text[0].strip()}
@@ -110,7 +138,9 @@ def _answer(question: str, new: int, capacity: int | None, as_json: bool) -> Non
 # --- A prompt that the bundled model continues ---
 
 
-def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -> tuple[Generated, float]:
+def _timed(
+    model: Model, method: Method, prompt: str, new: int, capacity: int
+) -> tuple[Generated, float]:
     """The continuation, and tokens per second of a second run, when everything is compiled."""
     options = {"max_new_tokens": new, "capacity": capacity, **SAMPLING}
     generate(model, [prompt], method, **options)
@@ -120,9 +150,13 @@ def _timed(model: Model, method: Method, prompt: str, new: int, capacity: int) -
 
 
 def explain(model: Model, method: Method, tokens: int, capacity: int) -> str:
-    """Say how many of a row's `tokens` tokens are codes in its cache of `capacity`, and where its bits come from."""
+    """Say how many of a row's `tokens` tokens are codes in its cache of `capacity`, and where its
+    bits come from."""
     cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
-    book, long_book = ledger(cache), ledger(jax.eval_shape(lambda: init_cache(model, method, 1, LONG)))
+    book, long_book = (
+        ledger(cache),
+        ledger(jax.eval_shape(lambda: init_cache(model, method, 1, LONG))),
+    )
     clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
     window, unit = max(clock.window for clock in clocks), max(clock.unit for clock in clocks)
     encoded = max(0, (tokens - method.sinks - window) // unit * unit)
@@ -138,7 +172,9 @@ def explain(model: Model, method: Method, tokens: int, capacity: int) -> str:
 def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_json: bool) -> None:
     """Continue one prompt with the exact cache and with KIVI at 4 and 2 bits."""
     loaded, rows, first, new = open_model(model, None), [], None, 0
-    announce(f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed")
+    announce(
+        f"{max_new_tokens} new tokens with {', then '.join(DEMO_CACHES)}; each twice, for its speed"
+    )
     for method in methods_of(DEMO_CACHES):
         require_room(loaded, method, 1, capacity)
         result, speed = _timed(loaded, method, prompt, max_new_tokens, capacity)
@@ -146,7 +182,10 @@ def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_js
         new = len(tokens[0])
         book = ledger(jax.eval_shape(lambda method=method: init_cache(loaded, method, 1, capacity)))
         first = first or tokens[0]
-        prefix = next((i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b), len(tokens[0]))
+        prefix = next(
+            (i for i, (a, b) in enumerate(zip(first, tokens[0], strict=False)) if a != b),
+            len(tokens[0]),
+        )
         agree = sum(a == b for a, b in zip(first, tokens[0], strict=False)) / max(len(first), 1)
         rows.append(
             {"cache": str(method), "bytes": book.bytes, "bits_stored": book.bits_stored, "tokens_per_second": speed,
@@ -155,7 +194,9 @@ def _continue(model: str, prompt: str, max_new_tokens: int, capacity: int, as_js
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    _print_demo(prompt, rows, f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens")
+    _print_demo(
+        prompt, rows, f"{model}: {max_new_tokens} new tokens through caches of {capacity} tokens"
+    )
     typer.echo(explain(loaded, method, len(loaded.encode(prompt)) + new, capacity))
 
 
@@ -166,7 +207,9 @@ def _print_demo(prompt: str, rows: list[dict], title: str) -> None:
     plain = []
     for row in rows:
         equal = f"{row['agreement']:.0%}, the first {row['same_until']}"
-        plain.append({name: row[name] for name in ("cache", "bytes", "bits_stored", "tokens_per_second")})
+        plain.append(
+            {name: row[name] for name in ("cache", "bytes", "bits_stored", "tokens_per_second")}
+        )
         plain[-1]["tokens_as_exact"] = equal
     typer.echo()
     show(plain, False, title)

@@ -15,8 +15,6 @@ from kvqjax.kernel_checks import report, store
 from kvqjax.kernel_checks.check import verdict_folder
 from kvqjax.pallas_kernels.chips import target_of
 
-__all__ = ["doctor"]
-
 
 def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Finding]]:
     """A row for everything that can be checked here, and what was found on the way."""
@@ -27,8 +25,15 @@ def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Find
     if target == "cpu":
         return plain, []
     shapes = report.FULL if full else report.SHAPES
-    tell = lambda line: messages.append(Finding(False, line))  # noqa: E731
-    checked = list(report.kernel_rows(target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell))
+
+    def tell(line):
+        return messages.append(Finding(False, line))
+
+    checked = list(
+        report.kernel_rows(
+            target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell
+        )
+    )
     columns = dict.fromkeys(name for row in checked for name in row)
     return [*checked, *(columns | row for row in plain)], messages
 
@@ -39,7 +44,9 @@ def _is_sound(noticed: list[Finding], rows: list[dict[str, Any]]) -> bool:
     )
 
 
-def _print(machine: Machine, noticed: list[Finding], rows: list[dict[str, Any]], sound: bool) -> None:
+def _print(
+    machine: Machine, noticed: list[Finding], rows: list[dict[str, Any]], sound: bool
+) -> None:
     typer.echo(" ".join(f"{name} {number}" for name, number in machine.packages.items()))
     memory = "" if machine.memory is None else f", {size(machine.memory)} each"
     typer.echo(f"{len(machine.devices)} x {machine.devices[0]} ({machine.platform}){memory}")
@@ -55,11 +62,16 @@ def _print(machine: Machine, noticed: list[Finding], rows: list[dict[str, Any]],
 
 
 def doctor(
-    full: Annotated[bool, typer.Option("--full", help="check all shapes and methods, which takes minutes")] = False,
-    reset: Annotated[bool, typer.Option("--reset", help="forget the results of earlier checks first")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="check all shapes and methods, which takes minutes")
+    ] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="forget the results of earlier checks first")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this installation, every kernel that concerns this chip, and what decodes without one, against float64.
+    """Check this installation, every kernel that concerns this chip, and what decodes without one,
+    against float64.
 
     Ends with exit code 0 when all is sound and with 1 when something is wrong."""
     if reset:

@@ -1,5 +1,5 @@
-"""What the command line sets for JAX: before it is imported, which kinds of devices it looks for, and where
-compiled programs are kept from one run to the next."""
+"""What the command line sets for JAX: before it is imported, which kinds of devices it looks for,
+and where compiled programs are kept from one run to the next."""
 
 import hashlib
 import os
@@ -14,23 +14,23 @@ from pathlib import Path
 from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 
-__all__ = [
-    "MOST_BYTES",
-    "compiling_seconds",
-    "keep_programs",
-    "keep_programs_by_default",
-    "look_for_present_devices",
-    "program_folder",
-    "trouble_with_programs",
-]
-
 GOOGLE = "0x1ae0"  # the PCI vendor of TPUs
-GPUS = ("dev/nvidiactl", "dev/nvmap", "dev/dxg", "dev/kfd")  # NVIDIA's, a Jetson's, Windows' through WSL, AMD's
-GPU_PLUGINS = ("xla_cuda", "xla_rocm")  # how their names begin; others are for devices that are not looked for here
+GPUS = (
+    "dev/nvidiactl",
+    "dev/nvmap",
+    "dev/dxg",
+    "dev/kfd",
+)  # NVIDIA's, a Jetson's, Windows' through WSL, AMD's
+GPU_PLUGINS = (
+    "xla_cuda",
+    "xla_rocm",
+)  # how their names begin; others are for devices that are not looked for here
 _bounded: set[Path] = set()  # folders of programs that are ours
 _troubles: set[Path] = set()  # folders of which a line was said
 LOCKED_SECONDS = 5  # that another run may take to write a program
-MOST_BYTES = 2 * 2**30  # a run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more
+MOST_BYTES = (
+    2 * 2**30
+)  # a run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more
 
 
 # --- Devices
@@ -41,12 +41,16 @@ def _has_tpu(root: Path) -> bool:
     return any(file.read_text(errors="replace").strip() == GOOGLE for file in vendors)
 
 
-def look_for_present_devices(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
-    """Have JAX use the CPU where a machine has no GPU or TPU but JAX's libraries for them are installed: these would
-    search for a device, say on stderr that there is none, and ask the network for one, which takes half a minute.
+def look_for_present_devices(
+    environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
+) -> None:
+    """Have JAX use the CPU where a machine has no GPU or TPU but JAX's libraries for them are
+    installed: these would search for a device, say on stderr that there is none, and ask the
+    network for one, which takes half a minute.
 
     Args:
-        environment: variables; nothing is set where JAX_PLATFORMS or PJRT's own ones say what is wanted.
+        environment: variables; nothing is set where JAX_PLATFORMS or PJRT's own ones say what is
+            wanted.
         root: the machine's file system.
     """
     if sys.platform != "linux" or any(
@@ -69,18 +73,20 @@ def look_for_present_devices(environment: MutableMapping[str, str] = os.environ,
 
 
 def _processor() -> str:
-    """What tells this processor from others that may share the user's home: a program that XLA compiled for one may use
-    instructions which another has not."""
+    """What tells this processor from others that may share the user's home: a program that XLA
+    compiled for one may use instructions which another has not."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
-    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
+    flags = sorted(
+        {line for line in lines if line.lower().startswith(("flags", "features", "model name"))}
+    )
     about = "\n".join([platform.machine(), platform.processor(), *flags])
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 
 def program_folder() -> Path:
-    """The folder below the user's cache folder that keeps programs for this processor. Raises UserError for a user
-    without a home."""
+    """The folder below the user's cache folder that keeps programs for this processor. Raises
+    UserError for a user without a home."""
     return user_folder("programs") / _processor()
 
 
@@ -103,12 +109,14 @@ def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
     """Keep the programs that this process compiles.
 
     Args:
-        folder: where; None keeps none. A folder that cannot be written is no error: one line says so, and programs are
-            compiled anew each time.
+        folder: where; None keeps none. A folder that cannot be written is no error: one line says
+            so, and programs are compiled anew each time.
         most_bytes: of all programs in the folder; those used least recently go first. -1: no limit.
     """
     if folder is not None and not _writable(folder.absolute()):
-        print(f"warning: {folder} cannot be written; compiled programs are not kept", file=sys.stderr)
+        print(
+            f"warning: {folder} cannot be written; compiled programs are not kept", file=sys.stderr
+        )
         folder = None
     if folder is None:
         most_bytes = -1
@@ -117,14 +125,18 @@ def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
         _clear_remains(folder)
     _set("JAX_COMPILATION_CACHE_DIR", None if folder is None else str(folder))
     _set("JAX_COMPILATION_CACHE_MAX_SIZE", most_bytes)
-    _set("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)  # many small programs take a second together
+    _set(
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0
+    )  # many small programs take a second together
 
 
 def keep_programs_by_default() -> None:
-    """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that was set for JAX
-    stays as it is."""
+    """Keep compiled programs in the user's cache folder, at most MOST_BYTES of them. A folder that
+    was set for JAX stays as it is."""
     jax = sys.modules.get("jax")
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or (jax and jax.config.jax_compilation_cache_dir is not None):
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or (
+        jax and jax.config.jax_compilation_cache_dir is not None
+    ):
         return
     try:
         folder = program_folder()
@@ -136,14 +148,16 @@ def keep_programs_by_default() -> None:
 def _clear_remains(folder: Path) -> None:
     """Delete what a run that was killed left in a folder of bounded size.
 
-    JAX writes a program as KEY-cache, then KEY-atime, and none of them at once. With a program that lacks its second
-    file JAX keeps no further programs, and a file that is cut stays for ever."""
+    JAX writes a program as KEY-cache, then KEY-atime, and none of them at once. With a program that
+    lacks its second file JAX keeps no further programs, and a file that is cut stays for ever."""
     if not folder.is_dir():
         return
     from filelock import FileLock
 
     try:
-        with FileLock(folder / ".lockfile", timeout=LOCKED_SECONDS):  # JAX's: another run may write just now
+        with FileLock(
+            folder / ".lockfile", timeout=LOCKED_SECONDS
+        ):  # JAX's: another run may write just now
             programs = {path.name.removesuffix("-cache"): path for path in folder.glob("*-cache")}
             times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
             for key in programs.keys() | times.keys():
@@ -158,8 +172,8 @@ def _clear_remains(folder: Path) -> None:
 def trouble_with_programs(text: str) -> bool:
     """Deal with a warning of JAX's about the programs that are kept.
 
-    A program that cannot be read is deleted, so that it is kept anew. Of anything else one line is said: a full disk,
-    or another run that holds the folder, costs time and no results.
+    A program that cannot be read is deleted, so that it is kept anew. Of anything else one line is
+    said: a full disk, or another run that holds the folder, costs time and no results.
 
     Args:
         text: of the warning.
@@ -179,7 +193,8 @@ def trouble_with_programs(text: str) -> bool:
 
 
 def _dropped_last_read(folder: Path) -> bool:
-    """Delete the program of a bounded folder that was read last, by its KEY-atime. False where there is none."""
+    """Delete the program of a bounded folder that was read last, by its KEY-atime. False where
+    there is none."""
     try:
         times = sorted(folder.glob("*-atime"), key=lambda path: path.stat().st_mtime_ns)
         if not times:
@@ -196,12 +211,16 @@ def _say_trouble(folder: Path, reason: str) -> None:
     if folder not in _troubles:
         _troubles.add(folder)
         why = " ".join(reason.split())
-        print(f"warning: {folder}: programs are compiled anew, as they cannot be kept: {why}", file=sys.stderr)
+        print(
+            f"warning: {folder}: programs are compiled anew, as they cannot be kept: {why}",
+            file=sys.stderr,
+        )
 
 
 @contextmanager
 def compiling_seconds() -> Iterator[list[float]]:
-    """Yields a list that gets the seconds of every compilation, or of reading a program that was kept."""
+    """Yields a list that gets the seconds of every compilation, or of reading a program that was
+    kept."""
     from jax import monitoring
 
     seconds: list[float] = []

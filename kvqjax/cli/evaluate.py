@@ -9,21 +9,36 @@ import typer
 
 from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError
-from kvqjax.cli.common import MOST_ROWS, Batch, DataName, Field, Folder, PromptChunk, Split, number, token_number
+from kvqjax.cli.common import (
+    MOST_ROWS,
+    Batch,
+    DataName,
+    Field,
+    Folder,
+    PromptChunk,
+    Split,
+    number,
+    token_number,
+)
 from kvqjax.cli.report import Job, add_command
 from kvqjax.data import read, token_ids
 from kvqjax.eval.comparison import COMPARED, comparison
 from kvqjax.eval.stamp import CONTEXT
 from kvqjax.model.loading import Model
 
-__all__ = ["app"]
-
 app = typer.Typer(
-    help="Measure the quality of caches: every token passes through them.", no_args_is_help=True, add_completion=False
+    help="Measure the quality of caches: every token passes through them.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 Context = Annotated[
-    int, token_number("--context", least=32, help="tokens of a row for which bits and bytes are counted, also as 32k")
+    int,
+    token_number(
+        "--context",
+        least=32,
+        help="tokens of a row for which bits and bytes are counted, also as 32k",
+    ),
 ]
 Chunk = Annotated[int, number("--chunk", help="tokens that enter the cache at a time")]
 
@@ -33,8 +48,11 @@ ROWS = 8  # of a harness's batch, where nothing is said
 _command = functools.partial(add_command, app)
 
 
-def _encoded(model: Model, data: str, tokens: int, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
-    """Token ids of data, and what the report says of it. `options`: the other arguments of `kvqjax.data.read`."""
+def _encoded(
+    model: Model, data: str, tokens: int, **options: Any
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Token ids of data, and what the report says of it. `options`: the other arguments of
+    `kvqjax.data.read`."""
     texts = read(data, model=model, tokens=tokens, **options)
     ids = token_ids(model, texts)
     return ids, {"data": texts.about | {"tokens": len(ids)}}
@@ -55,13 +73,20 @@ def ppl(
         ),
     ] = ["loop"],  # noqa: B006
     windows: Annotated[str, typer.Option(help="gptq, aqua or llama-perplexity")] = "gptq",
-    chunk: Annotated[list[int], number(help="tokens that enter the cache at a time; repeatable")] = [],  # noqa: B006
-    window: Annotated[int | None, number(least=2, help="tokens per window; default: the windows' own")] = None,
-    tokens: Annotated[int, number(least=0, help="about how many tokens in all; 0: the whole text")] = 8192,
+    chunk: Annotated[
+        list[int], number(help="tokens that enter the cache at a time; repeatable")
+    ] = [],  # noqa: B006
+    window: Annotated[
+        int | None, number(least=2, help="tokens per window; default: the windows' own")
+    ] = None,
+    tokens: Annotated[
+        int, number(least=0, help="about how many tokens in all; 0: the whole text")
+    ] = 8192,
     batch: Batch = 4,
     context: Context = CONTEXT,
 ) -> Job:
-    """Measure perplexity, KL divergence from the exact cache, and how often both put the same token first."""
+    """Measure perplexity, KL divergence from the exact cache, and how often both put the same token
+    first."""
     from kvqjax.eval.windows import check_mode, perplexity, style
     from kvqjax.eval.windows import windows as cut
 
@@ -76,7 +101,16 @@ def ppl(
         for kind in mode:
             for size in chunk or [None]:
                 update = bar(f"{method} {kind} {size or ''}")
-                yield perplexity(model, ids, method, mode=kind, chunk=size, kernels=kernels, progress=update, **fixed)
+                yield perplexity(
+                    model,
+                    ids,
+                    method,
+                    mode=kind,
+                    chunk=size,
+                    kernels=kernels,
+                    progress=update,
+                    **fixed,
+                )
 
     read = min(tokens or len(ids), len(ids)) * len(mode) * max(1, len(chunk))
     return Job(context, evaluate, about, read, length=length)
@@ -86,17 +120,24 @@ def ppl(
 def retrieval(
     loaded: Model,
     seed: int,
-    task: Annotated[str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")] = "kv",
-    length: Annotated[list[int], token_number(least=32, help="prompt tokens, also as 4k; repeatable")] = [256, 512],  # noqa: B006
+    task: Annotated[
+        str, typer.Option(help="kv (stored pairs), passkey, multikey, variables or needle")
+    ] = "kv",
+    length: Annotated[
+        list[int], token_number(least=32, help="prompt tokens, also as 4k; repeatable")
+    ] = [256, 512],  # noqa: B006
     samples: Annotated[int, number(most=MOST_ROWS, help="prompts of each length")] = 16,
     depths: Annotated[int, number(help="how many spans of depth are reported")] = 4,
     chunk: PromptChunk = None,
-    data: Annotated[str | None, typer.Option("--data", help="data whose sentences hide the needle")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="data whose sentences hide the needle")
+    ] = None,
     field: Field = None,
     split: Split = None,
     folder: Folder = None,
 ) -> Job:
-    """Measure which share of hidden values, pass keys or needles is found again, by prompt length and depth."""
+    """Measure which share of hidden values, pass keys or needles is found again, by prompt length
+    and depth."""
     from kvqjax.eval.measure_retrieval import generator
     from kvqjax.eval.measure_retrieval import retrieval as run
 
@@ -105,11 +146,21 @@ def retrieval(
         hay = read(data, field=field, split=split, folder=folder, model=loaded, seed=seed)
         about = hay.about
     generator(task, hay)  # says now if there is none
-    fixed = {"task": task, "samples": samples, "chunk": chunk, "seed": seed, "bins": depths, "hay": hay}
+    fixed = {
+        "task": task,
+        "samples": samples,
+        "chunk": chunk,
+        "seed": seed,
+        "bins": depths,
+        "hay": hay,
+    }
 
     def evaluate(model, method, bar, kernels):
         options_of_run: dict[str, Any] = fixed | {"kernels": kernels}
-        return [run(model, method, length=size, progress=bar(f"{method} {size}"), **options_of_run) for size in length]
+        return [
+            run(model, method, length=size, progress=bar(f"{method} {size}"), **options_of_run)
+            for size in length
+        ]
 
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
 
@@ -127,7 +178,8 @@ def drift(
     tokens: Annotated[int, number(help="about how many tokens in all")] = 2048,
     bins: Annotated[int, number(help="how many spans of steps are reported")] = 8,
 ) -> Job:
-    """Measure how the KL divergence from the exact cache grows with the number of decoding steps."""
+    """Measure how the KL divergence from the exact cache grows with the number of decoding
+    steps."""
     from kvqjax.eval.windows import check_drift, windows
     from kvqjax.eval.windows import drift as run
 
@@ -158,11 +210,21 @@ def harness(
     seed: int,
     task: Annotated[
         list[str],
-        typer.Option("--tasks", "--task", "-t", help="tasks or groups of lm-evaluation-harness: a,b; repeatable"),
+        typer.Option(
+            "--tasks",
+            "--task",
+            "-t",
+            help="tasks or groups of lm-evaluation-harness: a,b; repeatable",
+        ),
     ],
     include: Annotated[
         Path | None,
-        typer.Option("--include", "--include-path", "--include_path", help="a folder with YAML files of more tasks"),
+        typer.Option(
+            "--include",
+            "--include-path",
+            "--include_path",
+            help="a folder with YAML files of more tasks",
+        ),
     ] = None,
     shots: Annotated[
         int | None,
@@ -178,52 +240,90 @@ def harness(
     ] = None,
     limit: Annotated[
         float | None,
-        number("--limit", "-L", least=0, help="samples of every task, or below 1 a share of them; default: all"),
+        number(
+            "--limit",
+            "-L",
+            least=0,
+            help="samples of every task, or below 1 a share of them; default: all",
+        ),
     ] = None,
     samples: Annotated[
-        str | None, typer.Option("--samples", "-E", help='JSON, which samples: {"gsm8k": [0, 1, 2]}')
+        str | None,
+        typer.Option("--samples", "-E", help='JSON, which samples: {"gsm8k": [0, 1, 2]}'),
     ] = None,
     max_length: Annotated[
         int | None,
-        number("--max-length", "--max_length", least=2, help="longest text in tokens; default: the model's positions"),
+        number(
+            "--max-length",
+            "--max_length",
+            least=2,
+            help="longest text in tokens; default: the model's positions",
+        ),
     ] = None,
     cut: Annotated[str, typer.Option(help="where a longer text is cut: left or middle")] = "left",
     chunk: Annotated[
-        int | None, number(help="tokens that enter the cache at a time; default: prompts exactly, scored texts by 32")
+        int | None,
+        number(
+            help="tokens that enter the cache at a time; default: prompts exactly, scored texts by 32"
+        ),
     ] = None,
     batch: Annotated[
-        str, typer.Option("--batch", "--batch-size", "--batch_size", "-b", help="rows at a time, or auto")
+        str,
+        typer.Option(
+            "--batch", "--batch-size", "--batch_size", "-b", help="rows at a time, or auto"
+        ),
     ] = str(ROWS),
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", "--apply-chat-template", "--apply_chat_template", help="put prompts through the chat template"
+            "--chat",
+            "--apply-chat-template",
+            "--apply_chat_template",
+            help="put prompts through the chat template",
         ),
     ] = False,
     metadata: Annotated[
         list[str], typer.Option(help="JSON or key=value for tasks that make their data; repeatable")
     ] = [],  # noqa: B006
 ) -> Job:
-    """Run tasks of lm-evaluation-harness with all tokens passing through the cache. Options that lm-eval has too mean
-    what they mean there."""
+    """Run tasks of lm-evaluation-harness with all tokens passing through the cache. Options that
+    lm-eval has too mean what they mean there."""
     from kvqjax.eval.harness import CacheLM, cut_warning, read_metadata, read_samples, run_harness
     from kvqjax.eval.stamp import bytes_of
 
     length, rows_at_once = max_length or loaded.config.max_position, _rows_at_once(batch)
     tasks = [name.strip() for names in task for name in names.split(",") if name.strip()]
-    options: dict[str, Any] = {"shots": shots, "limit": limit, "samples": read_samples(samples), "seed": seed}
+    options: dict[str, Any] = {
+        "shots": shots,
+        "limit": limit,
+        "samples": read_samples(samples),
+        "seed": seed,
+    }
     options |= {"include": include, "chat": chat, "metadata": read_metadata(metadata)}
 
     def evaluate(model, method, bar, kernels):
         update, sizes = bar(str(method)), bytes_of(model, method, length)
-        options_of_run = {"chunk": chunk, "batch": rows_at_once, "max_length": length, "cut": cut, "kernels": kernels}
+        options_of_run = {
+            "chunk": chunk,
+            "batch": rows_at_once,
+            "max_length": length,
+            "cut": cut,
+            "kernels": kernels,
+        }
         rows = run_harness(CacheLM(model, method, **options_of_run), tasks, **options)
         update(1.0)
         return [row | sizes for row in rows]
 
-    about = {"data": {"name": "lm-evaluation-harness"}, "tasks": tasks, "limit": limit, "samples": options["samples"]}
+    about = {
+        "data": {"name": "lm-evaluation-harness"},
+        "tasks": tasks,
+        "limit": limit,
+        "samples": options["samples"],
+    }
     about = {name: value for name, value in about.items() if value is not None}
-    return Job(length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length), length=length)
+    return Job(
+        length, evaluate, about, 0, warn=lambda rows: cut_warning(rows, length), length=length
+    )
 
 
 @_command("demo", cache=list(COMPARED), plot=Path("compare.png"))
@@ -236,18 +336,27 @@ def compare(
     folder: Folder = None,
     chunk: Chunk = 32,
     window: Annotated[
-        int | None, number(least=2, help="tokens per window; default: 1024, or the model's positions")
+        int | None,
+        number(least=2, help="tokens per window; default: 1024, or the model's positions"),
     ] = None,
-    tokens: Annotated[int, number(least=0, help="about how many tokens are scored or precede them; 0: all")] = 8192,
+    tokens: Annotated[
+        int, number(least=0, help="about how many tokens are scored or precede them; 0: all")
+    ] = 8192,
     batch: Batch = 4,
     context: Context = CONTEXT,
-    sequences: Annotated[int | None, number(help="to calibrate with; default: the method's recipe")] = None,
-    store: Annotated[Path | None, typer.Option(help="keeps calibrations; default: the user's cache folder")] = None,
+    sequences: Annotated[
+        int | None, number(help="to calibrate with; default: the method's recipe")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="keeps calibrations; default: the user's cache folder")
+    ] = None,
 ) -> Job:
-    """Compare several methods by bits and KL divergence, as a table and a picture; calibrates those that need it.
+    """Compare several methods by bits and KL divergence, as a table and a picture; calibrates those
+    that need it.
 
-    Methods learn from the first half of the text. Of each window of the second half, the second half is scored: by then
-    caches hold more than what stays exact. `kvq.compare` gives the same rows in Python."""
+    Methods learn from the first half of the text. Of each window of the second half, the second
+    half is scored: by then caches hold more than what stays exact. `kvq.compare` gives the same
+    rows in Python."""
     job = comparison(
         loaded,
         data,
@@ -263,6 +372,11 @@ def compare(
         sequences=sequences,
         store=store,
     )
-    evaluate = lambda model, method, bar, kernels: [job.row(model, method, kernels, bar(str(method)))]  # noqa: E731
-    ready = lambda model, methods, folders, bar: job.ready(methods, folders, bar)  # noqa: E731
+
+    def evaluate(model, method, bar, kernels):
+        return [job.row(model, method, kernels, bar(str(method)))]
+
+    def ready(model, methods, folders, bar):
+        return job.ready(methods, folders, bar)
+
     return Job(context, evaluate, {"data": job.about}, job.scored, ready, length=job.window)

@@ -16,27 +16,52 @@ from kvqjax.generation.options import MOST_PENALTY, NO_LIMIT, RANDOM, GenerateOp
 PANEL = {"rich_help_panel": "How tokens are drawn, and what ends a text"}
 MOST_FLOAT = 10_000  # temperature, and repetition penalty: far beyond what anybody uses
 
-# Name of a field of `GenerateOptions` -> its type and option here. `eos_ids` is --end of `kvqjax generate`.
+# Name of a field of `GenerateOptions` -> its type and option here. `eos_ids` is --end of
+# `kvqjax generate`.
 BEYOND_TRAINED = "let texts become longer than the model was trained for"
 
 OPTIONS: dict[str, Any] = {
-    "stop": Annotated[list[str], typer.Option("--stop", help="end at this text; repeatable", **PANEL)],
+    "stop": Annotated[
+        list[str], typer.Option("--stop", help="end at this text; repeatable", **PANEL)
+    ],
     "stop_token_ids": Annotated[
-        list[int], number("--stop-token-ids", least=0, most=MOST, help="end at this token; repeatable", **PANEL)
+        list[int],
+        number(
+            "--stop-token-ids", least=0, most=MOST, help="end at this token; repeatable", **PANEL
+        ),
     ],
-    "ignore_eos": Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end tokens", **PANEL)],
+    "ignore_eos": Annotated[
+        bool, typer.Option("--ignore-eos", help="go on after the model's end tokens", **PANEL)
+    ],
     "min_tokens": Annotated[
-        int, number("--min-tokens", least=0, help="no end token and no --stop before so many tokens", **PANEL)
+        int,
+        number(
+            "--min-tokens",
+            least=0,
+            help="no end token and no --stop before so many tokens",
+            **PANEL,
+        ),
     ],
-    "beyond_trained": Annotated[bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED, **PANEL)],
+    "beyond_trained": Annotated[
+        bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED, **PANEL)
+    ],
     "seed": Annotated[
-        int, number("--seed", least=RANDOM, most=MOST_SEED, help="of the draws; -1: one at random", **PANEL)
+        int,
+        number(
+            "--seed", least=RANDOM, most=MOST_SEED, help="of the draws; -1: one at random", **PANEL
+        ),
     ],
     "temperature": Annotated[
-        float, number("--temperature", least=0, most=MOST_FLOAT, help="0: always the likeliest token", **PANEL)
+        float,
+        number(
+            "--temperature", least=0, most=MOST_FLOAT, help="0: always the likeliest token", **PANEL
+        ),
     ],
     "top_k": Annotated[
-        int, number("--top-k", least=NO_LIMIT, help="draw from the K likeliest; 0 or -1: from all", **PANEL)
+        int,
+        number(
+            "--top-k", least=NO_LIMIT, help="draw from the K likeliest; 0 or -1: from all", **PANEL
+        ),
     ],
     "top_p": Annotated[
         float,
@@ -51,7 +76,11 @@ OPTIONS: dict[str, Any] = {
     "min_p": Annotated[
         float,
         number(
-            "--min-p", least=0, most=1, help="leave out tokens less likely than this share of the likeliest", **PANEL
+            "--min-p",
+            least=0,
+            most=1,
+            help="leave out tokens less likely than this share of the likeliest",
+            **PANEL,
         ),
     ],
     "repetition_penalty": Annotated[
@@ -86,7 +115,9 @@ OPTIONS: dict[str, Any] = {
     ],
     "logit_bias": Annotated[
         list[str],
-        typer.Option("--logit-bias", metavar="ID=NUMBER", help="add to a token's logit; repeatable", **PANEL),
+        typer.Option(
+            "--logit-bias", metavar="ID=NUMBER", help="add to a token's logit; repeatable", **PANEL
+        ),
     ],
 }
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
@@ -115,7 +146,10 @@ def read_generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "" in given["stop"]:
         raise UserError("--stop '' would end every text before its first token")
-    options = dict(given) | {"stop": tuple(given["stop"]), "logit_bias": _biases(given["logit_bias"])}
+    options = dict(given) | {
+        "stop": tuple(given["stop"]),
+        "logit_bias": _biases(given["logit_bias"]),
+    }
     GenerateOptions(**options)
     return options
 

@@ -1,5 +1,5 @@
-"""What is said about a command line that cannot be read: what to type here instead of the options and commands that
-users of other programs type."""
+"""What is said about a command line that cannot be read: what to type here instead of the options
+and commands that users of other programs type."""
 
 import re
 import shlex
@@ -8,9 +8,8 @@ from typing import Any
 
 from kvqjax._errors import UserError, suggest
 
-__all__ = ["command_hint", "option_hint", "shell_line", "shell_option", "usage_line"]
-
-# Option of llama.cpp, vLLM or transformers -> an example of what to write. Looked up only where a command lacks it.
+# Option of llama.cpp, vLLM or transformers -> an example of what to write. Looked up only where a
+# command lacks it.
 OPTIONS = {
     "--cache-type-k": "--cache kivi:bits=4",
     "--ctx-size": "--capacity 4096",
@@ -23,7 +22,12 @@ OPTIONS = {
     "--temp": "--temperature 0.8",
     "--torch-dtype": "--dtype bfloat16",
 }
-COMMANDS = {"run": "generate", "ppl": "eval ppl", "perplexity": "eval ppl", "harness": "eval harness"}
+COMMANDS = {
+    "run": "generate",
+    "ppl": "eval ppl",
+    "perplexity": "eval ppl",
+    "harness": "eval harness",
+}
 
 
 # Option of a function -> of a command, where that has another name.
@@ -31,7 +35,8 @@ SHELL = {"pool_bytes": "--pool", "eos_ids": "--end"}
 
 
 def shell_option(name: str, value: Any) -> str:
-    """Write an option as the shell has it, with a value; None stands for any value. For `UserError.said`."""
+    """Write an option as the shell has it, with a value; None stands for any value. For
+    `UserError.said`."""
     option = SHELL.get(name) or "--" + name.replace("_", "-")
     return option if value is None or value is True else f"{option} {shlex.quote(str(value))}"
 
@@ -43,7 +48,8 @@ def shell_line(error: Exception) -> str:
 
 
 def option_hint(name: str, options: Collection[str]) -> str | None:
-    """What to write for an option that is not among a command's `options`; None where nothing comes near."""
+    """What to write for an option that is not among a command's `options`; None where nothing comes
+    near."""
     written = "--" + name.lstrip("-").replace("_", "-").lower()
     if written in options:
         return f"write {written}"
@@ -64,8 +70,8 @@ def command_hint(name: str, commands: Collection[str]) -> str:
 
 
 def usage_line(error: Any) -> str | None:
-    """The line about a command or option that there is not; None for any other error. Typer brings its own click, whose
-    usage errors have no public base class; they all can format themselves."""
+    """The line about a command or option that there is not; None for any other error. Typer brings
+    its own click, whose usage errors have no public base class; they all can format themselves."""
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None

@@ -20,8 +20,6 @@ from kvqjax.methods import METHODS
 from kvqjax.model.loading import config_of
 from kvqjax.parallel.mesh_size import MeshSize
 
-__all__ = ["inspect", "methods"]
-
 NOTE = (
     "\nbits counts codes and what is stored beside them. KIVI's codes of 2 bits take 3:\n"
     "every 32 numbers share a scale and a minimum of 16 bits each, 1 bit a number.\n"
@@ -31,11 +29,11 @@ NOTE = (
 
 
 def methods(model: ModelName = "demo", as_json: Json = False) -> None:
-    """List the methods: bits per key or value number with all options at their defaults, what they must be calibrated
-    with (text, weights or nothing), and their options.
+    """List the methods: bits per key or value number with all options at their defaults, what they
+    must be calibrated with (text, weights or nothing), and their options.
 
-    The bits are more than `bits`, since scales and minima are stored beside the codes: with groups of 32 numbers KIVI
-    stores 1 bit more per number, with group=128 a quarter of a bit."""
+    The bits are more than `bits`, since scales and minima are stored beside the codes: with groups
+    of 32 numbers KIVI stores 1 bit more per number, with group=128 a quarter of a bit."""
     from kvqjax.calibrate import needed
 
     config = config_of(model)
@@ -50,7 +48,9 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
         row = {"method": name, "bits": bits, "needs": needs}
         rows.append(row | {"about": about, "options": options})
     if not as_json:
-        rows = [r | {"options": ", ".join(f"{k}={v}" for k, v in r["options"].items())} for r in rows]
+        rows = [
+            r | {"options": ", ".join(f"{k}={v}" for k, v in r["options"].items())} for r in rows
+        ]
     show(rows, as_json)
     if not as_json:
         typer.echo(NOTE)
@@ -66,7 +66,8 @@ def inspect(folder: Path, as_json: Json = False) -> None:
     about = read_description(folder, kind)
     arrays = read_arrays(folder, about)
     rows = [
-        {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)} for n, a in arrays.items()
+        {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)}
+        for n, a in arrays.items()
     ]
     if as_json:
         typer.echo(json.dumps({"description": about, "arrays": rows}, indent=1))

@@ -1,4 +1,5 @@
-"""Where prompts come from: the command itself, a file, standard input, or a file with a prompt a line."""
+"""Where prompts come from: the command itself, a file, standard input, or a file with a prompt a
+line."""
 
 import os
 import sys
@@ -10,15 +11,14 @@ from kvqjax._errors import UserError
 from kvqjax._files import decode_text, open_text
 from kvqjax.data.records import Record, json_lines
 
-__all__ = ["STANDARD_INPUT", "Prompts", "read_prompts"]
-
 STANDARD_INPUT = Path("-")
 JSON_NAMES = (".jsonl", ".ndjson", ".json")
 GIVE = 'give a prompt: kvqjax generate "Once upon a time", -f FILE for a file\'s text, or text piped in'
 
 
 class Prompts(NamedTuple):
-    """What is to be continued. texts: strings, or lists of messages; chat: they go through the chat template."""
+    """What is to be continued. texts: strings, or lists of messages; chat: they go through the chat
+    template."""
 
     texts: list[Any]
     chat: bool
@@ -56,7 +56,11 @@ def _prompt_of(record: Record) -> Any:
     value = record.value
     if isinstance(value, dict):
         value = value.get("messages", value.get("prompt"))
-    messages = isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value)
+    messages = (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and "role" in item for item in value)
+    )
     if not (isinstance(value, str) or messages):
         expected = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
         raise UserError(f"{record.where}: {str(record.value)[:40]!r} is not {expected}")
@@ -76,7 +80,11 @@ def _batch(path: Path) -> list[Any]:
 
 
 def read_prompts(
-    words: Sequence[str], prompts: Sequence[str], files: Sequence[Path], batch: Path | None, chat: bool
+    words: Sequence[str],
+    prompts: Sequence[str],
+    files: Sequence[Path],
+    batch: Path | None,
+    chat: bool,
 ) -> Prompts:
     """Collect the prompts of a command.
 
@@ -84,21 +92,29 @@ def read_prompts(
         words: what stands in the command without an option's name; one text is a prompt.
         prompts: texts.
         files: each holds one prompt; "-" is standard input.
-        batch: a file with a prompt a line, or a .jsonl file with a string, or an object with "prompt" or "messages", a
-            line; "-" is standard input, a prompt a line.
+        batch: a file with a prompt a line, or a .jsonl file with a string, or an object with
+            "prompt" or "messages", a line; "-" is standard input, a prompt a line.
         chat: whether every prompt shall go through the chat template. Messages always do.
 
     Returns:
-        All prompts in this order. Where there is none, standard input is one, unless it is a terminal.
+        All prompts in this order. Where there is none, standard input is one, unless it is a
+        terminal.
 
     Raises:
         UserError: for prompts that are empty or cannot be read, and where there is none at all.
     """
     if len(words) > 1:
-        raise UserError(f"{len(words)} words without an option; put a prompt into quotation marks: {' '.join(words)!r}")
+        raise UserError(
+            f"{len(words)} words without an option; put a prompt into quotation marks: {' '.join(words)!r}"
+        )
     if [*files, batch].count(STANDARD_INPUT) > 1:
         raise UserError("standard input (-) can be read once")
-    texts: list[Any] = [*words, *prompts, *map(_file_prompt, files), *(_batch(batch) if batch else [])]
+    texts: list[Any] = [
+        *words,
+        *prompts,
+        *map(_file_prompt, files),
+        *(_batch(batch) if batch else []),
+    ]
     if not texts:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _piped().removesuffix("\n")
         if not text:
@@ -106,5 +122,7 @@ def read_prompts(
         texts = [text]
     talks = [not isinstance(text, str) for text in texts]
     if any(talks) and not all(talks) and not chat:
-        raise UserError("some prompts are messages and others are text; with --chat all go through the chat template")
+        raise UserError(
+            "some prompts are messages and others are text; with --chat all go through the chat template"
+        )
     return Prompts(texts, chat or any(talks))

@@ -1,4 +1,5 @@
-"""The one loop behind every `kvqjax eval` command: caches side by side, as a table, JSON, a file or a picture."""
+"""The one loop behind every `kvqjax eval` command: caches side by side, as a table, JSON, a file or
+a picture."""
 
 import inspect
 import json
@@ -33,10 +34,10 @@ from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
-__all__ = ["Job", "add_command"]
 
-
-def _with_artifacts(model: Model, methods: list[Method], folders: list[Path], bar: Bar) -> list[tuple[Model, Method]]:
+def _with_artifacts(
+    model: Model, methods: list[Method], folders: list[Path], bar: Bar
+) -> list[tuple[Model, Method]]:
     return calibrated(model, methods, folders)
 
 
@@ -48,7 +49,8 @@ class Job(NamedTuple):
         evaluate: `evaluate(model, method, bar, kernels)` gives the cache's rows of the report.
         about: is added to the report's stamp.
         tokens: about how many tokens pass through a cache (0: not known).
-        ready: `ready(model, methods, artifacts, bar)` pairs every method with a model that holds its constants.
+        ready: `ready(model, methods, artifacts, bar)` pairs every method with a model that holds
+            its constants.
         warn: `warn(rows)` is what the report says before anything else ("": nothing).
         length: tokens of the longest text that passes through."""
 
@@ -56,7 +58,9 @@ class Job(NamedTuple):
     evaluate: Callable[[Model, Method, Bar, str], Iterable[dict[str, Any]]]
     about: dict[str, Any]
     tokens: int
-    ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = _with_artifacts
+    ready: Callable[[Model, list[Method], list[Path], Bar], list[tuple[Model, Method]]] = (
+        _with_artifacts
+    )
     warn: Callable[[list[dict[str, Any]]], str] = lambda rows: ""
     length: int = 0
 
@@ -70,8 +74,12 @@ def _options(
     weights: Weights = None,
     text_only: TextOnly = False,
     rope_length: RopeLength = None,
-    out: Annotated[Path | None, typer.Option("--out", help="also write the report to this folder")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="also draw the report into this PNG")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="also write the report to this folder")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="also draw the report into this PNG")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The options of every command, which `add_command` adds to its own."""
@@ -93,7 +101,9 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
     title = f"{name} of {model} through {', then '.join(map(str, methods))}"
     if not tokens:
         return title
-    operations = tokens * prompt_operations(loaded.config, 0, 1)  # attention to other tokens comes on top
+    operations = tokens * prompt_operations(
+        loaded.config, 0, 1
+    )  # attention to other tokens comes on top
     return f"{title}: {tokens} tokens each; {at_least(len(methods) * operations)}"
 
 
@@ -122,7 +132,8 @@ def _evaluate(
     plot,
     as_json,
 ) -> None:
-    """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all with the stamp."""
+    """Every cache through one command: its rows as a table or JSON, as a file, as a picture; all
+    with the stamp."""
     if plot is not None:
         check_picture(plot)
     file = None if out is None else out / f"{name}.json"
@@ -141,11 +152,17 @@ def _evaluate(
             for ready_model, method in pairs:
                 rows += job.evaluate(ready_model, method, bar, kernels)
                 roles[str(method)] = ledger_of(ready_model, method, job.capacity).by_role()
-        about = stamp(loaded, model, seed) | job.about | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+        about = (
+            stamp(loaded, model, seed)
+            | job.about
+            | {"ledger": {"capacity": job.capacity, "bytes": roles}}
+        )
         about |= {"beyond_trained": beyond} if beyond else {}
         if warning := job.warn(rows):
             about = {"warning": warning} | about
-            typer.echo(f"warning: {warning}", err=as_json)  # standard output of --json is JSON alone
+            typer.echo(
+                f"warning: {warning}", err=as_json
+            )  # standard output of --json is JSON alone
         if file is not None:  # first, for a pipe that standard output goes into may be closed
             _write(file, {"about": about, "rows": rows})
         show(rows, as_json, f"{name}, {model}", about, stamp_line(about))
@@ -155,20 +172,27 @@ def _evaluate(
 
 
 def add_command(app: typer.Typer, default: str, **defaults: Any):
-    """Register `prepare(model, seed, **own options) -> Job` as a command of `app`, `default` its model: the common
-    options are added to its own, with other `defaults` where given."""
+    """Register `prepare(model, seed, **own options) -> Job` as a command of `app`, `default` its
+    model: the common options are added to its own, with other `defaults` where given."""
 
     def register(prepare: Callable[..., Job]):
         command_parameters = list(inspect.signature(prepare).parameters.values())[2:]
-        name = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=ModelName)
+        name = inspect.Parameter(
+            "model", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=ModelName
+        )
         common = inspect.signature(_options).parameters
         common = {key: p.replace(default=defaults.get(key, p.default)) for key, p in common.items()}
 
         def command(**values: Any) -> None:
-            command_values = {parameter.name: values.pop(parameter.name) for parameter in command_parameters}
+            command_values = {
+                parameter.name: values.pop(parameter.name) for parameter in command_parameters
+            }
             _evaluate(prepare.__name__, prepare, command_values, **values)
 
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*command_parameters, *common.values())]
+        parameters = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in (*command_parameters, *common.values())
+        ]
         command.__dict__["__signature__"] = inspect.Signature([name, *parameters])
         app.command(prepare.__name__, help=prepare.__doc__)(command)
         return prepare

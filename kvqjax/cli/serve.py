@@ -44,8 +44,6 @@ from kvqjax.serving.engine import CHUNK, MOST_BYTES, MOST_STRIDE, PREFIXES, QUEU
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
 from kvqjax.serving.protocol import check_api_key
 
-__all__ = ["serve"]
-
 API_KEY = "KVQJAX_API_KEY"  # environment variable: an option would be seen in the list of processes
 GRACE = 10  # seconds that answers under way get at a shutdown
 CUT = 30  # seconds after that until connections are cut
@@ -70,10 +68,15 @@ def serve(
         str, typer.Option(help="address to listen at; 0.0.0.0: every network of this machine")
     ] = "127.0.0.1",
     port: Annotated[int, number("--port", least=0, most=65535, help="0: any that is free")] = 8000,
-    rows: Annotated[int | None, number("--rows", most=2**16, help="requests answered at a time; default: 8")] = None,
+    rows: Annotated[
+        int | None, number("--rows", most=2**16, help="requests answered at a time; default: 8")
+    ] = None,
     capacity: Annotated[
         int | None,
-        token_number(least=2, help="tokens of a request, prompt and answer; default: 4096, or what the model has"),
+        token_number(
+            least=2,
+            help="tokens of a request, prompt and answer; default: 4096, or what the model has",
+        ),
     ] = None,
     pool: Annotated[
         int | None,
@@ -86,38 +89,60 @@ def serve(
             help="memory for the cache, as 2G; default: as much as --rows full rows take",
         ),
     ] = None,
-    chunk: Annotated[int, number("--chunk", help="tokens of a prompt that are read between two strides")] = CHUNK,
-    stride: Annotated[int, number("--stride", most=MOST_STRIDE, help="tokens of a piece of a stream")] = STRIDE,
-    queue: Annotated[int, number("--queue", help="requests that may wait; a further one is refused")] = QUEUE,
+    chunk: Annotated[
+        int, number("--chunk", help="tokens of a prompt that are read between two strides")
+    ] = CHUNK,
+    stride: Annotated[
+        int, number("--stride", most=MOST_STRIDE, help="tokens of a piece of a stream")
+    ] = STRIDE,
+    queue: Annotated[
+        int, number("--queue", help="requests that may wait; a further one is refused")
+    ] = QUEUE,
     prefixes: Annotated[
         int,
-        number("--prefixes", least=0, most=2**16, help="memory for what prompts begin with, in full rows; 0: none"),
+        number(
+            "--prefixes",
+            least=0,
+            most=2**16,
+            help="memory for what prompts begin with, in full rows; 0: none",
+        ),
     ] = PREFIXES,
     prefix_folder: Annotated[
         Path | None,
-        typer.Option(help="read what prompts begin with from here at the start, and write it here at the end"),
+        typer.Option(
+            help="read what prompts begin with from here at the start, and write it here at the end"
+        ),
     ] = None,
     allow_origin: Annotated[
-        list[str], typer.Option(help="a web page's origin that may use the server, or *; repeatable")
+        list[str],
+        typer.Option(help="a web page's origin that may use the server, or *; repeatable"),
     ] = [],  # noqa: B006
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="a line on stderr for each request")] = False,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="a line on stderr for each request")
+    ] = False,
     beyond_trained: Annotated[bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED)] = False,
-    served_name: Annotated[str | None, typer.Option(help="the model's name for clients; default: --model")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="the model's name for clients; default: --model")
+    ] = None,
     mesh: Mesh = "",
     kernels: Kernels = "auto",
     dtype: Dtype = None,
     weights: Weights = None,
     text_only: TextOnly = False,
     rope_length: RopeLength = None,
-    as_json: Annotated[bool, typer.Option("--json", help="say where and what is served as a line of JSON")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="say where and what is served as a line of JSON")
+    ] = False,
 ) -> None:
     """Serve a model in the OpenAI protocol, many requests at a time through one compressed cache.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics, and / to chat in a browser. With the
-    environment variable KVQJAX_API_KEY, clients have to send that key."""
+    /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics, and / to chat in a
+    browser. With the environment variable KVQJAX_API_KEY, clients have to send that key."""
     uvicorn, make_app = _packages()
     if not host:  # to the system that is every network
-        raise UserError("--host '' names no address; 127.0.0.1 is this machine alone, 0.0.0.0 every network")
+        raise UserError(
+            "--host '' names no address; 127.0.0.1 is this machine alone, 0.0.0.0 every network"
+        )
     api_key = os.environ.get(API_KEY) or None
     check_api_key(api_key)
     if API_KEY in os.environ and api_key is None:
@@ -125,11 +150,17 @@ def serve(
     if prefix_folder is not None:
         made_folder(prefix_folder)  # the server would say at its end that it cannot be written
     method = methods_of([cache])[0]
-    loaded = calibrated(open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact)[0][
-        0
-    ]
+    loaded = calibrated(
+        open_model(model, dtype, weights, method, mesh, text_only, rope_length), [method], artifact
+    )[0][0]
     capacity = _trained_capacity(loaded, capacity, beyond_trained)
-    options = {"capacity": capacity, "chunk": chunk, "stride": stride, "queue": queue, "prefixes": prefixes}
+    options = {
+        "capacity": capacity,
+        "chunk": chunk,
+        "stride": stride,
+        "queue": queue,
+        "prefixes": prefixes,
+    }
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)
     stats, loaded_prefixes = engine.stats(), _load_prefixes(engine, prefix_folder)
@@ -142,8 +173,17 @@ def serve(
             shown = f"[{host}]" if ":" in host else host  # as an address of IPv6 stands in a URL
             address = f"http://{shown}:{door.getsockname()[1]}/v1"
             if as_json:
-                about = {"address": address, "model": name, "cache": str(method), "rows": stats.rows}
-                about |= {"capacity": stats.capacity, "bytes": stats.cache_bytes, "bits": stats.bits}
+                about = {
+                    "address": address,
+                    "model": name,
+                    "cache": str(method),
+                    "rows": stats.rows,
+                }
+                about |= {
+                    "capacity": stats.capacity,
+                    "bytes": stats.cache_bytes,
+                    "bits": stats.bits,
+                }
                 print(json.dumps(about), flush=True)
             announce(
                 f"{name} through {method}: {stats.rows} rows of {stats.capacity} tokens, {size(stats.cache_bytes)}, "
@@ -171,7 +211,8 @@ def _trained_capacity(model: Model, capacity: int | None, beyond_trained: bool) 
 
 
 def _load_prefixes(engine: Engine, folder: Path | None) -> int:
-    """Load what an earlier server kept. What is of no use here, or cannot be read, is no reason not to serve."""
+    """Load what an earlier server kept. What is of no use here, or cannot be read, is no reason not
+    to serve."""
     newest = None if folder is None else newest_folder(folder)
     if newest is None:
         return 0
@@ -183,8 +224,8 @@ def _load_prefixes(engine: Engine, folder: Path | None) -> int:
 
 
 def _save_prefixes(engine: Engine, folder: Path | None) -> None:
-    """Save what prompts began with, for the next server. The last thing that a server does has nobody to answer to, so
-    that what goes wrong is a line."""
+    """Save what prompts began with, for the next server. The last thing that a server does has
+    nobody to answer to, so that what goes wrong is a line."""
     if folder is not None and engine.fault is None:
         try:
             write_newest(folder, engine.save_prefixes)
@@ -202,9 +243,10 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
-    """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get GRACE seconds. Then
-    the engine ends them with what they have: uvicorn would cut their connections, and log a traceback for each.
-    A second Ctrl-C ends the process at once."""
+    """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get
+    GRACE seconds. Then
+    the engine ends them with what they have: uvicorn would cut their connections, and log a
+    traceback for each. A second Ctrl-C ends the process at once."""
 
     async def end_answers() -> None:
         await asyncio.sleep(GRACE)
@@ -225,7 +267,11 @@ def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
 
     from kvqjax.serving.deadlines import ImpatientProtocol
 
-    options = {"http": ImpatientProtocol, "log_level": "warning", "timeout_graceful_shutdown": GRACE + CUT}
+    options = {
+        "http": ImpatientProtocol,
+        "log_level": "warning",
+        "timeout_graceful_shutdown": GRACE + CUT,
+    }
     settings = uvicorn.Config(app, **options, log_config=_log_settings(uvicorn))
     if log_requests:  # uvicorn has one level for all that it logs
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -233,9 +279,12 @@ def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
 
 
 def _log_settings(uvicorn: Any) -> dict[str, Any]:
-    """Make uvicorn's settings of its log: a request's line has the time and goes to stderr, for stdout may be JSON."""
+    """Make uvicorn's settings of its log: a request's line has the time and goes to stderr, for
+    stdout may be JSON."""
     settings = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    settings["formatters"]["access"]["fmt"] = '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s'
+    settings["formatters"]["access"]["fmt"] = (
+        '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s'
+    )
     settings["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return settings
 
@@ -245,7 +294,9 @@ def _packages():
     try:
         import uvicorn
     except ImportError as error:
-        raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
+        raise UserError(
+            f"serving needs further packages ({error.name}): pip install '.[serve]'"
+        ) from error
     from kvqjax.serving.app import make_app
 
     return uvicorn, make_app

@@ -1,7 +1,8 @@
 """How Ctrl-C ends a command.
 
-Python tells the main thread of a signal between two of its own instructions. A compiler or a device that computes
-returns to these after many seconds only, so a second thread is told as well: it says what is waited for.
+Python tells the main thread of a signal between two of its own instructions. A compiler or a device
+that computes returns to these after many seconds only, so a second thread is told as well: it says
+what is waited for.
 """
 
 import os
@@ -13,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
-
-__all__ = ["end_stopped", "say_at_once", "stopping_by_ctrl_c"]
 
 PATIENCE = 1.0  # seconds that Ctrl-C may go without an answer before a line says what is waited for
 LOOK = 0.1  # seconds between two looks at whether that wait is over
@@ -28,9 +27,11 @@ def say_at_once(text: str) -> None:
 
 
 def end_stopped() -> NoReturn:
-    """Say "stopped" and end the process with exit code 130, at once: threads of JAX that still compute crash where
-    Python takes its own end."""
-    with suppress(OSError, RuntimeError):  # a pipe that nobody reads any more, a print that was interrupted
+    """Say "stopped" and end the process with exit code 130, at once: threads of JAX that still
+    compute crash where Python takes its own end."""
+    with suppress(
+        OSError, RuntimeError
+    ):  # a pipe that nobody reads any more, a print that was interrupted
         sys.stdout.flush()
     say_at_once("stopped")
     os._exit(130)
@@ -53,8 +54,9 @@ class _Interrupts:
         os.set_blocking(self._writer, False)
 
     def interrupt(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt. While modules are imported, end the process: nothing is lost then, and libraries
-        that are interrupted in their import swallow it or make other errors of it."""
+        """Raise KeyboardInterrupt. While modules are imported, end the process: nothing is lost
+        then, and libraries that are interrupted in their import swallow it or make other errors of
+        it."""
         self._handled.set()
         if _is_importing(frame):
             end_stopped()
@@ -73,7 +75,9 @@ class _Interrupts:
     def _wait_or_end(self) -> None:
         """Wait until Ctrl-C is handled. A second one ends the process."""
         while not self._handled.wait(LOOK):
-            if select.select([self._reader], [], [], 0)[0] and os.read(self._reader, 1)[:1] == bytes([signal.SIGINT]):
+            if select.select([self._reader], [], [], 0)[0] and os.read(self._reader, 1)[
+                :1
+            ] == bytes([signal.SIGINT]):
                 end_stopped()
 
     @contextmanager
@@ -91,11 +95,16 @@ class _Interrupts:
 
 @contextmanager
 def stopping_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C interrupt what runs here, and end the process while modules are imported. Where the main thread does
-    not take notice within a second, a line says what is waited for, and a second Ctrl-C ends the process at once."""
+    """Let Ctrl-C interrupt what runs here, and end the process while modules are imported. Where
+    the main thread does not take notice within a second, a line says what is waited for, and a
+    second Ctrl-C ends the process at once."""
     in_main = threading.current_thread() is threading.main_thread()
     # Ignored, another program's, or not ours to set. Windows has no such pipes.
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not in_main or os.name == "nt":
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        or not in_main
+        or os.name == "nt"
+    ):
         yield
         return
     with _Interrupts().installed():

@@ -39,15 +39,17 @@ from kvqjax.hardware.devices import DEVICES, find_device
 from kvqjax.model.hf_config import read_config
 from kvqjax.model.loading import Model, config_of, locate
 
-__all__ = ["tune"]
-
 MOST_WORDS = 1 << 16  # about how many tokens of a text are read
 
 
 def tune(
-    budget: Annotated[str, typer.Option(help="average bits of all that is stored (2.5), bytes (8GiB), or kld=0.01")],
+    budget: Annotated[
+        str,
+        typer.Option(help="average bits of all that is stored (2.5), bytes (8GiB), or kld=0.01"),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="the folder of policy, artifact, report and records")
+        Path | None,
+        typer.Option("--out", help="the folder of policy, artifact, report and records"),
     ] = None,
     model: ModelName = "demo",
     data: DataName = "synthetic",
@@ -55,14 +57,21 @@ def tune(
     split: Split = None,
     folder: Folder = None,
     methods: Annotated[
-        str, typer.Option(help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths")
+        str,
+        typer.Option(
+            help="data-free, all, or a list: kivi,higgs:window=32; without bits, at all widths"
+        ),
     ] = "data-free",
     context: Context = 32768,
     device: Annotated[
-        str | None, typer.Option(help=f"leave out methods that are slow on this device: {', '.join(DEVICES)}")
+        str | None,
+        typer.Option(help=f"leave out methods that are slow on this device: {', '.join(DEVICES)}"),
     ] = None,
     slowdown: Annotated[
-        float, typer.Option(min=0.01, max=1e6, help="with --device: longest step, in steps of the exact cache")
+        float,
+        typer.Option(
+            min=0.01, max=1e6, help="with --device: longest step, in steps of the exact cache"
+        ),
     ] = 1.0,
     window: Annotated[int, number(least=32, help="tokens that are scored together")] = 512,
     chunk: Chunk = 32,
@@ -76,11 +85,11 @@ def tune(
     weights: Weights = None,
     as_json: Json = False,
 ) -> None:
-    """Find the cache of least KL divergence within a budget: a method and a number of bits for each layer's keys and
-    values.
+    """Find the cache of least KL divergence within a budget: a method and a number of bits for each
+    layer's keys and values.
 
-    The search uses the first half of the text; the report is made on the second half. If the command is stopped, the
-    same command continues."""
+    The search uses the first half of the text; the report is made on the second half. If the
+    command is stopped, the same command continues."""
     settings = Settings(context=context, window=window, chunk=chunk, batch=batch, seed=seed)
     read_budget(budget)  # says now what is wrong with it
     if estimate:
@@ -95,21 +104,40 @@ def tune(
         find_device(device)
     named(methods, config_of(model))
     loaded, start = _loaded(model, methods, mesh, dtype, weights), time.monotonic()
-    texts = read(data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed)
+    texts = read(
+        data, field=field, split=split, folder=folder, model=loaded, tokens=MOST_WORDS, seed=seed
+    )
     check_picture(made_folder(out) / "front.png")
     with progress_bar() as bar:
-        announce(f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on")
+        announce(
+            f"tuning {model} to {budget} with {methods}; if this is stopped, the same command goes on"
+        )
         options = {"methods": methods, "device": device, "slowdown": slowdown, "settings": settings}
         result = search(loaded, texts, budget=budget, out=out, bar=bar, **options)
     result = result._replace(about=result.about | {"model": model, "data": texts.about})
     write_report(*result, out)
     lines = commands(result.method, result.artifact, out, model)
     if as_json:
-        typer.echo(json.dumps({"policy": str(result.method), "rows": result.rows, "about": result.about}, indent=1))
+        typer.echo(
+            json.dumps(
+                {"policy": str(result.method), "rows": result.rows, "about": result.about}, indent=1
+            )
+        )
         return
     columns = ("kind", "cache", "bits_stored", "kld", "kld_error")
-    show([{name: row[name] for name in columns} for row in result.rows], False, f"{model} at {budget}, held-out text")
-    typer.echo("\n".join([f"{out}: {result.method}, after {duration(time.monotonic() - start)}. To use it:", *lines]))
+    show(
+        [{name: row[name] for name in columns} for row in result.rows],
+        False,
+        f"{model} at {budget}, held-out text",
+    )
+    typer.echo(
+        "\n".join(
+            [
+                f"{out}: {result.method}, after {duration(time.monotonic() - start)}. To use it:",
+                *lines,
+            ]
+        )
+    )
 
 
 def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str | None) -> Model:
@@ -117,4 +145,6 @@ def _loaded(name: str, methods: str, mesh: str, dtype: str | None, weights: str 
     if not mesh:
         return open_model(name, dtype, weights)
     config = read_config(locate(name))
-    return open_model(name, dtype, weights, choice_of(sorted_out(named(methods, config), config)), mesh)
+    return open_model(
+        name, dtype, weights, choice_of(sorted_out(named(methods, config), config)), mesh
+    )

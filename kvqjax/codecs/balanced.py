@@ -1,18 +1,19 @@
-"""Tiles whose variances are balanced along both axes before uniform codes are taken (KVarN, arXiv 2606.03458,
-algorithm 1).
+"""Tiles whose variances are balanced along both axes before uniform codes are taken (KVarN, arXiv
+2606.03458, algorithm 1).
 
-A tile is g tokens of one KV head. Its columns, then its rows, are divided by their standard deviations, again and
-again, which brings all deviations towards 1 (`balance`). The factor of a column or row is the product of all its
-divisors. Uniform codes have scales and minima along one axis: a key's channel, a value's token. The factors along that
-axis need not be stored, because scales and minima take them up. The factors along the other axis are stored:
+A tile is g tokens of one KV head. Its columns, then its rows, are divided by their standard
+deviations, again and again, which brings all deviations towards 1 (`balance`). The factor of a
+column or row is the product of all its divisors. Uniform codes have scales and minima along one
+axis: a key's channel, a value's token. The factors along that axis need not be stored, because
+scales and minima take them up. The factors along the other axis are stored:
 
     keys:   x_hat = (code scale_c + low_c) token_t          values:  x_hat = (code scale_t + low_t) channel_c
 
     encode    x [u, W] -> tiles [n, K, g, D] -> factors -> x / stored factor -> uniform codes    (kvqjax.codecs.uniform)
     decode    uniform codes -> numbers -> * stored factor
 
-The released code bounds the logarithm of every factor from below by -0.3. Numbers that vary little, as most models'
-values do, can then hardly be balanced. `floor` is this bound; None leaves it out.
+The released code bounds the logarithm of every factor from below by -0.3. Numbers that vary little,
+as most models' values do, can then hardly be balanced. `floor` is this bound; None leaves it out.
 """
 
 import dataclasses
@@ -29,11 +30,11 @@ from kvqjax.codecs.uniform import Uniform
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["Balanced", "balance", "imbalance"]
-
 LEAST, MOST = 1e-3, 1e3  # bounds of a divisor in one round
 CEILING = 10.0  # the largest logarithm of a factor
-LOWEST = -40.0  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
+LOWEST = (
+    -40.0
+)  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
 
 Tile = Float[Array, "*B R C"]
 
@@ -44,8 +45,8 @@ def _deviation(x: Tile, axis: int) -> Float[Array, "*B n"]:
 
 
 def imbalance(x: Tile) -> Float[Array, "*B"]:
-    """Measure how unbalanced a tile is: the largest deviation over the smallest one, of columns plus of rows. It is 2
-    for a balanced tile."""
+    """Measure how unbalanced a tile is: the largest deviation over the smallest one, of columns
+    plus of rows. It is 2 for a balanced tile."""
 
     def ratio(deviation):
         # A column or row of equal numbers has deviation 0, and the ratio stays finite.
@@ -55,7 +56,9 @@ def imbalance(x: Tile) -> Float[Array, "*B"]:
     return ratio(_deviation(x, -2)) + ratio(_deviation(x, -1))
 
 
-def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, "*B C"], Float[Array, "*B R"]]:
+def balance(
+    tile: Tile, rounds: int, floor: float | None
+) -> tuple[Float[Array, "*B C"], Float[Array, "*B R"]]:
     """Find the factors of columns and rows that balance a tile.
 
     Args:
@@ -71,7 +74,8 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
 
     # Factors are kept as logarithms, where a division is a sum.
     def grown(log, x, axis: int):
-        """Add the logarithms of the deviations of `x` to those of the factors so far, within bounds."""
+        """Add the logarithms of the deviations of `x` to those of the factors so far, within
+        bounds."""
         return jnp.clip(log + jnp.log(jnp.clip(_deviation(x, axis), LEAST, MOST)), lowest, CEILING)
 
     def over(columns, rows):
@@ -79,7 +83,9 @@ def balance(tile: Tile, rounds: int, floor: float | None) -> tuple[Float[Array, 
         return tile / jnp.exp(columns)[..., None, :] / jnp.exp(rows)[..., :, None]
 
     def step(_, state):
-        columns, rows, best, kept = state  # logarithms so far, the least imbalance, and the logarithms that gave it
+        columns, rows, best, kept = (
+            state  # logarithms so far, the least imbalance, and the logarithms that gave it
+        )
         # Rows are divided by the deviations that they have after the columns were divided.
         columns = grown(columns, over(columns, rows), -2)
         rows = grown(rows, over(columns, rows), -1)
@@ -101,7 +107,8 @@ class Balanced:
     Attributes:
         bits: of a code.
         along: as in `Uniform`: "tokens" for keys, "channels" for values.
-        heads: equal parts of the channels, each with tiles of its own; 0: the model's KV heads (`for_heads`).
+        heads: equal parts of the channels, each with tiles of its own; 0: the model's KV heads
+            (`for_heads`).
         group: tokens of a tile.
         rounds: of balancing.
         floor: bounds the logarithms of factors from below; None: hardly at all.
@@ -130,8 +137,8 @@ class Balanced:
         return dataclasses.replace(self, heads=self.heads or heads)
 
     def inner(self, width: int) -> Uniform:
-        """Give the uniform codec's spec for balanced vectors of `width` channels. Its groups lie within a tile: the
-        tokens of a key's channel, or the channels of a value's head."""
+        """Give the uniform codec's spec for balanced vectors of `width` channels. Its groups lie
+        within a tile: the tokens of a key's channel, or the channels of a value's head."""
         group = self.group if self.along == "tokens" else width // self.heads
         return Uniform(bits=self.bits, along=self.along, group=group, dtype=self.dtype)
 
@@ -141,22 +148,27 @@ class Balanced:
 
 def _tiles(spec: Balanced, x: Float[Array, "u W"]) -> Float[Array, "n K g D"]:
     """Cut vectors into tiles, one of each group of tokens and head, in float32."""
-    return jnp.swapaxes(wide(x).reshape(-1, spec.group, spec.heads, x.shape[-1] // spec.heads), 1, 2)
+    return jnp.swapaxes(
+        wide(x).reshape(-1, spec.group, spec.heads, x.shape[-1] // spec.heads), 1, 2
+    )
 
 
 def _keys(spec: Balanced, width: int) -> Codec:
-    """Build the codec of keys: a factor for each token and head is stored beside codes with scales per channel."""
+    """Build the codec of keys: a factor for each token and head is stored beside codes with scales
+    per channel."""
     inner = spec.inner(width).build(width)
     field = Field(kind="token", width=spec.heads, role="scales", dtype=spec.dtype)
 
     def encode(_, x: Float[Array, "u W"]):
-        # The first result of `balance` is stored: the factors of columns. Keys are transposed, so that their columns
-        # are tokens. (The columns of values are channels.)
+        # The first result of `balance` is stored: the factors of columns. Keys are transposed, so
+        # that their columns are tokens. (The columns of values are channels.)
         tiles = jnp.swapaxes(_tiles(spec, x), -1, -2)
         factor = saturated(balance(tiles, spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, g]
         factor = jnp.swapaxes(factor, 1, 2).reshape(x.shape[0], spec.heads)
         # Divided by the factor as it is stored, so that its rounding costs nothing.
-        return inner.encode({}, over_parts(wide(x), factor.astype(jnp.float32))) | {"factor": factor.T}
+        return inner.encode({}, over_parts(wide(x), factor.astype(jnp.float32))) | {
+            "factor": factor.T
+        }
 
     def decode(_, tile):
         balanced = inner.decode({}, {name: a for name, a in tile.items() if name != "factor"})
@@ -166,17 +178,21 @@ def _keys(spec: Balanced, width: int) -> Codec:
 
 
 def _values(spec: Balanced, width: int) -> Codec:
-    """Build the codec of values: a factor for each channel and group of tokens is stored beside codes with scales per
-    token and head."""
+    """Build the codec of values: a factor for each channel and group of tokens is stored beside
+    codes with scales per token and head."""
     inner = spec.inner(width).build(width)
     field = Field(kind="group", width=width, group=spec.group, role="scales", dtype=spec.dtype)
 
     def grouped(x, factor):
         """Reshape tokens to groups [.., n, g, W] and their factors to [.., n, 1, W]."""
-        return x.reshape(*x.shape[:-2], -1, spec.group, width), factor[..., None, :].astype(jnp.float32)
+        return x.reshape(*x.shape[:-2], -1, spec.group, width), factor[..., None, :].astype(
+            jnp.float32
+        )
 
     def encode(_, x: Float[Array, "u W"]):
-        factor = saturated(balance(_tiles(spec, x), spec.rounds, spec.floor)[0], spec.dtype)  # [n, K, D]
+        factor = saturated(
+            balance(_tiles(spec, x), spec.rounds, spec.floor)[0], spec.dtype
+        )  # [n, K, D]
         factor = factor.reshape(-1, width)
         tokens, over = grouped(wide(x), factor)
         return inner.encode({}, (tokens / over).reshape(x.shape)) | {"factor": factor}
@@ -187,4 +203,6 @@ def _values(spec: Balanced, width: int) -> Codec:
         return (tokens * times).reshape(balanced.shape)
 
     # The inner codec encodes token by token. Balancing needs whole tiles.
-    return inner._replace(unit=spec.group, fields={**inner.fields, "factor": field}, encode=encode, decode=decode)
+    return inner._replace(
+        unit=spec.group, fields={**inner.fields, "factor": field}, encode=encode, decode=decode
+    )

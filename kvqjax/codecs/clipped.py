@@ -1,7 +1,8 @@
 """Any codec around tokens whose largest numbers are clipped (OSCAR, arXiv 2605.17757, section 3.3).
 
-Each part of a token's channels, usually one KV head, has a bound of its own: the size that a share `ratio` of its D
-numbers does not exceed. The bound is not stored, because decoding does not need it.
+Each part of a token's channels, usually one KV head, has a bound of its own: the size that a share
+`ratio` of its D numbers does not exceed. The bound is not stored, because decoding does not need
+it.
 """
 
 import dataclasses
@@ -14,8 +15,6 @@ from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, CodecSpec, for_heads
 from kvqjax.ops.finite import wide
-
-__all__ = ["Clipped", "thresholds"]
 
 
 def thresholds(parts: Float[Array, "u n D"], ratio: float) -> Float[Array, "u n"]:
@@ -42,7 +41,9 @@ class Clipped:
     def __post_init__(self):
         check_fields(self)
         if not 0.5 <= self.ratio <= 1:
-            raise UserError(f"clip={self.ratio}; wanted the share that is not clipped, from 0.5 to 1")
+            raise UserError(
+                f"clip={self.ratio}; wanted the share that is not clipped, from 0.5 to 1"
+            )
 
     def for_heads(self, heads: int, head_dim: int) -> "Clipped":
         inner = for_heads(self.inner, heads, head_dim)

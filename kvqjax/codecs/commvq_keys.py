@@ -1,26 +1,31 @@
-"""CommVQ keys: additive codes over a RoPE-commutative codebook (arXiv 2506.18879, section 4.2), in complex form.
+"""CommVQ keys: additive codes over a RoPE-commutative codebook (arXiv 2506.18879, section 4.2), in
+complex form.
 
-RoPE turns the channels i and i + D/2 of a head together. This pair is the complex number k_i = x_i + j x_{i+D/2}, which
-RoPE multiplies by exp(j theta_i pos). The paper's 2x2 blocks [[x, -y], [y, x]] are complex numbers too. Complex
-multiplications commute, so the codebook may be rotated instead of the decoded keys.
+RoPE turns the channels i and i + D/2 of a head together. This pair is the complex number k_i = x_i
++ j x_{i+D/2}, which RoPE multiplies by exp(j theta_i pos). The paper's 2x2 blocks [[x, -y], [y, x]]
+are complex numbers too. Complex multiplications commute, so the codebook may be rotated instead of
+the decoded keys.
 
-A group of g pairs is coded in R rounds. Round r has a codebook C_r of L rows. It codes what the rounds before it left
-over, the residual, by two levels A_r and B_r:
+A group of g pairs is coded in R rounds. Round r has a codebook C_r of L rows. It codes what the
+rounds before it left over, the residual, by two levels A_r and B_r:
 
     k_hat = prescale * sum_r ( C_r[A_r] + j C_r[B_r] )
 
     R rounds, L levels, g pairs per group, C groups of all heads (C g = K D/2), u tokens of a tile
 
-A level is the number of a codebook row. A centre is C_r[A] + j C_r[B], one of the L^2 vectors that a round can add.
+A level is the number of a codebook row. A centre is C_r[A] + j C_r[B], one of the L^2 vectors that
+a round can add.
 
-A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs. Multiplication by j
-is then a quarter turn, (x | y) -> (-y | x). `prescale` is the norm of a token's key over all heads. Codes are computed
-against its stored value. A key of zeros has prescale 0 and decodes to zeros; an infinite key stays non-finite.
+A codebook row is stored as a vector of 2g channels, real parts first, as a head stores its pairs.
+Multiplication by j is then a quarter turn, (x | y) -> (-y | x). `prescale` is the norm of a token's
+key over all heads. Codes are computed against its stored value. A key of zeros has prescale 0 and
+decodes to zeros; an infinite key stays non-finite.
 
     encode    x [u, K*D] -> / prescale -> groups [C, u, 2g] -> each round: nearest centre, residual -> levels [u, 2 R C]
     decode    levels -> rows of the codebook -> sum over rounds [u, C, 2g] -> channels [u, K*D] -> * prescale
 
-Decoding has three forms, each for one kind of chip (`_decode`). Their results differ in rounding only.
+Decoding has three forms, each for one kind of chip (`_decode`). Their results differ in rounding
+only.
 """
 
 import dataclasses
@@ -36,8 +41,6 @@ from kvqjax.codecs.commvq_tpu import columns, summed_columns
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.xla_workarounds import kept_apart
-
-__all__ = ["CommVQKeys", "centre", "group_pairs", "nearest", "split_distances", "ungroup_pairs"]
 
 FIT = Fit("kvqjax.calibrate.commvq")
 
@@ -69,7 +72,9 @@ class CommVQKeys:
         if self.rounds < 1:
             raise UserError(f"rounds={self.rounds}; at least 1")
         if self.head_dim % 2 or self.group < 0 or (self.head_dim // 2) % self.pairs:
-            raise UserError(f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head")
+            raise UserError(
+                f"group={self.group} does not divide the {self.head_dim // 2} pairs of a head"
+            )
         if self.dtype not in ("bfloat16", "float32"):
             raise UserError(f"dtype={self.dtype!r}; the prescale is stored as bfloat16 or float32")
 
@@ -85,8 +90,8 @@ class CommVQKeys:
             width: K*D, the channels of all KV heads.
 
         Returns:
-            A codec with codes of log2(L) bits, 2 R C a token, and a prescale for each token. Its constant "codebook"
-            is [R, C, L, 2g].
+            A codec with codes of log2(L) bits, 2 R C a token, and a prescale for each token. Its
+            constant "codebook" is [R, C, L, 2g].
 
         Raises:
             UserError: for a width that is not made of whole heads.
@@ -96,7 +101,13 @@ class CommVQKeys:
         groups = width // (2 * self.pairs)
         bits = self.levels.bit_length() - 1
         fields = {
-            "codes": Field(kind="codes", form="columns", width=2 * self.rounds * groups, bits=bits, role="payload"),
+            "codes": Field(
+                kind="codes",
+                form="columns",
+                width=2 * self.rounds * groups,
+                bits=bits,
+                role="payload",
+            ),
             "prescale": Field(kind="token", width=1, role="scales", dtype=self.dtype),
         }
 
@@ -106,13 +117,15 @@ class CommVQKeys:
         def decode(constants, tile):
             return _decode(self, constants, tile)
 
-        needs: dict[str, tuple[int, ...]] = {"codebook": (self.rounds, groups, self.levels, 2 * self.pairs)}
+        needs: dict[str, tuple[int, ...]] = {
+            "codebook": (self.rounds, groups, self.levels, 2 * self.pairs)
+        }
         return Codec(width, 1, fields, encode, decode, needs, FIT)
 
 
 def group_pairs(x: Float[Array, "*n W"], head_dim: int, pairs: int) -> Float[Array, "*n C g2"]:
-    """Reshape channels to groups of rotation pairs, real parts first. (A head's channels are its pairs' real parts,
-    then their imaginary parts.)"""
+    """Reshape channels to groups of rotation pairs, real parts first. (A head's channels are its
+    pairs' real parts, then their imaginary parts.)"""
     # [.., heads, real or imaginary, groups of a head, pairs of a group]
     parts = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2 // pairs, pairs)
     return jnp.swapaxes(parts, -2, -3).reshape(*x.shape[:-1], -1, 2 * pairs)
@@ -130,9 +143,12 @@ def quarter_turn(x: Float[Array, "*n g2"]) -> Float[Array, "*n g2"]:
     return jnp.concatenate([-imag, real], axis=-1)
 
 
-def centre(book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]) -> Float[Array, "*n g2"]:
+def centre(
+    book: Float[Array, "L g2"], a: Int[Array, "*n"], b: Int[Array, "*n"]
+) -> Float[Array, "*n g2"]:
     """Look up the cluster centres C[A] + j C[B] in one group's codebook of one round."""
-    # Levels come from `nearest`, so that they name rows of the codebook. Out-of-bounds checks are left out.
+    # Levels come from `nearest`, so that they name rows of the codebook. Out-of-bounds checks are
+    # left out.
     row = book.at[a].get(mode="promise_in_bounds")
     return row + quarter_turn(book.at[b].get(mode="promise_in_bounds"))
 
@@ -142,8 +158,8 @@ def split_distances(
 ) -> tuple[Float[Array, "n L"], Float[Array, "n L"], Float[Array, "L L"]]:
     """Split the squared distances to all centres into terms of A, of B and of both.
 
-    So a vector needs inner products with 2L vectors, and not with L^2 centres. The terms of both are the same for all
-    vectors.
+    So a vector needs inner products with 2L vectors, and not with L^2 centres. The terms of both
+    are the same for all vectors.
 
     Args:
         x: vectors of one group.
@@ -160,8 +176,11 @@ def split_distances(
     return a, b, 2 * jnp.einsum("ad,bd->ab", book, turned, **exact)
 
 
-def nearest(x: Float[Array, "n g2"], book: Float[Array, "L g2"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
-    """Find the levels (A, B) of the nearest centre; of equally near ones the smallest A, then the smallest B."""
+def nearest(
+    x: Float[Array, "n g2"], book: Float[Array, "L g2"]
+) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """Find the levels (A, B) of the nearest centre; of equally near ones the smallest A, then the
+    smallest B."""
     # |x|^2 is the same for all centres, and is left out.
     a, b, cross = split_distances(x, book)
     distance = a[:, :, None] + b[:, None, :] + cross[None]
@@ -178,7 +197,8 @@ def _encode(spec: CommVQKeys, codebook, x):
         x: keys [u, K*D].
 
     Returns:
-        Codes [u, 2 R C], which stand in the order of rounds, then A before B, then groups; and prescales [1, u].
+        Codes [u, 2 R C], which stand in the order of rounds, then A before B, then groups; and
+        prescales [1, u].
     """
     # float32, with numbers beyond `LARGEST` cut, so that the sum of squares stays finite.
     x = wide(x)
@@ -211,7 +231,12 @@ def _indices(codebook, codes) -> Int[Array, "R 2 *B n C"]:
     codes = codes.astype(jnp.int32)
     codes = jnp.moveaxis(codes.reshape(*codes.shape[:-1], rounds, 2, groups), (-3, -2), (0, 1))
     # The first row of each round's and group's codebook.
-    first = jnp.arange(rounds * groups, dtype=jnp.int32).reshape(rounds, *[1] * (codes.ndim - 2), groups) * levels
+    first = (
+        jnp.arange(rounds * groups, dtype=jnp.int32).reshape(
+            rounds, *[1] * (codes.ndim - 2), groups
+        )
+        * levels
+    )
     return codes + first
 
 
@@ -226,13 +251,15 @@ def _gathered(codebook, codes):
     # The rows of all A and of all B are summed apart. The sum for B is turned once, at the end.
     indices = _indices(codebook, codes)
     start = jnp.zeros((*indices.shape[1:], codebook.shape[-1]), jnp.float32)
-    total = jax.lax.scan(lambda total, at: (total + _rows_of(codebook, at), None), start, indices)[0]
+    total = jax.lax.scan(lambda total, at: (total + _rows_of(codebook, at), None), start, indices)[
+        0
+    ]
     return total[0] + quarter_turn(total[1])
 
 
 def _at_once(codebook, codes):
-    """Do as `_gathered`, but in one sum over rounds. XLA for GPUs makes one kernel of it. A loop would write its
-    partial sums to memory."""
+    """Do as `_gathered`, but in one sum over rounds. XLA for GPUs makes one kernel of it. A loop
+    would write its partial sums to memory."""
     total = _rows_of(codebook, _indices(codebook, codes)).sum(0)
     return total[0] + quarter_turn(total[1])
 
@@ -260,11 +287,14 @@ def _decode(spec: CommVQKeys, constants, tile):
 
     def fused(constants, codes):
         """Look rows up in one kernel, which writes float16: float32 would be twice the bytes."""
-        # A key over its norm is a unit vector, whose numbers fit float16. `kept_apart` makes XLA write float16.
+        # A key over its norm is a unit vector, whose numbers fit float16. `kept_apart` makes XLA
+        # write float16.
         total = _at_once(constants["codebook"], codes)
         return kept_apart(total.astype(jnp.float16)).astype(jnp.float32)
 
     codes = tile["codes"].astype(jnp.uint32)
-    total = jax.lax.platform_dependent(constants, codes, tpu=multiplied, cuda=fused, default=gathered)
+    total = jax.lax.platform_dependent(
+        constants, codes, tpu=multiplied, cuda=fused, default=gathered
+    )
     prescale = jnp.swapaxes(tile["prescale"], -1, -2).astype(jnp.float32)
     return ungroup_pairs(total, spec.head_dim, spec.pairs) * prescale

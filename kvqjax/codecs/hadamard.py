@@ -1,18 +1,20 @@
 """Hadamard matrices, and the matrix M of the transform M x that HIGGS takes.
 
-A Hadamard matrix of order q * 2^k with odd q > 1 is a Kronecker product H_base (x) H_(2^j). The base is one of Paley's
-matrices, which exist for a prime p: of order p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod 4. So the orders
-96, 80, 112 and 768 need no zero padding.
+A Hadamard matrix of order q * 2^k with odd q > 1 is a Kronecker product H_base (x) H_(2^j). The
+base is one of Paley's
+matrices, which exist for a prime p: of order p + 1 for p = 3 mod 4, of order 2(p + 1) for p = 1 mod
+4. So the orders 96, 80, 112 and 768 need no zero padding.
 
-For most models M is one matrix between heads times one within each head. Then queries can take the part between heads
-(`Fast.mixed` of kvqjax.methods.layer_cache). This does not hold for Paley's matrices. With three heads of 64 channels
-(192 = 12 * 16), the base of order 12 spans the heads and four parts of each. HIGGS therefore takes other matrices for
-the odd orders 3 and 5, and for their products:
+For most models M is one matrix between heads times one within each head. Then queries can take the
+part between heads (`Fast.mixed` of kvqjax.methods.layer_cache). This does not hold for Paley's
+matrices. With three heads of 64 channels (192 = 12 * 16), the base of order 12 spans the heads and
+four parts of each. HIGGS therefore takes other matrices for the odd orders 3 and 5, and for their
+products:
 
     M_p = p I - 2 J        M_p M_p^T = p^2 I        J all ones
 
-Their integers are not all of one size: 1 and 2 for three heads, 3 and 2 for five. For order 7 they would be 5 and 2,
-which differ too much, so that order 7 keeps Paley's matrix.
+Their integers are not all of one size: 1 and 2 for three heads, 3 and 2 for five. For order 7 they
+would be 5 and 2, which differ too much, so that order 7 keeps Paley's matrix.
 """
 
 import functools
@@ -24,17 +26,6 @@ from jaxtyping import Array, Float
 from scipy.linalg import hadamard as sylvester
 
 from kvqjax._errors import UserError
-
-__all__ = [
-    "hadamard",
-    "has_hadamard",
-    "has_transform",
-    "multiplied",
-    "splits",
-    "transform",
-    "transform_factors",
-    "transform_matrix",
-]
 
 FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 
@@ -51,8 +42,8 @@ def _paley_kind(order: int) -> int:
 
 
 def _split(order: int) -> tuple[int, int] | None:
-    """Write the order as base * 2^k, base being 1 or the smallest Paley order. Gives (base, k), or None if no
-    construction is known."""
+    """Write the order as base * 2^k, base being 1 or the smallest Paley order. Gives (base, k), or
+    None if no construction is known."""
     odd, twos = order, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -82,21 +73,26 @@ def _paley(order: int) -> np.ndarray:
         return (identity + core).astype(np.int8)
     # S is symmetric; its zeros become [[1,-1],[-1,-1]], its entries +-1 become +-[[1,1],[1,-1]].
     core[0, 1:], core[1:, 0] = 1, 1
-    return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(np.int8)
+    return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(
+        np.int8
+    )
 
 
 def _sylvester_factors(power: int) -> list[np.ndarray]:
-    """Factorise Sylvester's matrix of order 2^power into as few matrices as possible, of orders up to 2^FACTOR and as
-    equal as possible."""
+    """Factorise Sylvester's matrix of order 2^power into as few matrices as possible, of orders up
+    to 2^FACTOR and as equal as possible."""
     count = -(-power // FACTOR)
     return [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
 
 
 def _hadamard_factors(order: int) -> list[np.ndarray]:
-    """Give matrices whose Kronecker product is a Hadamard matrix. Raises UserError where none is known."""
+    """Give matrices whose Kronecker product is a Hadamard matrix. Raises UserError where none is
+    known."""
     parts = _split(order)
     if parts is None:
-        raise UserError(f"no Hadamard matrix of order {order} is known here; powers of two always are")
+        raise UserError(
+            f"no Hadamard matrix of order {order} is known here; powers of two always are"
+        )
     base, power = parts
     return ([_paley(base)] if base > 1 else []) + _sylvester_factors(power)
 
@@ -108,7 +104,8 @@ def _product(factors: list[np.ndarray]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=32)
 def hadamard(order: int) -> np.ndarray:
-    """Build H int8 [order, order] of +-1 with H H^T = order * I, in Sylvester's natural order for powers of two."""
+    """Build H int8 [order, order] of +-1 with H H^T = order * I, in Sylvester's natural order for
+    powers of two."""
     return _product(_hadamard_factors(order))
 
 
@@ -123,12 +120,14 @@ def _odd_factors(order: int) -> tuple[list[int], int]:
 
 
 def transform_factors(order: int) -> list[np.ndarray]:
-    """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of `order` channels.
-    Those of an odd order come first."""
+    """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of
+    `order` channels. Those of an odd order come first."""
     odd, quotient = _odd_factors(order)
     if quotient.bit_count() > 1:  # 7, 11 or another odd number is left
         return _hadamard_factors(order)
-    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]  # M_p of the module's docstring
+    between = [
+        (size * np.eye(size) - 2).astype(np.int8) for size in odd
+    ]  # M_p of the module's docstring
     return between + _sylvester_factors(quotient.bit_length() - 1)
 
 
@@ -139,23 +138,28 @@ def has_transform(order: int) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def transform_matrix(order: int) -> np.ndarray:
-    """Build M int8 [order, order] with M M^T = c I: Sylvester's matrix for powers of two, where c = order."""
+    """Build M int8 [order, order] with M M^T = c I: Sylvester's matrix for powers of two, where c =
+    order."""
     return _product(transform_factors(order))
 
 
 def splits(order: int, head_dim: int) -> bool:
-    """Say whether the transform of `order` channels is one between heads of `head_dim` after one within each."""
+    """Say whether the transform of `order` channels is one between heads of `head_dim` after one
+    within each."""
     quotient = _odd_factors(order)[1]
     return quotient.bit_count() == head_dim.bit_count() == 1 and order % head_dim == 0
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
-    """Multiply by M (`transform_matrix`) along the last axis, or by M^T (`inverse`), float32 and unnormalised. There is
-    one small product per Kronecker factor (1024 = 32 x 32: two products that fill a matrix unit), in full float32."""
+    """Multiply by M (`transform_matrix`) along the last axis, or by M^T (`inverse`), float32 and
+    unnormalised. There is one small product per Kronecker factor (1024 = 32 x 32: two products that
+    fill a matrix unit), in full float32."""
     return multiplied(x.astype(jnp.float32), transform_factors(x.shape[-1]), inverse)
 
 
-def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) -> Float[Array, "*B W"]:
+def multiplied(
+    x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool
+) -> Float[Array, "*B W"]:
     """Multiply along the last axis by the Kronecker product of `parts` and an identity.
 
     Args:
@@ -166,7 +170,8 @@ def multiplied(x: Float[Array, "*B W"], parts: list[np.ndarray], inverse: bool) 
     Returns:
         The products, float32.
     """
-    # The axis of W channels is split in three: the factors that are done, this factor, and those that are left.
+    # The axis of W channels is split in three: the factors that are done, this factor, and those
+    # that are left.
     shape, done, left = x.shape, 1, x.shape[-1]
     for factor in parts:
         size = factor.shape[0]

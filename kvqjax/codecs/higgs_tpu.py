@@ -1,15 +1,18 @@
-"""HIGGS decoding for TPUs, without gathers. Results equal those of kvqjax.codecs.higgs's own form but for rounding.
+"""HIGGS decoding for TPUs, without gathers. Results equal those of kvqjax.codecs.higgs's own form
+but for rounding.
 
-A code names a grid point, a vector of p channels. XLA for TPUs gathers from a table row by row. A row would yield the p
-channels of a point side by side, but the codes themselves lie side by side on the lanes. So points are chosen by a tree
-of selects on the bits of a code. The leaves of the tree are words that hold two channels. The channels of a vector
-never come to lie side by side. With y_j the j-th channels of all vectors and M the matrix of the transform:
+A code names a grid point, a vector of p channels. XLA for TPUs gathers from a table row by row. A
+row would yield the p channels of a point side by side, but the codes themselves lie side by side on
+the lanes. So points are chosen by a tree of selects on the bits of a code. The leaves of the tree
+are words that hold two channels. The channels of a vector never come to lie side by side. With y_j
+the j-th channels of all vectors and M the matrix of the transform:
 
     M^T y = sum_j M[j::p]^T y_j,        M = M_outer (x) M_inner.
 
-The inner transform is one product for a tile of vectors, which are as many as fill the lanes and a matrix unit. The
-outer transform adds and subtracts whole tiles. A grid number has 11 significant bits, so that the sum of two bfloat16
-numbers is exactly equal to it. M has small integers. So only the float32 sums and the scale round.
+The inner transform is one product for a tile of vectors, which are as many as fill the lanes and a
+matrix unit. The outer transform adds and subtracts whole tiles. A grid number has 11 significant
+bits, so that the sum of two bfloat16 numbers is exactly equal to it. M has small integers. So only
+the float32 sums and the scale round.
 """
 
 import functools
@@ -24,8 +27,6 @@ from jaxtyping import Array, Float, UInt
 from kvqjax.codecs.hadamard import has_transform, transform_matrix
 from kvqjax.ops.xla_workarounds import kept_apart
 
-__all__ = ["Plan", "inverse", "plan"]
-
 LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
 MOST_POINTS = 256  # of a grid: each takes a select, and many more selects take long to compile
@@ -36,12 +37,13 @@ class Plan(NamedTuple):
     """How codes of one grid and group size are decoded.
 
     Attributes:
-        words: the grid's n points times 2^`raised`, as float16 numbers in words of two channels: uint32
-            [p/2 rounded up, n].
+        words: the grid's n points times 2^`raised`, as float16 numbers in words of two channels:
+            uint32 [p/2 rounded up, n].
         raised: makes the grid's numbers so large that none of them is subnormal in float16.
         dim: p, the channels of a point.
         tile: how many vectors one product transforms.
-        matrix: of this product, [2 p tile, p tile]: two rows for each number, which comes as two bfloat16 numbers.
+        matrix: of this product, [2 p tile, p tile]: two rows for each number, which comes as two
+            bfloat16 numbers.
         outer: M_outer [o, o], which mixes o consecutive tiles.
     """
 
@@ -62,8 +64,8 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
         groups: how many groups a token has.
 
     Returns:
-        The plan; None for grids that are too large or whose numbers float16 does not hold, and for groups that are not
-        whole vectors.
+        The plan; None for grids that are too large or whose numbers float16 does not hold, and for
+        groups that are not whole vectors.
     """
     count, dim = points.shape
     # So that the largest number comes to lie between 2^14 and 2^15; float16 ends just below 2^16.
@@ -72,10 +74,14 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
     is_exact = (np.ldexp(halves.astype(np.float32), -raised) == points).all()
     if group % dim or count > MOST_POINTS or not is_exact:
         return None
-    fields = np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)  # [n, p rounded up to even]
+    fields = (
+        np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)
+    )  # [n, p rounded up to even]
     tile, inner, outer = _factors(group // dim, groups, dim)
     words = (fields[:, 0::2] | fields[:, 1::2] << 16).T
-    rows = [inner[j::dim] for j in range(dim) for _ in range(2)]  # twice, for the two pieces of a number
+    rows = [
+        inner[j::dim] for j in range(dim) for _ in range(2)
+    ]  # twice, for the two pieces of a number
     return Plan(words, raised, dim, tile, np.concatenate(rows), outer)
 
 
@@ -88,8 +94,8 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
         dim: p, the channels of a vector.
 
     Returns:
-        (tile, M_inner, M_outer). A tile is a part of a group, or else whole groups side by side, as many as fill the
-        lanes; M_outer is then [[1]].
+        (tile, M_inner, M_outer). A tile is a part of a group, or else whole groups side by side, as
+        many as fill the lanes; M_outer is then [[1]].
     """
     part, group = max(LANES, CHANNELS // dim), vectors * dim
     if vectors % part == 0 and has_transform(vectors // part) and has_transform(part * dim):
@@ -110,7 +116,8 @@ def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"
     for bit in range(len(table).bit_length() - 1):
         is_set = (codes & jnp.uint32(1 << bit)) != 0
         candidates = [
-            jnp.where(is_set, high, low) for low, high in zip(candidates[0::2], candidates[1::2], strict=True)
+            jnp.where(is_set, high, low)
+            for low, high in zip(candidates[0::2], candidates[1::2], strict=True)
         ]
     return jnp.broadcast_to(candidates[0], codes.shape)
 
@@ -123,7 +130,8 @@ def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]
         raised: as in `Plan`.
     """
     sign, magnitude = (half & jnp.uint32(0x8000)) << 16, (half & jnp.uint32(0x7FFF)) << 13
-    # Bits of a float32 number, too small by a power of two: exponents of float16 and float32 have different offsets.
+    # Bits of a float32 number, too small by a power of two: exponents of float16 and float32 have
+    # different offsets.
     wide = sign | magnitude
     offset = jnp.finfo(jnp.float32).maxexp - HALF.maxexp
     number = jax.lax.bitcast_convert_type(wide, jnp.float32) * jnp.float32(2.0 ** (offset - raised))
@@ -134,15 +142,17 @@ def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]
 
 def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[Array, "*B W"]:
     """Apply the inner transform to one tile of vectors, given as words of two channels."""
-    halves = [half for word in words for half in (word & jnp.uint32(0xFFFF), word >> 16)][: plan.dim]
+    halves = [half for word in words for half in (word & jnp.uint32(0xFFFF), word >> 16)][
+        : plan.dim
+    ]
     y = jnp.concatenate([piece for half in halves for piece in _pieces(half, plan.raised)], axis=-1)
     matrix = jnp.asarray(plan.matrix, jnp.bfloat16)
     return jnp.einsum("...v,vc->...c", y, matrix, preferred_element_type=jnp.float32)
 
 
 def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
-    """Compute M^T y of every group, y being the grid points that `codes` name. It is not divided by the group's
-    width."""
+    """Compute M^T y of every group, y being the grid points that `codes` name. It is not divided by
+    the group's width."""
     # Without `kept_apart`, XLA may select anew for every product.
     words = kept_apart([_chosen(table, codes) for table in plan.words])
     tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]
@@ -151,7 +161,11 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
 
     def mixed(parts, column):
         """Sum tiles, each times its number in a column of M_outer."""
-        return functools.reduce(jnp.add, [jnp.float32(x) * part for part, x in zip(parts, column, strict=True)])
+        return functools.reduce(
+            jnp.add, [jnp.float32(x) * part for part, x in zip(parts, column, strict=True)]
+        )
 
     groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-    return jnp.concatenate([mixed(group, column) for group in groups for column in plan.outer.T], axis=-1)
+    return jnp.concatenate(
+        [mixed(group, column) for group in groups for column in plan.outer.T], axis=-1
+    )

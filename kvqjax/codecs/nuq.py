@@ -1,33 +1,36 @@
-"""KVQuant's dense-and-sparse quantisation of keys per channel and values per token (arXiv 2401.18079, sections 3.1 to
-3.4).
+"""KVQuant's dense-and-sparse quantisation of keys per channel and values per token (arXiv
+2401.18079, sections 3.1 to 3.4).
 
     u = (x - z) / s        code = index of the signpost nearest to u        x_hat = s * signpost[code] + z
 
-z is the centre of a range and s half of its width, so that the numbers in the range have u from -1 to 1. The signposts
-are 2^bits numbers in these units. Outliers are stored exactly and replace x_hat.
+z is the centre of a range and s half of its width, so that the numbers in the range have u from -1
+to 1. The signposts are 2^bits numbers in these units. Outliers are stored exactly and replace
+x_hat.
 
-Keys (before RoPE): z and s of every channel are fixed offline. They follow from the channel's thresholds `upper` and
-`lower`. A number beyond a threshold is an outlier.
+Keys (before RoPE): z and s of every channel are fixed offline. They follow from the channel's
+thresholds `upper` and `lower`. A number beyond a threshold is an outlier.
 
-Values: z and s of every token come from the token itself, over all KV heads. With n outlier slots, the n/2 largest and
-the n/2 smallest entries of the token are its outliers. The next largest and the next smallest entry are the ends of its
-range. This is the top-k rule of the released kernels. The quantile rule of the released simulation flags the same
-entries, except that it may flag any number of equal entries at the limit.
+Values: z and s of every token come from the token itself, over all KV heads. With n outlier slots,
+the n/2 largest and the n/2 smallest entries of the token are its outliers. The next largest and the
+next smallest entry are the ends of its range. This is the top-k rule of the released kernels. The
+quantile rule of the released simulation flags the same entries, except that it may flag any number
+of equal entries at the limit.
 
-An outlier is stored in 32 bits: the value in bfloat16 and the channel in int16. A token has a fixed number of slots for
-outliers. A key with more outliers than slots keeps those that lie farthest out in units of u, on either side. Its other
-outliers saturate at the outermost signposts, and `excess` counts them. Unused slots carry the channel W, which does not
-exist and is never written.
+An outlier is stored in 32 bits: the value in bfloat16 and the channel in int16. A token has a fixed
+number of slots for outliers. A key with more outliers than slots keeps those that lie farthest out
+in units of u, on either side. Its other outliers saturate at the outermost signposts, and `excess`
+counts them. Unused slots carry the channel W, which does not exist and is never written.
 
-Codes are computed against the *stored* z and s. First z is rounded to the storage dtype, then s is rounded upwards, so
-that the range still covers all numbers. Rounding makes steps a little longer, but adds no bias. A token or channel of
-one repeated value has s = 0 and reads as z.
+Codes are computed against the *stored* z and s. First z is rounded to the storage dtype, then s is
+rounded upwards, so that the range still covers all numbers. Rounding makes steps a little longer,
+but adds no bias. A token or channel of one repeated value has s = 0 and reads as z.
 
-If KV heads are sharded over devices, each shard has the codes, thresholds and ranges of its own channels of keys. What
-is stored per token holds for all heads and belongs on every shard: z and s of values, and the outlier slots of keys and
-values, which number channels over all heads. Encoding needs the whole token, because the range of a value and the
-choice of outliers span the shards. (The n + 2 extremes of each shard would be enough.) Reading needs no exchange: a
-shard takes the slots that name its own channels.
+If KV heads are sharded over devices, each shard has the codes, thresholds and ranges of its own
+channels of keys. What is stored per token holds for all heads and belongs on every shard: z and s
+of values, and the outlier slots of keys and values, which number channels over all heads. Encoding
+needs the whole token, because the range of a value and the choice of outliers span the shards. (The
+n + 2 extremes of each shard would be enough.) Reading needs no exchange: a shard takes the slots
+that name its own channels.
 """
 
 import dataclasses
@@ -41,13 +44,17 @@ from kvqjax._arguments import check_fields
 from kvqjax._errors import UserError
 from kvqjax.codecs.base import Codec, Fit
 from kvqjax.codecs.nuq_outliers import restore_outliers, store_outliers
-from kvqjax.codecs.nuq_range import channel_range, divisor, normalise_keys, stored_range, token_range
+from kvqjax.codecs.nuq_range import (
+    channel_range,
+    divisor,
+    normalise_keys,
+    stored_range,
+    token_range,
+)
 from kvqjax.codecs.nuq_table import DATATYPES, fixed_signposts, look_up, nearest
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.base import slot_rows
-
-__all__ = ["Nuq", "read_signposts", "signposts"]
 
 FIT = Fit("kvqjax.calibrate.kvquant")
 MAX_WIDTH = 32767  # the largest int16: slots store channel numbers, and the width itself where they are unused
@@ -59,14 +66,14 @@ class Nuq:
 
     Attributes:
         bits: of a code: 2, 3 or 4.
-        per: "channel" for keys, whose thresholds are calibrated; "token" for values, whose range and outliers are found
-            in the token.
+        per: "channel" for keys, whose thresholds are calibrated; "token" for values, whose range
+            and outliers are found in the token.
         outliers: the fraction of a token's channels that is stored exactly.
         slots: outliers that a token can have; 0: the number that the fraction asks for. Values have
             an even number, half of them for each end.
         datatype: "nuq", "nf" or "int" (kvqjax.codecs.nuq_table).
-        q_norm: whether signposts are read through a calibrated scale and offset: the released code's Q-Norm, meant for
-            2 bits.
+        q_norm: whether signposts are read through a calibrated scale and offset: the released
+            code's Q-Norm, meant for 2 bits.
         dtype: of the values' scales and centres.
         outlier_dtype: of the outliers; bfloat16 stores bfloat16 vectors exactly.
     """
@@ -89,9 +96,13 @@ class Nuq:
         if self.datatype not in DATATYPES:
             raise UserError(f"datatype={self.datatype!r}; known: {', '.join(DATATYPES)}")
         if not 0 <= self.outliers < 0.5:
-            raise UserError(f"outliers={self.outliers}; a fraction of the channels from 0 to below 0.5 is wanted")
+            raise UserError(
+                f"outliers={self.outliers}; a fraction of the channels from 0 to below 0.5 is wanted"
+            )
         if self.slots < 0 or (self.per == "token" and self.slots % 2):
-            raise UserError(f"slots={self.slots}; a token has 0 or more slots, values an even number")
+            raise UserError(
+                f"slots={self.slots}; a token has 0 or more slots, values an even number"
+            )
         for name in ("dtype", "outlier_dtype"):
             if getattr(self, name) not in ("bfloat16", "float32"):
                 raise UserError(f"{name}={getattr(self, name)!r}; known: bfloat16, float32")
@@ -106,9 +117,13 @@ class Nuq:
         if width > MAX_WIDTH:
             raise UserError(f"width={width}; KVQuant's codes have at most {MAX_WIDTH} channels")
         slots = self.slot_count(width)
-        if slots > width - 2:  # two entries of a value beside its outliers are the ends of its range
+        if (
+            slots > width - 2
+        ):  # two entries of a value beside its outliers are the ends of its range
             cause = f"slots={self.slots}" if self.slots else f"outliers={self.outliers}"
-            raise UserError(f"{cause}: {slots} outliers in a width of {width} channels; at least 2 must be none")
+            raise UserError(
+                f"{cause}: {slots} outliers in a width of {width} channels; at least 2 must be none"
+            )
         return _per_channel(self, width) if self.per == "channel" else _per_token(self, width)
 
 
@@ -123,7 +138,9 @@ def _fields(spec: Nuq, width: int) -> dict[str, Field]:
 
 def _needs(spec: Nuq) -> dict[str, tuple[int, ...]]:
     """Name the constants that keys and values have in common, with their shapes."""
-    needs: dict[str, tuple[int, ...]] = {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
+    needs: dict[str, tuple[int, ...]] = (
+        {"signposts": (2**spec.bits,)} if spec.datatype == "nuq" else {}
+    )
     return needs | ({"norm": (2,)} if spec.q_norm else {})
 
 
@@ -135,7 +152,8 @@ def signposts(spec: Nuq, constants) -> Float[Array, " M"]:
 
 
 def read_signposts(spec: Nuq, constants) -> Float[Array, " M"]:
-    """Give the numbers that codes of this spec are read as: the signposts, through Q-Norm if the spec has it."""
+    """Give the numbers that codes of this spec are read as: the signposts, through Q-Norm if the
+    spec has it."""
     table = signposts(spec, constants)
     return table * constants["norm"][0] + constants["norm"][1] if spec.q_norm else table
 
@@ -149,9 +167,14 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         u, outside = normalise_keys(constants, x)
         tile = {"codes": nearest(u, signposts(spec, constants))}
         if count:
-            # The outliers that lie farthest out get the slots. Other numbers rank below them all, by -1.
-            size, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)  # [u, count]
-            channels = jnp.where(size >= 0, channels, width)  # `width` marks a slot that stays empty
+            # The outliers that lie farthest out get the slots. Other numbers rank below them all,
+            # by -1.
+            size, channels = jax.lax.top_k(
+                jnp.where(outside, jnp.abs(u), -1.0), count
+            )  # [u, count]
+            channels = jnp.where(
+                size >= 0, channels, width
+            )  # `width` marks a slot that stays empty
             tile["outliers"] = store_outliers(x, channels, spec.outlier_dtype)
         return tile
 
@@ -179,12 +202,24 @@ def _per_token(spec: Nuq, width: int) -> Codec:
         centre, scale = stored_range(high, low, spec.dtype)
         # Normalised by the range as it is stored, because decoding knows no other.
         u = (x - centre.astype(jnp.float32)) / divisor(scale.astype(jnp.float32))
-        tile = {"codes": nearest(u, signposts(spec, constants)), "scale": scale.T, "centre": centre.T}
-        return tile if channels is None else tile | {"outliers": store_outliers(x, channels, spec.outlier_dtype)}
+        tile = {
+            "codes": nearest(u, signposts(spec, constants)),
+            "scale": scale.T,
+            "centre": centre.T,
+        }
+        return (
+            tile
+            if channels is None
+            else tile | {"outliers": store_outliers(x, channels, spec.outlier_dtype)}
+        )
 
     def decode(constants, tile):
-        scale, centre = (jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre"))
-        return _restored(spec, look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile)
+        scale, centre = (
+            jnp.swapaxes(tile[name], -1, -2).astype(jnp.float32) for name in ("scale", "centre")
+        )
+        return _restored(
+            spec, look_up(tile["codes"], read_signposts(spec, constants)) * scale + centre, tile
+        )
 
     return Codec(width, 1, fields, encode, decode, _needs(spec), FIT, apart=True)
 

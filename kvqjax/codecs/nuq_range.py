@@ -1,7 +1,8 @@
-"""Ranges of KVQuant's codes: keys lie within their channel's thresholds, values within their token's range.
+"""Ranges of KVQuant's codes: keys lie within their channel's thresholds, values within their
+token's range.
 
-A range is stored as its centre and its half width (the scale). Numbers less the centre, over the scale, lie within -1
-to 1."""
+A range is stored as its centre and its half width (the scale). Numbers less the centre, over the
+scale, lie within -1 to 1."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.codecs.uniform import round_toward
 from kvqjax.ops.xla_workarounds import kept_apart
-
-__all__ = ["channel_range", "divisor", "excess", "normalise_keys", "stored_range", "token_range"]
 
 
 def divisor(scale: Float[Array, "*S"]) -> Float[Array, "*S"]:
@@ -36,7 +35,8 @@ def normalise_keys(constants, x: Float[Array, "u W"]):
         (keys in units of their channel's range [u, W], a mask [u, W] of outliers).
     """
     centre, scale = channel_range(constants)
-    # Compared with the thresholds themselves: normalised numbers are rounded, and would not be exact at the edge.
+    # Compared with the thresholds themselves: normalised numbers are rounded, and would not be
+    # exact at the edge.
     outside = (x > constants["upper"][None]) | (x < constants["lower"][None])
     return (x - centre[None]) / divisor(scale)[None], outside
 
@@ -55,14 +55,15 @@ def token_range(x: Float[Array, "u W"], side: int):
         side: n/2, how many outliers a token has at each end.
 
     Returns:
-        (largest entry [u, 1] and smallest entry [u, 1] that are no outliers, channels of the outliers [u, n], or None
-        without outliers).
+        (largest entry [u, 1] and smallest entry [u, 1] that are no outliers, channels of the
+        outliers [u, n], or None without outliers).
     """
     if not side:
         return x.max(-1, keepdims=True), x.min(-1, keepdims=True), None
-    # Without `kept_apart`, XLA on CPU merges the slices below into the sort behind top_k, and then sorts every token in
-    # full: measured 970 ms against 16 ms for 4096 x 1024.
-    # `x` is a third operand because XLA's partitioner aborts on a barrier whose operands are just what top_k returns.
+    # Without `kept_apart`, XLA on CPU merges the slices below into the sort behind top_k, and then
+    # sorts every token in full: measured 970 ms against 16 ms for 4096 x 1024.
+    # `x` is a third operand because XLA's partitioner aborts on a barrier whose operands are just
+    # what top_k returns.
     top, top_channels, _ = kept_apart((*jax.lax.top_k(x, side + 1), x))
     bottom, bottom_channels, _ = kept_apart((*jax.lax.top_k(-x, side + 1), x))
     channels = jnp.concatenate([top_channels[:, :side], bottom_channels[:, :side]], axis=-1)
@@ -70,7 +71,8 @@ def token_range(x: Float[Array, "u W"], side: int):
 
 
 def stored_range(high: Float[Array, "u 1"], low: Float[Array, "u 1"], dtype: str):
-    """Round each token's centre and half range to `dtype`. The rounded range still covers `low` to `high`."""
+    """Round each token's centre and half range to `dtype`. The rounded range still covers `low` to
+    `high`."""
     # Halved before they are added: the sum of two large numbers may be infinite.
     centre = (high / 2 + low / 2).astype(dtype)
     stored = centre.astype(jnp.float32)

@@ -2,9 +2,9 @@
 
     n_t = |x_t|        encode: inner.encode(x_t / n_t), n_t        decode: n_t inner.decode(..)
 
-Tokens that share a scale in the inner codec then have the same size, and none of them is coded coarsely because of a
-larger one. Vectors are divided by the norm as it is stored, so that rounding the norm adds no error. A token of zeros
-has norm 0 and decodes to zeros.
+Tokens that share a scale in the inner codec then have the same size, and none of them is coded
+coarsely because of a larger one. Vectors are divided by the norm as it is stored, so that rounding
+the norm adds no error. A token of zeros has norm 0 and decodes to zeros.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ from kvqjax.codecs.base import Codec, CodecSpec, for_heads
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["Scaled", "over_parts", "times_parts"]
-
 
 def over_parts(x: Float[Array, "u W"], factor: Float[Array, "u n"]) -> Float[Array, "u W"]:
     """Divide each of n parts of a token's channels by its own factor, or by 1 where that is 0."""
@@ -25,9 +23,11 @@ def over_parts(x: Float[Array, "u W"], factor: Float[Array, "u n"]) -> Float[Arr
     return (x.reshape(*factor.shape, -1) / safe[..., None]).reshape(x.shape)
 
 
-def times_parts(x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]) -> Float[Array, "*B u W"]:
-    """Multiply each of n parts of a token's channels by its own factor, which is stored with tokens on the last
-    axis."""
+def times_parts(
+    x: Float[Array, "*B u W"], factor: Float[Array, "*B n u"]
+) -> Float[Array, "*B u W"]:
+    """Multiply each of n parts of a token's channels by its own factor, which is stored with tokens
+    on the last axis."""
     factor = jnp.swapaxes(factor, -1, -2).astype(jnp.float32)
     return (x.reshape(*factor.shape, -1) * factor[..., None]).reshape(x.shape)
 
@@ -58,10 +58,16 @@ class Scaled:
             x = wide(x)
             parts = x.reshape(x.shape[0], self.parts, -1)
             norm = saturated(jnp.sqrt((parts * parts).sum(-1)), self.dtype)  # [u, parts]
-            return inner.encode(constants, over_parts(x, norm.astype(jnp.float32))) | {"factor": norm.T}
+            return inner.encode(constants, over_parts(x, norm.astype(jnp.float32))) | {
+                "factor": norm.T
+            }
 
         def decode(constants, tile):
-            numbers = inner.decode(constants, {name: a for name, a in tile.items() if name != "factor"})
+            numbers = inner.decode(
+                constants, {name: a for name, a in tile.items() if name != "factor"}
+            )
             return times_parts(numbers, tile["factor"])
 
-        return inner._replace(fields={**inner.fields, "factor": field}, encode=encode, decode=decode)
+        return inner._replace(
+            fields={**inner.fields, "factor": field}, encode=encode, decode=decode
+        )

@@ -1,11 +1,11 @@
-"""Asymmetric uniform quantisation with a float minimum (KIVI, arXiv 2402.02750, section 3; also the per-token
-baseline).
+"""Asymmetric uniform quantisation with a float minimum (KIVI, arXiv 2402.02750, section 3; also the
+per-token baseline).
 
     q = clip(round((x - m) / s), 0, 2^b - 1)        x_hat = q * s + m
 
-m is the group's minimum, s its range over 2^b - 1, both as *stored*. Before codes are computed, m is rounded down and s
-up to the storage dtype, so that the codes still cover the whole group. Rounding makes steps a little longer, but adds
-no bias. `round` rounds halves to even.
+m is the group's minimum, s its range over 2^b - 1, both as *stored*. Before codes are computed, m
+is rounded down and s up to the storage dtype, so that the codes still cover the whole group.
+Rounding makes steps a little longer, but adds no bias. `round` rounds halves to even.
 """
 
 import dataclasses
@@ -23,21 +23,19 @@ from kvqjax.codecs.base import Codec
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 
-__all__ = ["GROUPS", "Uniform", "at_least_one", "check_group", "fitting_group", "round_toward"]
-
-
 GROUPS = (128, 64, 32)  # channels, as the papers have them
 
 
 def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*S"]:
-    """Round float32 numbers to values of `dtype`, upwards (`up`) or downwards: to the nearest value that is not below
-    the number, or not above it."""
+    """Round float32 numbers to values of `dtype`, upwards (`up`) or downwards: to the nearest value
+    that is not below the number, or not above it."""
     nearest = x.astype(dtype)
     stored = nearest.astype(jnp.float32)
-    # Where the nearest value lies on the wrong side of the number, its neighbour on the other side is taken.
+    # Where the nearest value lies on the wrong side of the number, its neighbour on the other side
+    # is taken.
     is_wrong = stored < x if up else stored > x
-    # The bits of a float, without its sign, count values away from zero. So the neighbour's bits are one more or one
-    # less. `jnp.nextafter` takes three times the operations.
+    # The bits of a float, without its sign, count values away from zero. So the neighbour's bits
+    # are one more or one less. `jnp.nextafter` takes three times the operations.
     width = 8 * nearest.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(nearest, f"uint{width}")
     sign = bits >> width - 1  # 1 for negative numbers
@@ -47,15 +45,16 @@ def round_toward(x: Float[Array, "*S"], dtype: str, up: bool) -> Float[Array, "*
 
 
 def _parameters(x, axis: int, bits: int, dtype: str):
-    """Compute the scale and minimum of each group along `axis`, as they are stored in `dtype`. The axis is kept with
-    size 1."""
+    """Compute the scale and minimum of each group along `axis`, as they are stored in `dtype`. The
+    axis is kept with size 1."""
     low = round_toward(x.min(axis, keepdims=True), dtype, up=False)
     reach = x.max(axis, keepdims=True) - low.astype(jnp.float32)
     return round_toward(reach / (2**bits - 1), dtype, up=True), low
 
 
 def _quantise(x, scale, low, bits: int):
-    """Compute codes against the stored parameters. A group of equal numbers has scale 0 and codes 0."""
+    """Compute codes against the stored parameters. A group of equal numbers has scale 0 and codes
+    0."""
     scale, low = scale.astype(jnp.float32), low.astype(jnp.float32)
     steps = (x - low) / jnp.where(scale > 0, scale, 1.0)
     return jnp.clip(jnp.round(steps), 0, 2**bits - 1).astype(jnp.uint32)
@@ -67,11 +66,12 @@ class Uniform:
 
     Attributes:
         bits: of a code.
-        along: "tokens": a group is `group` consecutive tokens of one channel (KIVI's keys). "channels": a group is
-            `group` consecutive channels of one token (KIVI's values).
+        along: "tokens": a group is `group` consecutive tokens of one channel (KIVI's keys).
+            "channels": a group is `group` consecutive channels of one token (KIVI's values).
         group: how many numbers share a scale; 0 along channels: those of a head.
         dtype: of scales and minima.
-        fit: whether the group becomes smaller where the model's channels ask for it (`fitting_group`).
+        fit: whether the group becomes smaller where the model's channels ask for it
+            (`fitting_group`).
     """
 
     bits: int
@@ -126,7 +126,8 @@ def _per_channel(spec: Uniform, width: int) -> Codec:
 
 
 def at_least_one(group: int) -> int:
-    """Return `group`, a number of channels that share a scale. Raises UserError for less than one."""
+    """Return `group`, a number of channels that share a scale. Raises UserError for less than
+    one."""
     if group < 1:
         raise UserError(f"group={group}; a group has at least 1 channel")
     return group
@@ -140,10 +141,12 @@ def fitting_group(width: int, most: int = GROUPS[0]) -> int:
         most: the largest number that may be chosen.
 
     Returns:
-        The largest of 128, 64 and 32 that is not above `most` and that divides `width` or exceeds it; `most` where none
-        does.
+        The largest of 128, 64 and 32 that is not above `most` and that divides `width` or exceeds
+        it; `most` where none does.
     """
-    return next((group for group in GROUPS if group <= most and width % min(group, width) == 0), most)
+    return next(
+        (group for group in GROUPS if group <= most and width % min(group, width) == 0), most
+    )
 
 
 class GroupError(UserError):
@@ -155,11 +158,13 @@ class GroupError(UserError):
 
 
 def check_group(group: int, width: int, least: int = 1) -> None:
-    """Raise GroupError unless `group` channels divide `width` or exceed it. What fits is a power of two, at least
-    `least`."""
+    """Raise GroupError unless `group` channels divide `width` or exceed it. What fits is a power of
+    two, at least `least`."""
     if width % min(at_least_one(group), width) == 0:
         return
-    fitting = [2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0]
+    fitting = [
+        2**i for i in range(group.bit_length()) if least <= 2**i < group and width % 2**i == 0
+    ]
     rest = "" if fitting else f"; nor does any power of two from {least} on"
     raise GroupError(f"group={group} does not divide the width {width}{rest}", fitting[::-1])
 
@@ -185,17 +190,26 @@ def _per_token(spec: Uniform, width: int) -> Codec:
         """Decode group by group."""
         codes = tile["codes"]
         groups = codes.reshape(*codes.shape[:-1], count, group).astype(jnp.float32)
-        scale, low = (jnp.swapaxes(tile[name], -1, -2)[..., None].astype(jnp.float32) for name in ("scale", "low"))
+        scale, low = (
+            jnp.swapaxes(tile[name], -1, -2)[..., None].astype(jnp.float32)
+            for name in ("scale", "low")
+        )
         return (groups * scale + low).reshape(codes.shape)
 
     def by_products(tile):
-        """Decode to the same bits by products with 0 and 1, which spread a group's scale over its channels.
+        """Decode to the same bits by products with 0 and 1, which spread a group's scale over its
+        channels.
 
-        With an axis of groups, a TPU would move every group of channels to lanes of its own and back. The products are
+        With an axis of groups, a TPU would move every group of channels to lanes of its own and
+        back. The products are
         exact: each sums one bfloat16 number and zeros."""
         members = jnp.asarray(np.repeat(np.eye(count), group, axis=1), jnp.bfloat16)
-        spread = functools.partial(jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32)
-        return tile["codes"].astype(jnp.float32) * spread(tile["scale"], members) + spread(tile["low"], members)
+        spread = functools.partial(
+            jnp.einsum, "...gn,gc->...nc", preferred_element_type=jnp.float32
+        )
+        return tile["codes"].astype(jnp.float32) * spread(tile["scale"], members) + spread(
+            tile["low"], members
+        )
 
     def decode(_, tile):
         forms = {"tpu": by_products} if spec.dtype == "bfloat16" else {}

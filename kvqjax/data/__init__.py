@@ -1,4 +1,5 @@
-"""Data for calibration and evaluation: files, folders, saved data sets and the hub as documents and as token ids."""
+"""Data for calibration and evaluation: files, folders, saved data sets and the hub as documents and
+as token ids."""
 
 from kvqjax.data.corpora import read
 from kvqjax.data.documents import Data

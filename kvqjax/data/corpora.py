@@ -1,4 +1,5 @@
-"""Data by name: files and folders, our own sentences, or WikiText-2, C4 and GSM8K as the papers join them."""
+"""Data by name: files and folders, our own sentences, or WikiText-2, C4 and GSM8K as the papers
+join them."""
 
 import itertools
 import os
@@ -16,14 +17,13 @@ from kvqjax.data.records import SUFFIXES, read_records
 from kvqjax.data.sentences import filler
 from kvqjax.model.loading import Model
 
-__all__ = ["CORPORA", "GSM8K", "Source", "find", "is_name", "read", "read_text", "records"]
-
 # --- Published data sets: a folder in their official format, or the hub, through `datasets`
 
 
 class Source(NamedTuple):
-    """Describe one file of a data set. name: what messages call it; files: names under which a local folder may hold
-    it; where: how to get it, for the message when it is missing; hub: arguments of `datasets.load_dataset`."""
+    """Describe one file of a data set. name: what messages call it; files: names under which a
+    local folder may hold it; where: how to get it, for the message when it is missing; hub:
+    arguments of `datasets.load_dataset`."""
 
     name: str
     files: tuple[str, ...]
@@ -32,7 +32,8 @@ class Source(NamedTuple):
 
 
 def find(source: Source, folder: Path | None) -> Path | None:
-    """Find the file in `folder` or in the subfolder of it that bears the data set's name; None where it is not."""
+    """Find the file in `folder` or in the subfolder of it that bears the data set's name; None
+    where it is not."""
     folder = None if folder is None else path_of(folder)
     places = [folder, folder / source.name] if folder else []
     paths = (place / name for place in places for name in source.files)
@@ -44,26 +45,32 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError(f"{source.name}: needs the hub", f"pip install datasets, or {hint}", folder=None) from error
+        raise UserError(
+            f"{source.name}: needs the hub", f"pip install datasets, or {hint}", folder=None
+        ) from error
     try:
         return iter(load_dataset(**source.hub))
     # The library raises its own, the hub client's and the system's errors; all of them mean that
     # the data cannot be read.
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{source.name}: the hub did not give it ({reason})", hint, folder=None) from error
+        raise UserError(
+            f"{source.name}: the hub did not give it ({reason})", hint, folder=None
+        ) from error
 
 
 def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
-    """Records of the local file if `folder` is given, else of the hub. Raises UserError with what to download and
-    where to put it."""
+    """Records of the local file if `folder` is given, else of the hub. Raises UserError with what
+    to download and where to put it."""
     if folder is None:
         yield from _from_hub(source)
         return
     path = find(source, folder)
     if path is None:
         names = " or ".join(source.files)
-        raise UserError(f"{folder}: {names} is not there; get it from {source.where} and put it there")
+        raise UserError(
+            f"{folder}: {names} is not there; get it from {source.where} and put it there"
+        )
     yield from (record.value for record in read_records(path, lambda names, where: names))
 
 
@@ -91,18 +98,22 @@ GSM8K = Source(
 
 
 def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[str]]:
-    """Every record's texts. Raises UserError where a field is missing: a local file may be another of the same name."""
+    """Every record's texts. Raises UserError where a field is missing: a local file may be another
+    of the same name."""
     for number, row in enumerate(records(source, folder), 1):
         values = [row.get(field) for field in fields] if isinstance(row, dict) else []
         texts = [text for text in values if isinstance(text, str)]
         if len(texts) < len(fields):
             wanted = " and ".join(fields)
-            raise UserError(f"{source.name}: record {number} has no text under {wanted}; get it from {source.where}")
+            raise UserError(
+                f"{source.name}: record {number} has no text under {wanted}; get it from {source.where}"
+            )
         yield texts
 
 
 def _wikitext(folder: Path | None) -> str:
-    """Rows (lines of the raw file, blank ones empty) joined by blank lines, as GPTQ's script joins them."""
+    """Rows (lines of the raw file, blank ones empty) joined by blank lines, as GPTQ's script joins
+    them."""
     path = find(WIKITEXT2, folder)
     if path is None:
         return "\n\n".join(text for (text,) in _texts(WIKITEXT2, folder, "text"))
@@ -126,7 +137,9 @@ CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}
 
 NAMES = ("synthetic", *CORPORA)
 HABITS = {
-    **dict.fromkeys(("wikitext", "wikitext-2", "wikitext-2-raw-v1", "wikitext2-raw", "wiki"), "wikitext2"),
+    **dict.fromkeys(
+        ("wikitext", "wikitext-2", "wikitext-2-raw-v1", "wikitext2-raw", "wiki"), "wikitext2"
+    ),
     **dict.fromkeys(("c4-en", "allenai"), "c4"),
 }
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
@@ -141,12 +154,14 @@ def _is_path(name: str) -> bool:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith((*SUFFIXES, "/")) and not re.search(r"\s", name)
+    return name.lower().removesuffix(".gz").endswith((*SUFFIXES, "/")) and not re.search(
+        r"\s", name
+    )
 
 
 def is_name(text: str) -> bool:
-    """Say whether a string names data (a corpus, something that exists here, or a file that one would expect here)
-    rather than being a text itself."""
+    """Say whether a string names data (a corpus, something that exists here, or a file that one
+    would expect here) rather than being a text itself."""
     return text in NAMES or _is_path(text) or _looks_like_path(text)
 
 
@@ -163,10 +178,12 @@ def read(
     """Read data by name.
 
     Args:
-        name: a file (text, JSON, JSON lines, Parquet, CSV, packed by gzip or not), a folder of these, a folder that the
-            library `datasets` saved, "wikitext2", "c4", "gsm8k", "synthetic" for sentences of our own, or
-            "owner/name" or "owner/name:config" on the Hugging Face hub.
-        field: which field of records holds text or messages; None: text, prompt, messages or conversations.
+        name: a file (text, JSON, JSON lines, Parquet, CSV, packed by gzip or not), a folder of
+            these, a folder that the library `datasets` saved, "wikitext2", "c4", "gsm8k",
+            "synthetic" for sentences of our own, or "owner/name" or "owner/name:config" on the
+            Hugging Face hub.
+        field: which field of records holds text or messages; None: text, prompt, messages or
+            conversations.
         split: which split of a data set; None: the only one.
         folder: holds wikitext2, c4 or gsm8k; None: they come from the hub.
         model: whose chat template messages go through.
@@ -182,7 +199,9 @@ def read(
     """
     source = str(os.fspath(name))
     if source in NAMES and not (field is None and split is None):
-        given = {name: value for name, value in (("field", field), ("split", split)) if value is not None}
+        given = {
+            name: value for name, value in (("field", field), ("split", split)) if value is not None
+        }
         hint = "leave out " + " and ".join(f"{{{name}}}" for name in given)
         raise UserError(f"{source}: its field and split are fixed", hint, **given)
     if source == "synthetic":
@@ -195,12 +214,17 @@ def read(
             raise UserError(f"{source}: no such file or folder; did you mean {corpus!r}?")
         if _looks_like_path(source) or not _HUB.fullmatch(source):
             hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
-            excerpt = source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
+            excerpt = (
+                source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
+            )
             raise UserError(f"{excerpt}: No such file or directory{hint}")
     return read_documents(source, field=field, split=split, model=model, unlimited=not tokens)
 
 
-def read_text(data: str, tokens: int, seed: int, folder: Path | None = None) -> tuple[str, dict[str, Any]]:
-    """Data as one text, and its name, hash and number of characters; the arguments are those of `read`."""
+def read_text(
+    data: str, tokens: int, seed: int, folder: Path | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Data as one text, and its name, hash and number of characters; the arguments are those of
+    `read`."""
     texts = read(data, tokens=tokens, seed=seed, folder=folder)
     return texts.text, {key: texts.about[key] for key in ("name", "sha256", "characters")}

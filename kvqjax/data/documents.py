@@ -1,7 +1,8 @@
-"""Documents of data that others wrote: which field of a record is its text, and conversations as text.
+"""Documents of data that others wrote: which field of a record is its text, and conversations as
+text.
 
-Documents stay apart: calibration encodes each by itself, with the special tokens that the tokenizer adds; evaluation
-joins them by blank lines, as the papers join WikiText-2.
+Documents stay apart: calibration encodes each by itself, with the special tokens that the tokenizer
+adds; evaluation joins them by blank lines, as the papers join WikiText-2.
 """
 
 import hashlib
@@ -21,19 +22,24 @@ from kvqjax.data.records import (
     saved_records,
 )
 from kvqjax.model.loading import Model
+from kvqjax.model.tokenizer_calls import rendered
 
-__all__ = ["FIELDS", "MOST_CHARACTERS", "Data", "described", "digest", "read_documents"]
-
-FIELDS = ("text", "prompt", "messages", "conversations")  # looked for in this order where no field is named
-# Characters that are read of data larger than this: 16 million tokens at four characters each, which is more than every
-# calibration's recipe takes (at most 2 million) and a minute's work for a tokenizer.
+FIELDS = (
+    "text",
+    "prompt",
+    "messages",
+    "conversations",
+)  # looked for in this order where no field is named
+# Characters that are read of data larger than this: 16 million tokens at four characters each,
+# which is more than every calibration's recipe takes (at most 2 million) and a minute's work for a
+# tokenizer.
 MOST_CHARACTERS = 1 << 26
 _BORDER = "\n\n"  # between documents where one text is wanted
 
 
 class Data(NamedTuple):
-    """Documents of text, and what a report says of them: name, files, field, number of documents and characters, and
-    the SHA-256 of `text`."""
+    """Documents of text, and what a report says of them: name, files, field, number of documents
+    and characters, and the SHA-256 of `text`."""
 
     documents: tuple[str, ...]
     about: dict[str, Any]
@@ -50,13 +56,20 @@ def digest(text: str) -> str:
 
 
 def described(name: str, documents: Sequence[str], **about: Any) -> Data:
-    """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer reads, becomes U+FFFD.
-    Raises UserError where there is no text."""
-    texts = tuple(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents)
+    """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer
+    reads, becomes U+FFFD. Raises UserError where there is no text."""
+    texts = tuple(
+        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents
+    )
     data = Data(texts, {})
     if not data.text.strip():
         raise UserError(f"{name}: no text")
-    facts = {"name": name, "sha256": digest(data.text), "characters": len(data.text), "documents": len(texts)}
+    facts = {
+        "name": name,
+        "sha256": digest(data.text),
+        "characters": len(data.text),
+        "documents": len(texts),
+    }
     changed = sum(new != old for new, old in zip(texts, documents, strict=True))
     facts |= {"repaired documents": changed} if changed else {}
     return data._replace(about=facts | {key: value for key, value in about.items() if value})
@@ -69,28 +82,37 @@ def _turns(messages: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if isinstance(content, list):  # parts, of which some may be pictures
-            kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
+            kinds = [
+                part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+                for part in content
+            ]
             if set(kinds) - {"text"}:
-                raise UserError(f"{where}: a message has a part of type {kinds!r}; only text is read")
+                raise UserError(
+                    f"{where}: a message has a part of type {kinds!r}; only text is read"
+                )
             content = "".join(part.get("text") or "" for part in content)
         if not isinstance(role, str) or not isinstance(content, str | None):
             raise UserError(f"{where}: a message has no usable role and content")
-        turns.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content or ""})
+        turns.append(
+            {
+                "role": {"human": "user", "gpt": "assistant"}.get(role, role),
+                "content": content or "",
+            }
+        )
     return turns
 
 
 def _conversation(messages: list[dict[str, Any]], where: str, model: Model | None) -> str:
-    """A conversation through the model's chat template; without one, a line "role: content" for each message."""
+    """A conversation through the model's chat template; without one, a line "role: content" for
+    each message."""
     turns = _turns(messages, where)
     tokenizer: Any = model.tokenizer if model is not None and model.folder else None
     if getattr(tokenizer, "chat_template", None) is None:
         return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False)
-    # Templates are programs of others: jinja's errors, and those that they raise themselves.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{where}: the model's chat template refuses these messages: {reason}") from error
+        return rendered(tokenizer, turns)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
@@ -114,7 +136,9 @@ def _text_of(value: Any, where: str, model: Model | None) -> str:
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "\n".join(value)
     if isinstance(value, list) and all(isinstance(part, int) for part in value):
-        raise UserError(f"{where}: token ids, whose tokenizer is not known here; in Python, pass them as they are")
+        raise UserError(
+            f"{where}: token ids, whose tokenizer is not known here; in Python, pass them as they are"
+        )
     raise UserError(f"{where}: neither text nor messages, but {type(value).__name__}")
 
 
@@ -127,7 +151,8 @@ def _document(record: Record, field: str | None, used: set[str], model: Model | 
 
 
 def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]:
-    """Documents that are not blank, until they have `most` characters in all; and whether that left any out."""
+    """Documents that are not blank, until they have `most` characters in all; and whether that left
+    any out."""
     texts: list[str] = []
     size = 0
     for text in documents:
@@ -149,11 +174,13 @@ def read_documents(
     model: Model | None = None,
     unlimited: bool = False,
 ) -> Data:
-    """The documents of a file, a folder of files, a folder that `datasets` saved, or a data set of the hub.
+    """The documents of a file, a folder of files, a folder that `datasets` saved, or a data set of
+    the hub.
 
     Args:
         name: a path, or "owner/name" or "owner/name:config" on the hub.
-        field: which field of records holds text or messages; None: the first of `FIELDS` that there is.
+        field: which field of records holds text or messages; None: the first of `FIELDS` that there
+            is.
         split: which split of a data set; None: the only one.
         model: whose chat template conversations go through.
         unlimited: all of it, instead of the first MOST_CHARACTERS characters.
@@ -165,14 +192,19 @@ def read_documents(
         UserError: for what cannot be read or holds no text.
     """
     path, used = path_of(name), set[str]()
-    choose: Callable[[list[str], str], list[str]] = lambda names, where: [_chosen(names, field, where)]  # noqa: E731
+
+    def choose(names: list[str], where: str) -> list[str]:
+        return [_chosen(names, field, where)]
+
     hub = not path.exists()
     if hub or is_saved(path):
         records, files = saved_records(name if hub else str(path), split, choose), []
         documents: Iterator[str] = (_document(record, field, used, model) for record in records)
     else:
         if split is not None:
-            raise UserError(f"{name}: files have no splits", "name the file instead of {split}", split=split)
+            raise UserError(
+                f"{name}: files have no splits", "name the file instead of {split}", split=split
+            )
         files = files_of(path) if path.is_dir() else [path]
         if field is not None and all(kind_of(file) == "text" for file in files):
             raise UserError(f"{name}: text has no fields", "leave out {field}", field=field)
@@ -180,7 +212,9 @@ def read_documents(
     texts, cut = _up_to(documents, None if unlimited else MOST_CHARACTERS)
     names = [str(file.relative_to(path)) for file in files if path.is_dir()]
     first = f"the first {MOST_CHARACTERS} characters" if cut else ""
-    return described(name, texts, files=names, field=", ".join(sorted(used)), split=split, read=first)
+    return described(
+        name, texts, files=names, field=", ".join(sorted(used)), split=split, read=first
+    )
 
 
 def _of_files(
@@ -194,4 +228,6 @@ def _of_files(
         if kind_of(file) == "text":
             yield open_text(file)
         else:
-            yield from (_document(record, field, used, model) for record in read_records(file, choose))
+            yield from (
+                _document(record, field, used, model) for record in read_records(file, choose)
+            )

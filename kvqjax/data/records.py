@@ -1,4 +1,5 @@
-"""Records of files that others wrote: JSON, JSON lines, Parquet, CSV, and data sets that `datasets` saved or loads.
+"""Records of files that others wrote: JSON, JSON lines, Parquet, CSV, and data sets that `datasets`
+saved or loads.
 
 A record is one example: mostly an object with fields, sometimes a string or a list of messages.
 Files are read record by record, so that a large one need not fit into memory.
@@ -14,18 +15,6 @@ from typing import Any, NamedTuple
 from kvqjax._errors import UserError
 from kvqjax._files import open_bytes, open_lines, open_text, parse_json
 
-__all__ = [
-    "SUFFIXES",
-    "Record",
-    "files_of",
-    "is_conversation",
-    "is_saved",
-    "json_lines",
-    "kind_of",
-    "read_records",
-    "saved_records",
-]
-
 TEXTS = (".txt", ".md", ".text", ".raw")
 SUFFIXES = {
     **dict.fromkeys(TEXTS, "text"),
@@ -34,7 +23,10 @@ SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _PARQUET = b"PAR1"
-_SAVED = ("dataset_info.json", "state.json")  # `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
+_SAVED = (
+    "dataset_info.json",
+    "state.json",
+)  # `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
 _ABOUT = {*_SAVED, "dataset_infos.json", "dataset_dict.json"}  # describe data, and are none
 _BATCH = 256  # rows of a Parquet file that are held at a time
 
@@ -47,8 +39,8 @@ class Record(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """Tell "text", "json", "parquet" or "csv" by a file's name, and by what it begins with where the name says text or
-    nothing."""
+    """Tell "text", "json", "parquet" or "csv" by a file's name, and by what it begins with where
+    the name says text or nothing."""
     name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     kind = SUFFIXES.get(name.suffix.lower(), "text")
     if kind != "text":
@@ -71,7 +63,8 @@ def _loads(text: str) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[Record]:
-    """Read a JSON value a line; blank lines are none. Raises UserError, naming the line, for one that is not JSON."""
+    """Read a JSON value a line; blank lines are none. Raises UserError, naming the line, for one
+    that is not JSON."""
     for number, line in enumerate(open_lines(path), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -91,7 +84,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def _inside(value: Any) -> list[Any] | None:
-    """The records of a list, or of an object that holds one list of objects and nothing else; None for one record."""
+    """The records of a list, or of an object that holds one list of objects and nothing else; None
+    for one record."""
     if isinstance(value, dict) and len(value) == 1:
         (part,) = value.values()
         value = part if isinstance(part, list) and part and isinstance(part[0], dict) else None
@@ -118,14 +112,19 @@ def _csv_records(path: Path) -> Iterator[Record]:
     before = csv.field_size_limit(2**31 - 1)  # 128 KiB without it: a document may be larger
     try:
         for row in reader:
-            yield Record({name: value for name, value in row.items() if name}, f"{path}, line {reader.line_num}")
+            yield Record(
+                {name: value for name, value in row.items() if name},
+                f"{path}, line {reader.line_num}",
+            )
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
     finally:
         csv.field_size_limit(before)
 
 
-def _parquet_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
+def _parquet_records(
+    path: Path, columns_of: Callable[[list[str], str], list[str]]
+) -> Iterator[Record]:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -134,15 +133,20 @@ def _parquet_records(path: Path, columns_of: Callable[[list[str], str], list[str
         with pyarrow.parquet.ParquetFile(path) as file:
             columns, number = columns_of(file.schema_arrow.names, str(path)), itertools.count(1)
             for batch in file.iter_batches(_BATCH, columns=columns):
-                yield from (Record(row, f"{path}, record {next(number)}") for row in batch.to_pylist())
+                yield from (
+                    Record(row, f"{path}, record {next(number)}") for row in batch.to_pylist()
+                )
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:160]}") from error
+        raise UserError(
+            f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:160]}"
+        ) from error
 
 
 def read_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
-    """Read the records of a file. `columns_of(names, where)` chooses among the columns of a table. Raises UserError."""
+    """Read the records of a file. `columns_of(names, where)` chooses among the columns of a table.
+    Raises UserError."""
     kind = kind_of(path)
     if kind == "parquet":
         return _parquet_records(path, columns_of)
@@ -150,8 +154,9 @@ def read_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) 
 
 
 def files_of(folder: Path) -> list[Path]:
-    """List the files of a folder and of its subfolders that hold data, by name: those with records, or, where there are
-    none, those with text. Hidden files and descriptions of data sets are left out. Raises UserError for none."""
+    """List the files of a folder and of its subfolders that hold data, by name: those with records,
+    or, where there are none, those with text. Hidden files and descriptions of data sets are left
+    out. Raises UserError for none."""
     by_kind: dict[bool, list[Path]] = {True: [], False: []}
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -160,25 +165,34 @@ def files_of(folder: Path) -> list[Path]:
         if kind and not hidden and path.name not in _ABOUT and path.is_file():
             by_kind[kind != "text"].append(path)
     if not (files := by_kind[True] or by_kind[False]):
-        raise UserError(f"{folder}: no data in this folder; read are files that end in {', '.join(SUFFIXES)}, or .gz")
+        raise UserError(
+            f"{folder}: no data in this folder; read are files that end in {', '.join(SUFFIXES)}, or .gz"
+        )
     return files
 
 
 def is_saved(folder: Path) -> bool:
-    """Say whether the library `datasets` has saved a data set, or several splits of one, into this folder."""
-    return all((folder / name).is_file() for name in _SAVED) or (folder / "dataset_dict.json").is_file()
+    """Say whether the library `datasets` has saved a data set, or several splits of one, into this
+    folder."""
+    return (
+        all((folder / name).is_file() for name in _SAVED)
+        or (folder / "dataset_dict.json").is_file()
+    )
 
 
 def _datasets(name: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{name}: data sets of the library `datasets` are read by it: pip install datasets") from error
+        raise UserError(
+            f"{name}: data sets of the library `datasets` are read by it: pip install datasets"
+        ) from error
     return datasets
 
 
 def _split(splits: Any, name: str, split: str | None) -> Any:
-    """Choose one of the splits of a data set. Nothing is guessed: figures of the training split are other figures."""
+    """Choose one of the splits of a data set. Nothing is guessed: figures of the training split are
+    other figures."""
     if not hasattr(splits, "keys"):
         if split is not None:
             raise UserError(f"{name}: has no splits", "leave out {split}", split=split)
@@ -191,9 +205,11 @@ def _split(splits: Any, name: str, split: str | None) -> Any:
     return splits[split or next(iter(splits))]
 
 
-def saved_records(name: str, split: str | None, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
-    """Read a data set that `datasets` saved into the folder `name`, or that the hub has under `name`, which is
-    "owner/name" or "owner/name:config". Raises UserError."""
+def saved_records(
+    name: str, split: str | None, columns_of: Callable[[list[str], str], list[str]]
+) -> Iterator[Record]:
+    """Read a data set that `datasets` saved into the folder `name`, or that the hub has under
+    `name`, which is "owner/name" or "owner/name:config". Raises UserError."""
     library, local = _datasets(name), Path(name).is_dir()
     try:
         if local:
@@ -213,7 +229,9 @@ def saved_records(name: str, split: str | None, columns_of: Callable[[list[str],
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         if local:
-            raise UserError(f"{name}: the library `datasets` cannot read this folder: {reason}") from error
+            raise UserError(
+                f"{name}: the library `datasets` cannot read this folder: {reason}"
+            ) from error
         raise UserError(
             f"{name}: no file or folder here, and the hub did not give it ({reason}); "
             "download it where there is a network, and name the file or folder"

@@ -2,12 +2,44 @@
 
 import numpy as np
 
-__all__ = ["everyday_sentence", "filler"]
-
-_WHO = ("The baker", "My aunt", "A sailor", "The old clerk", "Our neighbour", "The miller", "A nurse", "The guard")
-_DID = ("walked to", "looked at", "wrote about", "painted", "remembered", "left", "came back to", "dreamed of")
-_WHERE = ("the river", "a small church", "the market", "her garden", "the green hill", "an empty road", "the harbour")
-_WHEN = ("in the morning", "before dinner", "after the rain", "at night", "on a cold day", "last summer", "once more")
+_WHO = (
+    "The baker",
+    "My aunt",
+    "A sailor",
+    "The old clerk",
+    "Our neighbour",
+    "The miller",
+    "A nurse",
+    "The guard",
+)
+_DID = (
+    "walked to",
+    "looked at",
+    "wrote about",
+    "painted",
+    "remembered",
+    "left",
+    "came back to",
+    "dreamed of",
+)
+_WHERE = (
+    "the river",
+    "a small church",
+    "the market",
+    "her garden",
+    "the green hill",
+    "an empty road",
+    "the harbour",
+)
+_WHEN = (
+    "in the morning",
+    "before dinner",
+    "after the rain",
+    "at night",
+    "on a cold day",
+    "last summer",
+    "once more",
+)
 
 
 def everyday_sentence(rng: np.random.Generator) -> str:
@@ -17,4 +49,6 @@ def everyday_sentence(rng: np.random.Generator) -> str:
 
 def filler(rng: np.random.Generator, words: int) -> str:
     """Make at least `words` words of everyday sentences."""
-    return "".join(everyday_sentence(rng) for _ in range(words // 6 + 1))  # a sentence has at least six words
+    return "".join(
+        everyday_sentence(rng) for _ in range(words // 6 + 1)
+    )  # a sentence has at least six words

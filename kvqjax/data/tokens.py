@@ -15,15 +15,16 @@ from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data, described
 from kvqjax.model.loading import Model
 
-__all__ = ["TextLike", "check_ids", "data_or_ids", "document_ids", "encoded", "halves", "in_halves", "token_ids"]
-
-# A text or the name of data, a path, data that was read, texts, or ids: flat, in rows, or a list of such lists.
+# A text or the name of data, a path, data that was read, texts, or ids: flat, in rows, or a list of
+# such lists.
 TextLike = str | os.PathLike | Data | Sequence[Any] | Any
 _WANTED = "wanted a text, a list of texts, a path, data of kvqjax.data.read, or whole numbers that are token ids"
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__module__.partition('.')[0]} {type(value).__name__}".replace("builtins ", "")
+    return f"a {type(value).__module__.partition('.')[0]} {type(value).__name__}".replace(
+        "builtins ", ""
+    )
 
 
 def _array(source: Any, name: str) -> np.ndarray:
@@ -31,9 +32,16 @@ def _array(source: Any, name: str) -> np.ndarray:
     if isinstance(source, list | tuple) and any(isinstance(x, bool) for x in source):
         raise UserError(f"{name} is of type bool; {_WANTED}")
     try:
-        if isinstance(source, Sequence) and source and all(isinstance(row, Sequence | np.ndarray) for row in source):
+        if (
+            isinstance(source, Sequence)
+            and source
+            and all(isinstance(row, Sequence | np.ndarray) for row in source)
+        ):
             rows = [np.asarray(row) for row in source if len(row)]
-            if all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in rows) and rows:
+            if (
+                all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in rows)
+                and rows
+            ):
                 return np.concatenate(rows)
         return np.asarray(source)
     except (ValueError, TypeError, OverflowError) as error:
@@ -41,7 +49,8 @@ def _array(source: Any, name: str) -> np.ndarray:
 
 
 def check_ids(model: Model, source: Any, name: str) -> Int[np.ndarray, " T"]:
-    """Token ids as one stream, rows one after the other. Raises UserError for what are none of this model's."""
+    """Token ids as one stream, rows one after the other. Raises UserError for what are none of this
+    model's."""
     if isinstance(source, Mapping):
         hint = f"pass {name}['input_ids']" if "input_ids" in source else _WANTED
         raise UserError(f"{name} is {_kind(source)}; {hint}")
@@ -53,20 +62,24 @@ def check_ids(model: Model, source: Any, name: str) -> Int[np.ndarray, " T"]:
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{name} is of type {ids.dtype}; {_WANTED}")
     if ids.ndim > 2:
-        raise UserError(f"{name} has shape {list(ids.shape)}; wanted token ids [T], or rows of them [N, T]")
+        raise UserError(
+            f"{name} has shape {list(ids.shape)}; wanted token ids [T], or rows of them [N, T]"
+        )
     if not 0 <= ids.min() <= ids.max() < model.config.vocab_size:
         raise UserError(f"{name} has a token id outside 0 .. {model.config.vocab_size - 1}")
     return ids.reshape(-1).astype(np.int32)
 
 
-def data_or_ids(model: Model, source: TextLike, name: str = "texts") -> Data | Int[np.ndarray, " T"]:
+def data_or_ids(
+    model: Model, source: TextLike, name: str = "texts"
+) -> Data | Int[np.ndarray, " T"]:
     """Read the texts or token ids that a caller gave.
 
     Args:
         model: whose vocabulary ids must fit, and whose chat template messages go through.
-        source: a text; a list of texts; the name of data, which is a path to what exists or a corpus such as
-            "wikitext2"; a path; data of `kvqjax.data.read`; or token ids, flat or in rows, as lists or as an array of
-            any library.
+        source: a text; a list of texts; the name of data, which is a path to what exists or a
+            corpus such as "wikitext2"; a path; data of `kvqjax.data.read`; or token ids, flat or in
+            rows, as lists or as an array of any library.
         name: what messages call it.
 
     Returns:
@@ -103,20 +116,22 @@ def in_halves(data: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
 
 
 def encoded(model: Model, text: str) -> list[int]:
-    """Ids of a document, with the special tokens that the tokenizer adds. A begin token that a chat template has
-    written already is not added again."""
+    """Ids of a document, with the special tokens that the tokenizer adds. A begin token that a chat
+    template has written already is not added again."""
     begin = getattr(model.tokenizer, "bos_token", None)
     return model.encode(text, not (begin and text.startswith(begin)))
 
 
 def token_ids(model: Model, source: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
-    """One stream of ids for evaluation: documents are joined by blank lines and encoded as one text. Arguments and
-    errors are those of `data_or_ids`."""
+    """One stream of ids for evaluation: documents are joined by blank lines and encoded as one
+    text. Arguments and errors are those of `data_or_ids`."""
     texts = data_or_ids(model, source, name)
     return np.asarray(encoded(model, texts.text), np.int32) if isinstance(texts, Data) else texts
 
 
-def document_ids(model: Model, source: TextLike, most: int, name: str = "texts") -> Int[np.ndarray, " T"]:
+def document_ids(
+    model: Model, source: TextLike, most: int, name: str = "texts"
+) -> Int[np.ndarray, " T"]:
     """Give at most `most` ids for calibration: each document is encoded by itself, until there are
     enough. Arguments and errors are those of `data_or_ids`."""
     texts = data_or_ids(model, source, name)

@@ -1,5 +1,5 @@
-"""One generation as the host sees it: calls of a few decode steps each, looks at the text between them, and a cache
-that in the end holds exactly the prompts and the tokens that were given out."""
+"""One generation as the host sees it: calls of a few decode steps each, looks at the text between
+them, and a cache that in the end holds exactly the prompts and the tokens that were given out."""
 
 import functools
 import itertools
@@ -17,26 +17,35 @@ from kvqjax.cache import Cache, CacheLayout, runs_of
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
 from kvqjax.cache.surgery import crop, gather
-from kvqjax.generation.loop import STRIDE, LoopState, Progress, decode_steps, fetched, require_finite, shared, start
+from kvqjax.generation.loop import (
+    STRIDE,
+    LoopState,
+    Progress,
+    decode_steps,
+    fetched,
+    require_finite,
+    shared,
+    start,
+)
 from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.sampling import Sampling, make_sampling
 from kvqjax.generation.text import Detokenizer
 from kvqjax.model.loading import Model
 
-__all__ = ["Generation", "Piece", "Settings", "read_row", "steps_until_encoded"]
-
 
 class Piece(NamedTuple):
-    """What a generation made since its last piece: new text and new token ids of every row. Text that a later token may
-    still change, or with which a stop string may begin, comes with a later piece."""
+    """What a generation made since its last piece: new text and new token ids of every row. Text
+    that a later token may still change, or with which a stop string may begin, comes with a later
+    piece."""
 
     text: list[str]
     tokens: list[list[int]]
 
 
 class Settings(NamedTuple):
-    """What is asked of a generation, checked: `ends` are the tokens that end a row, `stride` is the most tokens between
-    two looks at the text, `chunk` how prompts enter the cache (None: by an exact prefill where the cache is empty)."""
+    """What is asked of a generation, checked: `ends` are the tokens that end a row, `stride` is the
+    most tokens between two looks at the text, `chunk` how prompts enter the cache (None: by an
+    exact prefill where the cache is empty)."""
 
     max_new_tokens: int
     options: GenerateOptions
@@ -47,7 +56,9 @@ class Settings(NamedTuple):
     progress: Progress | None = None
 
     @classmethod
-    def of(cls, model: Model, max_new_tokens: int, options: GenerateOptions, *rest: Any) -> "Settings":
+    def of(
+        cls, model: Model, max_new_tokens: int, options: GenerateOptions, *rest: Any
+    ) -> "Settings":
         """Lay options out for a model. Raises UserError for tokens that it lacks."""
         options.check_tokenizer(model)
         sampling = make_sampling(options, options.bias(model))
@@ -55,11 +66,11 @@ class Settings(NamedTuple):
 
 
 def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | None:
-    """Count the decode steps of rows that hold `lengths` tokens after which `crop` can still take back exactly all but
-    the first step's token; None: any number.
+    """Count the decode steps of rows that hold `lengths` tokens after which `crop` can still take
+    back exactly all but the first step's token; None: any number.
 
-    A crop is exact where nothing was encoded in the meantime. The first step's token is known to stay, so it may make a
-    unit due; the steps end before any row's next unit is."""
+    A crop is exact where nothing was encoded in the meantime. The first step's token is known to
+    stay, so it may make a unit due; the steps end before any row's next unit is."""
     if layout.shape.recurrent is not None:
         return 1  # what a state has taken in stays
     least = math.inf
@@ -74,7 +85,9 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
     return None if least == math.inf else int(least)
 
 
-def read_row(row: Detokenizer, new: Sequence[int], is_last: bool, most: int) -> tuple[str, list[int], str | None]:
+def read_row(
+    row: Detokenizer, new: Sequence[int], is_last: bool, most: int
+) -> tuple[str, list[int], str | None]:
     """Take in what a call made of one row.
 
     Args:
@@ -84,8 +97,8 @@ def read_row(row: Detokenizer, new: Sequence[int], is_last: bool, most: int) -> 
         most: the tokens that it may have, `max_new_tokens`.
 
     Returns:
-        New text; the ids of `new` that belong to the answer; why the row ends: "stop", "length", "eos", or None where
-        it goes on.
+        New text; the ids of `new` that belong to the answer; why the row ends: "stop", "length",
+        "eos", or None where it goes on.
     """
     before = len(row.ids)
     text = row.extend(new)
@@ -103,12 +116,14 @@ def _first_rows(cache: Cache, rows: int) -> Cache:
 
 
 class Generation:
-    """Prompts (token ids) continued through a cache, which is donated; `cache()` is what becomes of it.
+    """Prompts (token ids) continued through a cache, which is donated; `cache()` is what becomes of
+    it.
 
-    A cache that is not empty has `held` tokens in each row, `before` where their ids are known. It may have more rows
-    than there are prompts. `advance` gives piece after piece, and `close` ends the rows that still go on. `tokens`,
-    `texts` and `reasons` say what every row has made so far, as text, and why it ended: "eos" (an end token), "stop" (a
-    stop string), "length" (`max_new_tokens`), "closed", or None: not yet."""
+    A cache that is not empty has `held` tokens in each row, `before` where their ids are known. It
+    may have more rows than there are prompts. `advance` gives piece after piece, and `close` ends
+    the rows that still go on. `tokens`, `texts` and `reasons` say what every row has made so far,
+    as text, and why it ended: "eos" (an end token), "stop" (a stop string), "length"
+    (`max_new_tokens`), "closed", or None: not yet."""
 
     def __init__(
         self,
@@ -128,14 +143,22 @@ class Generation:
         self._fed = np.zeros((cache.batch,), np.int64) if held is None else held.astype(np.int64)
         self._fed[: len(prompts)] += [len(prompt) for prompt in prompts]
         tokenizer = model.tokenizer if model.has_tokenizer else None
-        contexts = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
+        contexts = [
+            [*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())
+        ]
         options = settings.options
-        self._texts = [Detokenizer(tokenizer, ids, options.stop, options.min_tokens) for ids in contexts]
+        self._texts = [
+            Detokenizer(tokenizer, ids, options.stop, options.min_tokens) for ids in contexts
+        ]
         self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
-        self._owed = self._surplus = np.zeros((cache.batch,), bool)  # rows whose cache lacks a token, or has too many
-        self._calls: list[tuple[int, float]] = []  # new tokens and seconds of every call after the first tokens
+        self._owed = self._surplus = np.zeros(
+            (cache.batch,), bool
+        )  # rows whose cache lacks a token, or has too many
+        self._calls: list[
+            tuple[int, float]
+        ] = []  # new tokens and seconds of every call after the first tokens
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -151,25 +174,35 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows after their first ones, per second of the steps that made them; 0 where there are none.
-        The first call of steps may compile them, so it does not count where there are others."""
+        """Tokens of all rows after their first ones, per second of the steps that made them; 0
+        where there are none. The first call of steps may compile them, so it does not count where
+        there are others."""
         calls = self._calls[1:] or self._calls
-        tokens, seconds = (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
+        tokens, seconds = (
+            (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
+        )
         return tokens / seconds if tokens and seconds else 0.0
 
     @property
     def lost(self) -> bool:
-        """Whether the cache is gone: an interrupt came between the call that took it and what that call returned."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._state)[self._state is not None]))
+        """Whether the cache is gone: an interrupt came between the call that took it and what that
+        call returned."""
+        return any(
+            leaf.is_deleted()
+            for leaf in jax.tree.leaves((self._cache, self._state)[self._state is not None])
+        )
 
     def advance(self) -> Piece | None:
-        """Make the next tokens; None once every row has ended. Raises UserError where numbers are not finite."""
+        """Make the next tokens; None once every row has ended. Raises UserError where numbers are
+        not finite."""
         if self.ended:
             return None
         start_time, first = time.perf_counter(), not any(self.tokens)
         if not self._unread:
             self._state = self._started() if self._state is None else self._stepped(self._state)
-            self._unread = True  # an interrupt after this line loses nothing: the next call reads these tokens
+            self._unread = (
+                True  # an interrupt after this line loses nothing: the next call reads these tokens
+            )
         assert self._state is not None  # unread tokens are of a state
         piece = self._read(self._state)
         self._unread = False
@@ -190,8 +223,9 @@ class Generation:
                 self.reasons[row] = "closed"
 
     def cache(self) -> Cache:
-        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have ended. Of a generation
-        that was closed before its first token, the cache that it was given."""
+        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have
+        ended. Of a generation that was closed before its first token, the cache that it was
+        given."""
         if self._state is not None and self._owed.any():
             self._state = self._stepped(self._state)
             self._owed = np.zeros_like(self._owed)
@@ -214,14 +248,17 @@ class Generation:
         )  # fmt: skip
 
     def _stepped(self, state: LoopState) -> LoopState:
-        """Call `decode_steps` for a stride, or for fewer steps where a stop string may want tokens taken back. Once all
-        rows have ended, this is the one step by which their last tokens enter the cache."""
+        """Call `decode_steps` for a stride, or for fewer steps where a stop string may want tokens
+        taken back. Once all rows have ended, this is the one step by which their last tokens enter
+        the cache."""
         steps, done = self._settings.stride, np.ones((len(self._fed),), bool)
         done[: len(self.reasons)] = [reason is not None for reason in self.reasons]
         lengths = self._fed.copy()  # in the cache and owed
         lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
         if self._settings.options.stop and not done.all():
-            steps = min(steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps)
+            steps = min(
+                steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps
+            )
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
         done, owed, limit = shared(self._model, (done, self._owed, np.int32(steps)))
         state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))
@@ -236,10 +273,14 @@ class Generation:
         piece = Piece([], [])
         for number, row in enumerate(self._texts):
             new = tokens[number, : counts[number]].tolist()
-            text, kept, reason = read_row(row, new, bool(done[number]), self._settings.max_new_tokens)
+            text, kept, reason = read_row(
+                row, new, bool(done[number]), self._settings.max_new_tokens
+            )
             if self.reasons[number] is None:
                 self.reasons[number] = reason
-                if len(kept) < len(new):  # what the cache holds of the others is cut, and the newest never enters
+                if len(kept) < len(
+                    new
+                ):  # what the cache holds of the others is cut, and the newest never enters
                     self._surplus[number], self._owed[number] = True, False
             piece.text.append(text)
             piece.tokens.append(kept)

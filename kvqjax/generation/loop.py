@@ -22,27 +22,14 @@ from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.prompt import prefill
 
-__all__ = [
-    "LoopState",
-    "Scores",
-    "decode_steps",
-    "feed",
-    "fetched",
-    "first_token",
-    "prefill_chunks",
-    "require_finite",
-    "shared",
-    "start",
-    "unbegun",
-]
-
 Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 
 class LoopState(struct.PyTreeNode):
-    """One generation under way. No array's shape follows how many tokens are wanted: `tokens[b, :made[b]]` are the
-    tokens that the latest call gave row b, and the caller collects them."""
+    """One generation under way. No array's shape follows how many tokens are wanted:
+    `tokens[b, :made[b]]` are the tokens that the latest call gave row b, and the caller collects
+    them."""
 
     cache: Cache
     tokens: Leaf  # Int[B, S]
@@ -58,8 +45,8 @@ class LoopState(struct.PyTreeNode):
 
 
 class Scores(struct.PyTreeNode):
-    """Log probabilities of the tokens that the latest call made, and of the likeliest ones in their places: those of
-    the model's logits, before bias, penalties and temperature."""
+    """Log probabilities of the tokens that the latest call made, and of the likeliest ones in their
+    places: those of the model's logits, before bias, penalties and temperature."""
 
     chosen: Leaf  # Float[B, S]
     ids: Leaf  # Int[B, S, N]
@@ -95,9 +82,10 @@ def prefill_chunks(
     progress: Progress | None = None,
     held: np.ndarray | None = None,
 ):
-    """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill: later chunks see
-    earlier ones compressed). Returns (logits of each row's last token [B, V], cache). The cache is donated; `held` says
-    how many tokens its rows hold (None: none). `progress(fraction)` is told after each chunk, once it is done."""
+    """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill:
+    later chunks see earlier ones compressed). Returns (logits of each row's last token [B, V],
+    cache). The cache is donated; `held` says how many tokens its rows hold (None: none).
+    `progress(fraction)` is told after each chunk, once it is done."""
     last, longest = None, int(counts.max())
     held = np.zeros_like(counts) if held is None else held
     for start in range(0, longest, chunk):
@@ -114,9 +102,12 @@ def prefill_chunks(
 
 
 def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> LoopState:
-    """The state before the first token of any row, its small arrays put in their `place`; `room` is how many tokens of
-    a row a call may make. Of an abstract cache, `jax.eval_shape(unbegun, cache)`."""
-    numbers = [place(np.zeros((cache.batch,), np.int32)) for _ in range(3)]  # no two may share a buffer
+    """The state before the first token of any row, its small arrays put in their `place`; `room` is
+    how many tokens of a row a call may make. Of an abstract cache,
+    `jax.eval_shape(unbegun, cache)`."""
+    numbers = [
+        place(np.zeros((cache.batch,), np.int32)) for _ in range(3)
+    ]  # no two may share a buffer
     flags = [place(np.zeros((cache.batch,), bool)) for _ in range(2)]
     made, newest, left = numbers
     owed, done = flags
@@ -125,8 +116,8 @@ def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> 
 
 
 def _record(state: LoopState, tokens, logits, eos) -> LoopState:
-    """Append one token to every row that is not done; a row that drew an end token is done and does not keep it.
-    `eos` [N] are those of all rows, or [B, N] of each."""
+    """Append one token to every row that is not done; a row that drew an end token is done and does
+    not keep it. `eos` [N] are those of all rows, or [B, N] of each."""
     ended = (tokens[:, None] == jnp.atleast_2d(eos)).any(-1)
     alive = ~state.done & ~ended
     rows = jnp.arange(len(tokens))
@@ -191,9 +182,10 @@ def decode_steps(
     eos: Int[Array, " N"] | Int[Array, "B N"],
     limit: Int[Array, ""],
 ) -> LoopState:
-    """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for. A row takes part as
-    long as the cache lacks its newest token: once it is done its last token still enters the cache. `state` is donated.
-    A cache that is `bounded` (kvqjax/cache/runs.py) is read no further."""
+    """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for.
+    A row takes part as
+    long as the cache lacks its newest token: once it is done its last token still enters the cache.
+    `state` is donated. A cache that is `bounded` (kvqjax/cache/runs.py) is read no further."""
 
     def step(loop):
         count, state = loop
@@ -211,16 +203,23 @@ def decode_steps(
 def _require_finite(logits, counts) -> None:
     """Raise UserError where the logits of a row that has a prompt are not finite."""
     if not fetched((jnp.isfinite(logits).all(-1) | (counts == 0)).all())[0]:
-        raise UserError("the model's logits are NaN or infinite", "check its weights, or try {dtype}", dtype="f32")
+        raise UserError(
+            "the model's logits are NaN or infinite",
+            "check its weights, or try {dtype}",
+            dtype="f32",
+        )
 
 
 def require_finite(cache: Cache) -> None:
-    """Raise UserError where a row holds a token that is not finite: its logits are NaN, so its tokens mean nothing."""
+    """Raise UserError where a row holds a token that is not finite: its logits are NaN, so its
+    tokens mean nothing."""
     broken, finite = fetched(cache.nonfinite, cache.finite)
     if broken.any():
         row = int(broken.argmax())
         cause = f"a key or value of token {finite[row]} is NaN or infinite"
-        raise UserError(f"row {row}: {cause}", "check the model's weights, or try {dtype}", dtype="f32")
+        raise UserError(
+            f"row {row}: {cause}", "check the model's weights, or try {dtype}", dtype="f32"
+        )
 
 
 def start(
@@ -240,10 +239,10 @@ def start(
 ) -> LoopState:
     """Feed the prompts and draw the first token of each. The cache is donated.
 
-    Rows of the cache without a prompt are done from the start. `held` says how many tokens each row of the cache holds
-    (None: none; only then `chunk=None` is an exact prefill), and `before` which, for the repetition penalty. `room` is
-    how many tokens of a row one call of `decode_steps` may make. `sampling` is what `options` say of a draw, and `eos`
-    what they say of end tokens."""
+    Rows of the cache without a prompt are done from the start. `held` says how many tokens each row
+    of the cache holds (None: none; only then `chunk=None` is an exact prefill), and `before` which,
+    for the repetition penalty. `room` is how many tokens of a row one call of `decode_steps` may
+    make. `sampling` is what `options` say of a draw, and `eos` what they say of end tokens."""
     prompts = [*prompts, *([] for _ in range(cache.batch - len(prompts)))]
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = padded(prompts, bucket(int(counts.max())))
@@ -253,12 +252,16 @@ def start(
         if not isinstance(chunk, int):  # "auto"
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
             chunk = chunk if held is None else min(chunk, tokens.shape[1])
-        chunk = min(chunk, cache.layout.capacity)  # no prompt is longer; a chunk is computed at its full length
+        chunk = min(
+            chunk, cache.layout.capacity
+        )  # no prompt is longer; a chunk is computed at its full length
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress, held)
     _require_finite(logits, shared(model, counts))
     history = endless = None
     if options.penalises:
-        texts = [[*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())]
+        texts = [
+            [*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())
+        ]
         history = shared(model, history_of(texts, model.config.vocab_size))
     if options.min_tokens:
         endless = shared(model, np.full((len(prompts),), options.min_tokens, np.int32))
@@ -268,6 +271,8 @@ def start(
         done=shared(model, counts == 0),
         history=history,
         endless=endless,
-        key=jax.random.wrap_key_data(shared(model, jax.random.key_data(jax.random.key(options.seed)))),
+        key=jax.random.wrap_key_data(
+            shared(model, jax.random.key_data(jax.random.key(options.seed)))
+        ),
     )
     return first_token(state, logits, sampling, eos)

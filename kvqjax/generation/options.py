@@ -1,5 +1,5 @@
-"""What `generate`, `stream`, `Session`, `Engine.submit`, the server and the shell have in common: how tokens are drawn,
-and what ends a row."""
+"""What `generate`, `stream`, `Session`, `Engine.submit`, the server and the shell have in common:
+how tokens are drawn, and what ends a row."""
 
 import dataclasses
 import math
@@ -67,7 +67,14 @@ class GenerateOptions:
     logit_bias: Mapping[int | str, int | float] | None = None
 
     def __post_init__(self):
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
             self._set(name, typed(name, getattr(self, name), float))
         check_integer("top_k", self.top_k, NO_LIMIT)
         check_integer("min_tokens", self.min_tokens, 0)
@@ -83,7 +90,9 @@ class GenerateOptions:
         }
         for name, (fits, wanted) in limits.items():
             if not fits:
-                raise UserError(f"{name}={getattr(self, name)}; it must be {wanted}", parameter=name)
+                raise UserError(
+                    f"{name}={getattr(self, name)}; it must be {wanted}", parameter=name
+                )
         for name in ("eos_ids", "stop_token_ids"):
             ids = getattr(self, name)
             self._set(name, None if ids is None else token_ids(name, ids))
@@ -111,7 +120,9 @@ class GenerateOptions:
     def check_tokenizer(self, model: Model) -> None:
         """Raise UserError for stop strings of a model whose tokens have no text."""
         if self.stop and not model.has_tokenizer:
-            raise UserError("stop strings need a tokenizer, and this model has none", parameter="stop")
+            raise UserError(
+                "stop strings need a tokenizer, and this model has none", parameter="stop"
+            )
 
     def ends(self, model: Model, max_new_tokens: int) -> Int[np.ndarray, " N"]:
         """Choose the tokens that end a row of at most `max_new_tokens`.
@@ -128,7 +139,9 @@ class GenerateOptions:
         further = end_ids(model, self.stop_token_ids, "stop_token_ids")
         ends = np.asarray(list(dict.fromkeys([*eos.tolist(), *further.tolist()])), np.int32)
         if self.min_tokens and len(ends) >= model.config.vocab_size:
-            raise UserError(f"min_tokens={self.min_tokens}, and every token of the model is an end token")
+            raise UserError(
+                f"min_tokens={self.min_tokens}, and every token of the model is an end token"
+            )
         return ends
 
     def bias(self, model: Model) -> Float[np.ndarray, " V"] | None:
@@ -146,7 +159,10 @@ class GenerateOptions:
 
 
 # What functions that lack one of these options say of it.
-GENERATE = {field.name: "it is an option of generate and stream" for field in dataclasses.fields(GenerateOptions)}
+GENERATE = {
+    field.name: "it is an option of generate and stream"
+    for field in dataclasses.fields(GenerateOptions)
+}
 
 
 def _biases(given: Any) -> dict[int, float] | None:
@@ -162,7 +178,9 @@ def _biases(given: Any) -> dict[int, float] | None:
     for token, value in given.items():
         number = whole_number(token) if isinstance(token, str) else token
         if number is None:
-            raise UserError(f"logit_bias has {named(token)}; wanted the id of a token", parameter="logit_bias")
+            raise UserError(
+                f"logit_bias has {named(token)}; wanted the id of a token", parameter="logit_bias"
+            )
         bias = typed(f"logit_bias of token {token}", value, float)
         if abs(bias) > MOST_BIAS:
             raise UserError(
@@ -175,6 +193,8 @@ def _biases(given: Any) -> dict[int, float] | None:
 
 def _random_seed() -> int:
     """Draw a seed."""
-    if jax.process_count() > 1:  # every host would draw another one, and rows would differ between them
+    if (
+        jax.process_count() > 1
+    ):  # every host would draw another one, and rows would differ between them
         raise UserError("seed=-1 would differ between hosts; name a seed")
     return secrets.randbits(32)

@@ -8,32 +8,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvqjax._arguments import MOST, check_integer, named
-from kvqjax._errors import UserError
+from kvqjax._errors import TooLong, UserError
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
+from kvqjax.model.tokenizer_calls import rendered
 from kvqjax.step.checks import check_model
-
-__all__ = [
-    "NO_TEMPLATE",
-    "PLAIN_CHAT",
-    "Prompts",
-    "TooLong",
-    "bucket",
-    "capacity_for",
-    "chat_text",
-    "check_vocabulary",
-    "continued_ids",
-    "conversation_ids",
-    "encode_prompts",
-    "end_ids",
-    "has_chat_template",
-    "padded",
-    "padded_rows",
-    "plain_text",
-    "require_trained",
-    "token_ids",
-    "with_text",
-]
 
 LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
 SHORT = 512  # tokens of a prompt; a longer one that nobody asked for costs more than another program may save
@@ -44,27 +23,32 @@ PLAIN_CHAT = f"{NO_TEMPLATE}: turns are plain text, one after the other"
 Prompts = str | Iterable[Any]  # strings, lists of token ids, or lists of messages
 
 
-class TooLong(UserError):
-    """A prompt and its answer are more tokens than there can be: `prompt`, `new` and `most` of them."""
-
-    def __init__(self, prompt: int, new: int, most: int, cause: str, hint: str = "", **options: Any):
-        self.prompt, self.new, self.most = prompt, new, most
-        super().__init__(f"a prompt of {prompt} tokens and {new} new ones {cause}", hint, **options)
+def too_long(
+    prompt: int, new: int, most: int, cause: str, hint: str = "", **options: Any
+) -> TooLong:
+    """Make the error for a prompt and new tokens that are more than `most` together."""
+    return TooLong(
+        prompt, most, f"a prompt of {prompt} tokens and {new} new ones {cause}", hint, **options
+    )
 
 
 def bucket(length: int) -> int:
-    """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few programs."""
+    """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few
+    programs."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
 
 
-def capacity_for(model: Model, prompts: Sequence[Sequence[int]], new: int, capacity: int | None) -> int:
-    """Choose the tokens of a row for these prompts and `new` tokens after them, where no capacity is given. It is what
-    is needed, rounded up as a function of the buckets of both, so that what shares a bucket shares its programs. Raises
-    UserError where a given capacity is too small, and where RoPE has no frequencies for as many tokens."""
+def capacity_for(
+    model: Model, prompts: Sequence[Sequence[int]], new: int, capacity: int | None
+) -> int:
+    """Choose the tokens of a row for these prompts and `new` tokens after them, where no capacity
+    is given. It is what is needed, rounded up as a function of the buckets of both, so that what
+    shares a bucket shares its programs. Raises UserError where a given capacity is too small, and
+    where RoPE has no frequencies for as many tokens."""
     longest = max(len(prompt) for prompt in prompts)
     if capacity is not None:
         if longest + new > capacity:
-            raise TooLong(longest, new, capacity, f"do not fit a capacity of {capacity}")
+            raise too_long(longest, new, capacity, f"do not fit a capacity of {capacity}")
         return capacity
     check_length(model.config, longest + new)
     limit = longest_text(model.config)
@@ -73,9 +57,11 @@ def capacity_for(model: Model, prompts: Sequence[Sequence[int]], new: int, capac
 
 
 def padded_rows(model: Model, prompts: Sequence[Sequence[int]], capacity: int) -> int:
-    """Choose how many rows a new cache for these prompts has. Up to 8 short prompts share the programs of the next
-    power of two: a row without a prompt is done from the start. It costs what its share of the cache and of the
-    prompts' computation does, so that long prompts, large caches and meshes get no such rows."""
+    """Choose how many rows a new cache for these prompts has. Up to 8 short prompts share the
+    programs of the next
+    power of two: a row without a prompt is done from the start. It costs what its share of the
+    cache and of the prompts' computation does, so that long prompts, large caches and meshes get no
+    such rows."""
     rows = len(prompts)
     short = max(len(prompt) for prompt in prompts) <= SHORT and capacity <= 8 * SHORT
     return 1 << (rows - 1).bit_length() if rows < 8 and short and model.rules is None else rows
@@ -97,25 +83,38 @@ def token_ids(option: str, ids: Any) -> tuple[int, ...]:
 
 
 def end_ids(model: Model, ids: Any, option: str = "eos_ids") -> Int[np.ndarray, " N"]:
-    """Choose the tokens that end a row: `ids`, by default the model's. Raises UserError for what is no id of the model:
-    no row would ever end by it."""
+    """Choose the tokens that end a row: `ids`, by default the model's. Raises UserError for what is
+    no id of the model: no row would ever end by it."""
     if ids is None:
         return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
     last = model.config.vocab_size - 1
-    return np.asarray([check_integer(option, token, 0, last) for token in token_ids(option, ids)], np.int32)
+    return np.asarray(
+        [check_integer(option, token, 0, last) for token in token_ids(option, ids)], np.int32
+    )
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
-    """Raise UserError where texts of these lengths and `new` more tokens go beyond what the model was trained for,
+    """Raise UserError where texts of these lengths and `new` more tokens go beyond what the model
+    was trained for,
     unless that is asked for: its text falls apart there, and nothing else would say so."""
     longest, most = max(lengths), model.config.trained_length
     if most is not None and longest + new > most and not beyond_trained:
         cause = f"go beyond the {most} that this model was trained for"
-        raise TooLong(longest, new, most, cause, "{beyond_trained} allows it", beyond_trained=True)
+        raise too_long(longest, new, most, cause, "{beyond_trained} allows it", beyond_trained=True)
+
+
+def room_of(model: Model, capacity: int | None, beyond_trained: bool) -> int | None:
+    """The most tokens that a prompt may have; None: any number. `capacity` and `beyond_trained` are
+    those of `generate`."""
+    check_model(model)
+    trained = None if beyond_trained else model.config.trained_length
+    limits = (capacity, trained, longest_text(model.config))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def with_text(message: Any) -> Any:
-    """Give an assistant's message without content, as calls of tools have it, an empty one: templates join texts."""
+    """Give an assistant's message without content, as calls of tools have it, an empty one:
+    templates join texts."""
     is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
     return {**message, "content": ""} if is_answer and message.get("content") is None else message
 
@@ -126,10 +125,12 @@ def has_chat_template(model: Model) -> bool:
 
 
 def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Write a conversation without a template: each message on a new line. An answer follows its question at once,
-    since the model went on from there."""
+    """Write a conversation without a template: each message on a new line. An answer follows its
+    question at once, since the model went on from there."""
     messages = [with_text(message) for message in messages]
-    marks = ["" if m["role"] == "assistant" or not number else "\n" for number, m in enumerate(messages)]
+    marks = [
+        "" if m["role"] == "assistant" or not number else "\n" for number, m in enumerate(messages)
+    ]
     return "".join(mark + str(m["content"]) for mark, m in zip(marks, messages, strict=True))
 
 
@@ -139,8 +140,8 @@ def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "a
     Args:
         model: that has the template.
         messages: of the conversation.
-        end: where the text ends: "answer" where a new answer begins, "message" behind the last message, "open" within
-            it, so that an answer goes on with its words.
+        end: where the text ends: "answer" where a new answer begins, "message" behind the last
+            message, "open" within it, so that an answer goes on with its words.
 
     Returns:
         The text.
@@ -148,15 +149,10 @@ def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "a
     Raises:
         UserError: there is no template, or it refuses these messages.
     """
-    from jinja2 import TemplateError
-
     if not has_chat_template(model):
         raise UserError(NO_TEMPLATE, "leave {chat} out", chat=True)
-    options = {"tokenize": False, "add_generation_prompt": end == "answer"}
-    try:
-        text = model.tokenizer.apply_chat_template(list(map(with_text, messages)), **options)
-    except TemplateError as error:
-        raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())[:200]}") from error
+    conversation = list(map(with_text, messages))
+    text = rendered(model.tokenizer, conversation, add_generation_prompt=end == "answer")
     return _open_end(text, messages[-1]) if end == "open" else text
 
 
@@ -165,19 +161,28 @@ def _open_end(text: str, message: Mapping[str, Any]) -> str:
     words = str(message.get("content") or "").strip()
     place = text.rfind(words)
     if not words or place < 0:
-        raise UserError("an answer cannot go on with the last message: the chat template leaves its words out")
+        raise UserError(
+            "an answer cannot go on with the last message: the chat template leaves its words out"
+        )
     # Templates may take blanks off the end of a message.
     with_blanks = str(message["content"]).lstrip()
     return text[: place + len(with_blanks if text.startswith(with_blanks, place) else words)]
 
 
-def conversation_ids(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "answer") -> list[int]:
+def conversation_ids(
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    end: str = "answer",
+    most: int | None = None,
+) -> list[int]:
     """Give the token ids of a conversation, also for a model without a chat template.
 
     Args:
         model: that answers.
         messages: of the conversation.
-        end: where its text ends, as in `chat_text`. Plain text ends with the last message in any case.
+        end: where its text ends, as in `chat_text`. Plain text ends with the last message in any
+            case.
+        most: as in `Model.encode`.
 
     Returns:
         The ids.
@@ -186,18 +191,20 @@ def conversation_ids(model: Model, messages: Sequence[Mapping[str, Any]], end: s
         UserError: the template refuses these messages, or they are empty.
     """
     if has_chat_template(model):
-        ids = model.encode(chat_text(model, messages, end), add_special_tokens=False)
+        ids = model.encode(chat_text(model, messages, end), add_special_tokens=False, most=most)
     else:
-        ids = model.encode(plain_text(messages))
+        ids = model.encode(plain_text(messages), most=most)
     check_vocabulary(model, 0, ids)
     return ids
 
 
-def _chat_ids(model: Model, prompt) -> list[int]:
+def _chat_ids(model: Model, prompt, most: int | None) -> list[int]:
     if isinstance(prompt, Mapping):
-        raise UserError("messages of one conversation are one prompt; wanted a list of such lists: [messages]")
+        raise UserError(
+            "messages of one conversation are one prompt; wanted a list of such lists: [messages]"
+        )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return model.encode(chat_text(model, messages), add_special_tokens=False)
+    return model.encode(chat_text(model, messages), add_special_tokens=False, most=most)
 
 
 def _prompt_ids(number: int, prompt) -> list[int]:
@@ -207,22 +214,36 @@ def _prompt_ids(number: int, prompt) -> list[int]:
         return [operator.index(token) for token in prompt]
     except TypeError:
         expected = "a string or a list of token ids, and prompts a list of them"
-        raise UserError(f"prompt {number} is of type {type(prompt).__name__}; wanted {expected}") from None
+        raise UserError(
+            f"prompt {number} is of type {type(prompt).__name__}; wanted {expected}"
+        ) from None
 
 
-def continued_ids(model: Model, text: str) -> list[int]:
-    """Token ids of a text that goes on from another one: without the tokens that begin a text, and without the space
-    that tokenizers of the SentencePiece kind put before a text's first word."""
+def continued_ids(model: Model, text: str, most: int | None = None) -> list[int]:
+    """Token ids of a text that goes on from another one: without the tokens that begin a text, and
+    without the space that tokenizers of the SentencePiece kind put before a text's first word.
+    `most` as in `Model.encode`."""
     anchor = "\n"
     before = model.encode(anchor, add_special_tokens=False)
-    joined = model.encode(anchor + text, add_special_tokens=False)
-    # Where the anchor and the text's beginning became one token, the tokenizer is of another kind, which adds no space.
-    return joined[len(before) :] if joined[: len(before)] == before else model.encode(text, add_special_tokens=False)
+    joined = model.encode(
+        anchor + text, add_special_tokens=False, most=None if most is None else most + 1
+    )
+    # Where the anchor and the text's beginning became one token, the tokenizer is of another kind,
+    # which adds no space.
+    return (
+        joined[len(before) :]
+        if joined[: len(before)] == before
+        else model.encode(text, add_special_tokens=False)
+    )
 
 
-def _text_ids(model: Model, text: str, prefix: int, special: bool | None) -> list[int]:
+def _text_ids(
+    model: Model, text: str, prefix: int, special: bool | None, most: int | None
+) -> list[int]:
     special = not prefix if special is None else special
-    return model.encode(text) if special else continued_ids(model, text) if prefix else model.encode(text, False)
+    if prefix and not special:
+        return continued_ids(model, text, most)
+    return model.encode(text, special, most)
 
 
 def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:
@@ -230,7 +251,9 @@ def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:
     if not tokens:
         raise UserError(f"prompt {number} is empty")
     if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
-        raise UserError(f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}")
+        raise UserError(
+            f"prompt {number} has a token id outside 0 .. {model.config.vocab_size - 1}"
+        )
 
 
 def encode_prompts(
@@ -240,26 +263,34 @@ def encode_prompts(
     *,
     held: Sequence[int] | Int[np.ndarray, " B"] = (),
     add_special_tokens: bool | None = None,
+    most: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of messages put through the
-    tokenizer's chat template; a string alone is one prompt. `held[b]` tokens come before prompt b (none by default):
-    a string then goes on from them. `add_special_tokens` says whether strings get the tokens that begin a text; None:
-    those do that begin one. Raises UserError on an empty prompt or an id outside the vocabulary."""
+    """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of
+    messages put through the tokenizer's chat template; a string alone is one prompt. `held[b]`
+    tokens come before prompt b (none by default): a string then goes on from them.
+    `add_special_tokens` says whether strings get the tokens that begin a text; None: those do that
+    begin one. `most` is as in `Model.encode`: tokens that a prompt may have. Raises UserError on an
+    empty prompt or an id outside the vocabulary."""
     check_model(model)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(prompts, Mapping):  # its keys would be prompts
         hint = "; pass prompts['input_ids']" if "input_ids" in prompts else ""
-        raise UserError(f"prompts are of type {type(prompts).__name__}; wanted a string or a list of prompts{hint}")
+        raise UserError(
+            f"prompts are of type {type(prompts).__name__}; wanted a string or a list of prompts{hint}"
+        )
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
-        raise UserError("no prompts; wanted a string, or a list of strings or of lists of token ids")
+        raise UserError(
+            "no prompts; wanted a string, or a list of strings or of lists of token ids"
+        )
     encoded = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, Sized) and len(prompt) == 0:
             raise UserError(f"prompt {number} is empty")
         if chat:
-            tokens = _chat_ids(model, prompt)
+            tokens = _chat_ids(model, prompt, most)
         elif isinstance(prompt, str):
-            tokens = _text_ids(model, prompt, int(held[number]) if number < len(held) else 0, add_special_tokens)
+            prefix = int(held[number]) if number < len(held) else 0
+            tokens = _text_ids(model, prompt, prefix, add_special_tokens, most)
         else:
             tokens = _prompt_ids(number, prompt)
         check_vocabulary(model, number, tokens)

@@ -1,5 +1,5 @@
-"""Choosing the next token from logits, inside jit: bias and penalties, then greedy, or temperature, top-k, top-p and
-min-p."""
+"""Choosing the next token from logits, inside jit: bias and penalties, then greedy, or temperature,
+top-k, top-p and min-p."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from kvqjax.model.loading import Model
 
 
 class Sampling(struct.PyTreeNode):
-    """Sampling parameters as data, so that changing one compiles nothing. `greedy` and `penalise` are static: they
-    decide which computations exist at all."""
+    """Sampling parameters as data, so that changing one compiles nothing. `greedy` and `penalise`
+    are static: they decide which computations exist at all."""
 
     temperature: Any  # float32 scalars, but for top_k: int32
     top_k: Any
@@ -31,7 +31,8 @@ class Sampling(struct.PyTreeNode):
 
 
 class RowSampling(struct.PyTreeNode):
-    """Sampling parameters of every row. All of them are data, so that rows of different requests share one program."""
+    """Sampling parameters of every row. All of them are data, so that rows of different requests
+    share one program."""
 
     each: Sampling  # with arrays [B] in place of numbers, and the static fields of the most general draw
     greedy: Any  # Bool[B]: rows that take their most likely token
@@ -65,7 +66,8 @@ def of_rows(options: Sequence[GenerateOptions], model: Model) -> RowSampling:
 
 
 def split_key(key: Array) -> tuple[Array, Array]:
-    """Split a key, or every row's own key [B], into a key for later tokens and a key for this token."""
+    """Split a key, or every row's own key [B], into a key for later tokens and a key for this
+    token."""
     if not key.ndim:
         later, draw = jax.random.split(key)
         return later, draw
@@ -77,7 +79,8 @@ def make_sampling(
     options: GenerateOptions = GenerateOptions(), bias: Float[np.ndarray, " V"] | None = None
 ) -> Sampling:
     """Pack the parameters. `bias` is that of the options, laid out over the vocabulary."""
-    # Numbers too small for float32 become its least positive number: rounded to 0 they would divide by zero.
+    # Numbers too small for float32 become its least positive number: rounded to 0 they would divide
+    # by zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     temperature = options.temperature or 1.0
     return Sampling(
@@ -95,11 +98,11 @@ def make_sampling(
 
 
 def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]:
-    """Mark the tokens that top-k, top-p and min-p keep, applied one after the other. Each of them keeps the most likely
-    tokens, so that one sort is enough.
+    """Mark the tokens that top-k, top-p and min-p keep, applied one after the other. Each of them
+    keeps the most likely tokens, so that one sort is enough.
 
-    Of tokens with equal scores top-k keeps all. Top-p keeps as few tokens as it needs, and prefers higher ids among
-    equal scores (logits in bfloat16 are often equal).
+    Of tokens with equal scores top-k keeps all. Top-p keeps as few tokens as it needs, and prefers
+    higher ids among equal scores (logits in bfloat16 are often equal).
 
     Args:
         scores: at most 0, and 0 for the most likely token of each row.
@@ -110,7 +113,9 @@ def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]
     """
     vocab = scores.shape[-1]
     ids = jnp.broadcast_to(jnp.arange(vocab)[None], scores.shape)
-    ascending, order = jax.lax.sort((scores, ids), num_keys=1)  # stable: of equal scores the higher id is last
+    ascending, order = jax.lax.sort(
+        (scores, ids), num_keys=1
+    )  # stable: of equal scores the higher id is last
     # top-k: the score of the k-th token from the end is the least that stays.
     limit = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
     kept = ascending >= jax.lax.dynamic_slice_in_dim(ascending, vocab - limit, 1, axis=-1)
@@ -121,17 +126,23 @@ def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]
     # min-p: relative to the most likely token, whose exponential is 1.
     kept = kept & (jnp.exp(ascending) >= sampling.min_p)
     # The least likely token that stays. The most likely one stays in any case.
-    place = jnp.where(kept.any(-1, keepdims=True), jnp.argmax(kept, axis=-1, keepdims=True), vocab - 1)
+    place = jnp.where(
+        kept.any(-1, keepdims=True), jnp.argmax(kept, axis=-1, keepdims=True), vocab - 1
+    )
     score, token = (jnp.take_along_axis(x, place, axis=-1) for x in (ascending, order))
     return (scores > score) | ((scores == score) & (ids >= token))
 
 
-def adjusted(logits: Float[Array, "B V"], history: History | None, sampling: Sampling) -> Float[Array, "B V"]:
+def adjusted(
+    logits: Float[Array, "B V"], history: History | None, sampling: Sampling
+) -> Float[Array, "B V"]:
     """Add the bias, then apply the penalties: the order of vLLM and transformers.
 
-    The repetition penalty is for tokens of the prompt and of the answer: positive logits are divided by it, negative
-    ones are multiplied (CTRL, arXiv 1909.05858, section 4.1). The penalties of presence and frequency are for tokens of
-    the answer: they are subtracted, the latter once for each time that the token was made (OpenAI's formula)."""
+    The repetition penalty is for tokens of the prompt and of the answer: positive logits are
+    divided by it, negative ones are multiplied (CTRL, arXiv 1909.05858, section 4.1). The penalties
+    of presence and frequency are for tokens of
+    the answer: they are subtracted, the latter once for each time that the token was made (OpenAI's
+    formula)."""
     if sampling.bias is not None:
         logits = logits + sampling.bias[None]
     if not sampling.penalise or history is None:
@@ -144,7 +155,9 @@ def adjusted(logits: Float[Array, "B V"], history: History | None, sampling: Sam
     return logits - sampling.presence_penalty * was_made.astype(jnp.float32)
 
 
-def drawn_from(logits: Float[Array, "B V"], history: History | None, sampling: Sampling) -> Float[Array, "B V"]:
+def drawn_from(
+    logits: Float[Array, "B V"], history: History | None, sampling: Sampling
+) -> Float[Array, "B V"]:
     """Log weights of the tokens that may come next, with -inf for those that may not."""
     logits = adjusted(logits, history, sampling)
     # Less the greatest before the division: a tiny temperature would make infinities of several.
@@ -153,13 +166,17 @@ def drawn_from(logits: Float[Array, "B V"], history: History | None, sampling: S
 
 
 def sample(
-    key: Array, logits: Float[Array, "B V"], history: History | None, sampling: Sampling | RowSampling
+    key: Array,
+    logits: Float[Array, "B V"],
+    history: History | None,
+    sampling: Sampling | RowSampling,
 ) -> Int[Array, " B"]:
     """Choose one token of every row.
 
     Args:
-        key: one key, or one of every row [B] beside parameters of rows. What a row of its own key draws does not depend
-            on the other rows, and is what a batch of that row alone would draw.
+        key: one key, or one of every row [B] beside parameters of rows. What a row of its own key
+            draws does not depend on the other rows, and is what a batch of that row alone would
+            draw.
         logits: of the next token.
         history: the tokens already in a row; needed where there is a penalty.
         sampling: the parameters.
@@ -174,9 +191,11 @@ def sample(
     return jax.random.categorical(key, drawn_from(logits, history, sampling)).astype(jnp.int32)
 
 
-def _sample_rows(keys: Array, logits, history: History | None, sampling: RowSampling) -> Int[Array, " B"]:
-    """Do `sample` with parameters and a key for every row. The draw sorts the vocabulary, so that it is left out where
-    all rows are greedy."""
+def _sample_rows(
+    keys: Array, logits, history: History | None, sampling: RowSampling
+) -> Int[Array, " B"]:
+    """Do `sample` with parameters and a key for every row. The draw sorts the vocabulary, so that
+    it is left out where all rows are greedy."""
     assert history is not None  # every row may have a penalty
 
     def batch_of_one(row_tree):

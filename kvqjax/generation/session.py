@@ -1,4 +1,5 @@
-"""A conversation whose cache stays from turn to turn: each turn feeds what is new and answers piece by piece."""
+"""A conversation whose cache stays from turn to turn: each turn feeds what is new and answers piece
+by piece."""
 
 import copy
 import dataclasses
@@ -23,13 +24,14 @@ from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.options import GenerateFields, GenerateOptions
 from kvqjax.generation.prompt_ids import (
     PLAIN_CHAT,
-    TooLong,
     chat_text,
     check_vocabulary,
     continued_ids,
     has_chat_template,
     plain_text,
     require_trained,
+    room_of,
+    too_long,
 )
 from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse, spelled_out
@@ -39,9 +41,9 @@ from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 
-__all__ = ["Answer", "Session", "Turn"]
-
-LEAST_CAPACITY = 512  # tokens; a session without a capacity of its own begins with so many, and doubles them
+LEAST_CAPACITY = (
+    512  # tokens; a session without a capacity of its own begins with so many, and doubles them
+)
 
 Message = Mapping[str, Any]
 
@@ -49,10 +51,10 @@ Message = Mapping[str, Any]
 class Turn(NamedTuple):
     """What the last answer of a session took.
 
-    - `tokens` of the answer, without the end token; `prompt_tokens` that were fed before it, and `kept_tokens` that the
-      cache held already.
-    - `seconds_to_first_token` includes the prompt and whatever was compiled, `tokens_per_second` counts the tokens
-      after the first one.
+    - `tokens` of the answer, without the end token; `prompt_tokens` that were fed before it, and
+      `kept_tokens` that the cache held already.
+    - `seconds_to_first_token` includes the prompt and whatever was compiled, `tokens_per_second`
+      counts the tokens after the first one.
     - `cache_bytes` of the session's cache, and `bits` that it spends on a number of a key or value.
     - `finish_reason`: "eos", "stop", "length", or "closed" for an answer that was broken off."""
 
@@ -67,7 +69,8 @@ class Turn(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A stretch of the conversation as text, and the token ids by which the model has read or made it."""
+    """A stretch of the conversation as text, and the token ids by which the model has read or made
+    it."""
 
     text: str
     ids: list[int]
@@ -80,13 +83,14 @@ class Session:
         for text in session.send("Hello!"):
             print(text, end="", flush=True)
 
-    Every turn puts the whole conversation through the tokenizer's chat template, keeps what the cache holds of it, and
-    feeds the rest. An answer's ids are used as they were made. Without a chat template turns are plain text, each on a
-    new line. What a template changes of earlier turns (thinking that it leaves out) is cut out of the cache and fed
+    Every turn puts the whole conversation through the tokenizer's chat template, keeps what the
+    cache holds of it, and feeds the rest. An answer's ids are used as they were made. Without a
+    chat template turns are plain text, each on a new line. What a template changes of earlier turns
+    (thinking that it leaves out) is cut out of the cache and fed
     anew: `kvqjax.crop` says how far back it then goes.
 
-    `history` are the messages so far and `system` is the system message; `last` says what the last answer took, and
-    `cache` is the cache, None before the first turn."""
+    `history` are the messages so far and `system` is the system message; `last` says what the last
+    answer took, and `cache` is the cache, None before the first turn."""
 
     @named_options
     @with_fields(GenerateOptions)
@@ -107,14 +111,16 @@ class Session:
 
         Args:
             system: The system message. It may be changed between turns.
-            capacity: Tokens that the conversation may have; None: the cache doubles when it is full.
+            capacity: Tokens that the conversation may have; None: the cache doubles when it is
+                full.
             max_new_tokens: Of an answer, where `send` is not given another number.
-            chunk: Tokens of a turn that enter the cache at a time. None: the first turn prefills exactly, and later
-                ones enter as many at a time as suit the chip.
+            chunk: Tokens of a turn that enter the cache at a time. None: the first turn prefills
+                exactly, and later ones enter as many at a time as suit the chip.
             stride: Tokens between pieces of text.
 
-        The other options are those of `kvqjax.generate`. The penalties of presence and frequency count the tokens of
-        the answer under way, the repetition penalty those of the whole conversation.
+        The other options are those of `kvqjax.generate`. The penalties of presence and frequency
+        count the tokens of the answer under way, the repetition penalty those of the whole
+        conversation.
 
         Raises:
             UserError: A model without a tokenizer, options that do not exist or cannot be."""
@@ -123,7 +129,9 @@ class Session:
         if chunk != "auto":
             check_counts(chunk=chunk)
         if not model.has_tokenizer:
-            raise UserError("a session needs a tokenizer, and this model has none; generate takes token ids")
+            raise UserError(
+                "a session needs a tokenizer, and this model has none; generate takes token ids"
+            )
         self.model, self.method, self.system = model, parse(method), system
         checked = GenerateOptions(**options)
         self._options: dict[str, Any] = {
@@ -144,7 +152,11 @@ class Session:
             warnings.warn(PLAIN_CHAT, stacklevel=3)
 
     def __repr__(self) -> str:
-        room = f"{len(self._ids)} tokens" if self._cache is None else f"{len(self._ids)} of {self._capacity} tokens"
+        room = (
+            f"{len(self._ids)} tokens"
+            if self._cache is None
+            else f"{len(self._ids)} of {self._capacity} tokens"
+        )
         return f"Session({self.method}: {len(self._history)} messages, {room} in the cache)"
 
     @property
@@ -155,22 +167,26 @@ class Session:
 
     @property
     def cache(self) -> Cache | None:
-        """The cache of one row that holds the conversation. The next turn donates it: `fork` what shall live on."""
+        """The cache of one row that holds the conversation. The next turn donates it: `fork` what
+        shall live on."""
         self._settle()
         return self._cache
 
-    def send(self, message: str | Message | Iterable[Message], *, max_new_tokens: int | None = None) -> "Answer":
+    def send(
+        self, message: str | Message | Iterable[Message], *, max_new_tokens: int | None = None
+    ) -> "Answer":
         """Say something, and get the answer as an iterator over pieces of its text.
 
-        The turn counts from the first piece on. An answer that is left or closed before its end, or interrupted,
-        counts as far as it was made.
+        The turn counts from the first piece on. An answer that is left or closed before its end, or
+        interrupted, counts as far as it was made.
 
         Args:
             message: A text, which is the user's, or messages (dicts with "role" and "content").
             max_new_tokens: The most tokens of this answer.
 
         Raises:
-            UserError: A conversation that does not fit, a message that is none. The session then is as it was."""
+            UserError: A conversation that does not fit, a message that is none. The session then is
+            as it was."""
         self._settle()
         check_counts(max_new_tokens=max_new_tokens)
         history = [*self._history, *_messages(message)]
@@ -180,7 +196,9 @@ class Session:
         new = max_new_tokens or self._settings.max_new_tokens
         capacity, need = self._options["capacity"], len(ids) + new
         if capacity is not None and need > capacity:
-            raise TooLong(len(ids), new, capacity, f"do not fit this session's capacity of {capacity}")
+            raise too_long(
+                len(ids), new, capacity, f"do not fit this session's capacity of {capacity}"
+            )
         check_length(self.model.config, need)
         require_trained(self.model, [len(ids)], new, self._settings.options.beyond_trained)
         self._settings.options.ends(self.model, new)
@@ -190,18 +208,21 @@ class Session:
         """The same conversation once more, going its own way from here."""
         self._settle()
         session = copy.copy(self)
-        session._history, session._parts, session._ids = copy.deepcopy((self._history, self._parts, self._ids))
+        session._history, session._parts, session._ids = copy.deepcopy(
+            (self._history, self._parts, self._ids)
+        )
         session._cache = None if self._cache is None else fork(self._cache)
         return session
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write the conversation and its cache as a new folder. Raises UserError where it exists or cannot be
-        written."""
+        """Write the conversation and its cache as a new folder. Raises UserError where it exists or
+        cannot be written."""
         self._settle()
         path = path_of(folder)
         if path.exists():
             raise UserError(f"{path} exists already; choose another folder")
-        # What an interrupted save left under this name is replaced, so it is none that a user's own folder has.
+        # What an interrupted save left under this name is replaced, so it is none that a user's own
+        # folder has.
         part = path.with_name(f".{path.name}.unfinished")
         text = {
             "kind": "session", "method": spelled_out(self.method), "system": self.system, "history": self._history,
@@ -223,15 +244,20 @@ class Session:
 
     @classmethod
     def load(cls, model: Model, folder: str | os.PathLike) -> "Session":
-        """Read a conversation that was saved, for the model that led it. Raises UserError where the folder is missing
-        or damaged, or was written for another model."""
+        """Read a conversation that was saved, for the model that led it. Raises UserError where the
+        folder is missing or damaged, or was written for another model."""
         path = path_of(folder)
         text = read_description(path, "session")
         try:
             session = cls(model, text["method"], system=text["system"], **text["options"])
             session._history = _messages(text["history"]) if text["history"] else []
-            session._parts = [_Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]]
-            session._ids, session._answers = [int(token) for token in text["ids"]], int(text["answers"])
+            session._parts = [
+                _Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]
+            ]
+            session._ids, session._answers = (
+                [int(token) for token in text["ids"]],
+                int(text["answers"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
             reason = error if isinstance(error, UserError) else type(error).__name__
             raise UserError(f"{path}: description.json is damaged: {reason}") from error
@@ -239,7 +265,9 @@ class Session:
             session._cache = load_cache(path / "cache", model, kernels=session._options["kernels"])
         length = 0 if session._cache is None else int(fetched(session._cache.lengths)[0][0])
         if length != len(session._ids):
-            raise UserError(f"{path}: the cache holds {length} tokens, description.json names {len(session._ids)}")
+            raise UserError(
+                f"{path}: the cache holds {length} tokens, description.json names {len(session._ids)}"
+            )
         return session
 
     @property
@@ -252,7 +280,8 @@ class Session:
             self._open.close()
 
     def _read(self, history: Sequence[Message]) -> list[_Part]:
-        """The conversation up to where the answer begins: what is known of it by its ids of then, the rest anew."""
+        """The conversation up to where the answer begins: what is known of it by its ids of then,
+        the rest anew."""
         text = self._text(history)
         parts, place = [], 0
         for part in self._parts:
@@ -261,7 +290,13 @@ class Session:
             parts.append(part)
             place += len(part.text)
         if remainder := text[place:]:
-            ids = continued_ids(self.model, remainder) if place else self.model.encode(remainder, self._plain)
+            most = room_of(
+                self.model, self._options["capacity"], self._settings.options.beyond_trained
+            )
+            if place:
+                ids = continued_ids(self.model, remainder, most)
+            else:
+                ids = self.model.encode(remainder, self._plain, most)
             parts.append(_Part(remainder, ids))
         return parts
 
@@ -271,14 +306,19 @@ class Session:
         return plain_text(messages) if self._plain else chat_text(self.model, messages)
 
     def _ready(self, ids: list[int], need: int) -> tuple[Cache, int]:
-        """A cache of room for `need` tokens that holds the first of `ids`, and how many: all but one at most. The
-        session's cache is used up."""
-        prefix = next((n for n, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), len(self._ids))
+        """A cache of room for `need` tokens that holds the first of `ids`, and how many: all but
+        one at most. The session's cache is used up."""
+        prefix = next(
+            (n for n, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b),
+            len(self._ids),
+        )
         prefix = min(prefix, len(ids) - 1)
         capacity = self._options["capacity"] or self._grown(self._capacity, need)
         cache, self._cache, self._ids = self._cache, None, []
         if cache is not None and cache.states and prefix < int(fetched(cache.lengths)[0][0]):
-            prefix = 0  # recurrent layers cannot forget: what follows another beginning is read anew
+            prefix = (
+                0  # recurrent layers cannot forget: what follows another beginning is read anew
+            )
         if cache is not None:
             cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
             if length := int(fetched(cache.lengths)[0][0]):
@@ -287,7 +327,8 @@ class Session:
         return init_cache(self.model, self.method, 1, capacity, kernels=self._options["kernels"]), 0
 
     def _grown(self, capacity: int, need: int) -> int:
-        """A capacity for `need` tokens: a doubled one, so that a long conversation is compiled few times."""
+        """A capacity for `need` tokens: a doubled one, so that a long conversation is compiled few
+        times."""
         size = max(capacity, LEAST_CAPACITY, 1 << (need - 1).bit_length())
         limit = longest_text(self.model.config)
         return size if limit is None else max(min(size, limit), need)
@@ -296,7 +337,9 @@ class Session:
 class Answer(Iterator[str]):
     """An answer under way: an iterator over its text, what `Session.send` gives."""
 
-    def __init__(self, session: Session, history: list[Message], parts: list[_Part], ids: list[int], new: int):
+    def __init__(
+        self, session: Session, history: list[Message], parts: list[_Part], ids: list[int], new: int
+    ):
         self._session, self._history, self._parts, self._ids = session, history, parts, ids
         self._new, self._number = new, session._answers
         self._made: Generation | None = None
@@ -329,7 +372,9 @@ class Answer(Iterator[str]):
         generation = self._made
         if self._over:
             return
-        if generation is None:  # nothing was asked for yet, or an interrupt came before the cache was ready
+        if (
+            generation is None
+        ):  # nothing was asked for yet, or an interrupt came before the cache was ready
             self._over = True
             if self._session._open is self:
                 self._session._open = None
@@ -389,13 +434,18 @@ def _messages(message: Any) -> list[Message]:
         message = {"role": "user", "content": message} if message else ()
     items = [message] if isinstance(message, Mapping) else message
     messages: list[Any] = list(items) if isinstance(items, Iterable) else []
-    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
-        raise UserError('no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}')
+    if not messages or not all(
+        isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
+    ):
+        raise UserError(
+            'no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}'
+        )
     return [{**m} for m in messages]
 
 
 def _answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence[int]) -> _Part:
-    """An answer's text and ids; where a stop string ended it, those of the ids that are before it."""
+    """An answer's text and ids; where a stop string ended it, those of the ids that are before
+    it."""
     for count in range(len(tokens), 0, -1):
         reader = Detokenizer(model.tokenizer, before)
         reader.extend(tokens[:count])

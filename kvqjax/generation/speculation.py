@@ -1,9 +1,11 @@
-"""Greedy speculative decoding: a draft of several tokens is checked in one call, and only what was right is committed.
+"""Greedy speculative decoding: a draft of several tokens is checked in one call, and only what was
+right is committed.
 
-The target reads a draft with `attend(within="step")`: each drafted token sees what decoding one token at a time would
-have shown it. Then the target commits the accepted tokens. So its output is that of plain greedy decoding on the same
-cache, and no committed token is ever taken back. A drafting model decodes on a temporary cache. What it computed for
-accepted tokens is then committed to its lasting cache, which so needs no `crop`, and nothing is encoded twice."""
+The target reads a draft with `attend(within="step")`: each drafted token sees what decoding one
+token at a time would have shown it. Then the target commits the accepted tokens. So its output is
+that of plain greedy decoding on the same cache, and no committed token is ever taken back. A
+drafting model decodes on a temporary cache. What it computed for accepted tokens is then committed
+to its lasting cache, which so needs no `crop`, and nothing is encoded twice."""
 
 import functools
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from kvqjax.generation.prompt_ids import (
     end_ids,
     padded,
     require_trained,
+    room_of,
 )
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
@@ -37,14 +40,12 @@ from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prompt import prefill
 
-__all__ = ["Speculated", "lookup", "speculate"]
-
 MOST_NGRAM = 64  # tokens that are looked up; every number adds to the program
 
 
 class Speculated(NamedTuple):
-    """`tokens[b]` (without the end token) of every prompt; `rounds` calls of the target made them, after its prefill;
-    `accepted` and `drafted` count tokens over all rows."""
+    """`tokens[b]` (without the end token) of every prompt; `rounds` calls of the target made them,
+    after its prefill; `accepted` and `drafted` count tokens over all rows."""
 
     tokens: list[list[int]]
     rounds: int
@@ -66,9 +67,12 @@ class _State(struct.PyTreeNode):
     drafted: Leaf
 
 
-def lookup(tokens: Int[Array, "B N"], length: Int[Array, " B"], draft: int, ngram: int) -> Int[Array, "B draft"]:
-    """What followed the latest earlier occurrence of the row's last `ngram` tokens, or of fewer, where there is none
-    (prompt lookup decoding). A row that never repeats itself drafts whatever follows its start."""
+def lookup(
+    tokens: Int[Array, "B N"], length: Int[Array, " B"], draft: int, ngram: int
+) -> Int[Array, "B draft"]:
+    """What followed the latest earlier occurrence of the row's last `ngram` tokens, or of fewer,
+    where there is none (prompt lookup decoding). A row that never repeats itself drafts whatever
+    follows its start."""
     size = tokens.shape[1]
     place = jnp.arange(size)[None]
 
@@ -91,7 +95,8 @@ def _newest(state: _State) -> Int[Array, "B 1"]:
 
 
 def _decode_draft(model: Model, state: _State, draft: int):
-    """`draft` greedy tokens of the drafting model [B, draft], and its sources of these and the newest token."""
+    """`draft` greedy tokens of the drafting model [B, draft], and its sources of these and the
+    newest token."""
     ones = (~state.done).astype(jnp.int32)
 
     def step(loop, _):
@@ -101,13 +106,15 @@ def _decode_draft(model: Model, state: _State, draft: int):
         return (commit(model, cache, pending, ones), next_token), (next_token[:, 0], pending)
 
     _, (tokens, pending) = jax.lax.scan(step, (state.drafter, _newest(state)), length=draft + 1)
-    joined = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, 0], 0, 2), pending)  # [T, L, B, 1, W] -> [L, B, T, W]
+    joined = jax.tree.map(
+        lambda x: jnp.moveaxis(x[:, :, :, 0], 0, 2), pending
+    )  # [T, L, B, 1, W] -> [L, B, T, W]
     return tokens[:draft].T, joined
 
 
 def _verify(model: Model, state: _State, drafted: Int[Array, "B draft"], eos: Int[Array, " N"]):
-    """Check a draft: (what is greedy after each of its prefixes [B, draft+1], how many tokens the row gains [B], which
-    rows end, sources of the newest token and the draft)."""
+    """Check a draft: (what is greedy after each of its prefixes [B, draft+1], how many tokens the
+    row gains [B], which rows end, sources of the newest token and the draft)."""
     draft = drafted.shape[1]
     tokens = jnp.concatenate([_newest(state), drafted], axis=1)
     alive = jnp.where(state.done, 0, draft + 1)
@@ -125,7 +132,13 @@ def _verify(model: Model, state: _State, drafted: Int[Array, "B draft"], eos: In
 @functools.partial(jax.jit, static_argnames=("draft", "ngram"), donate_argnames="state")
 @jax.enable_x64(False)
 def _rounds(
-    model: Model, draft_model: Model | None, state: _State, eos: Int[Array, " N"], *, draft: int, ngram: int
+    model: Model,
+    draft_model: Model | None,
+    state: _State,
+    eos: Int[Array, " N"],
+    *,
+    draft: int,
+    ngram: int,
 ) -> _State:
     """Draft, check and commit until every row is done, in one while_loop."""
 
@@ -135,13 +148,16 @@ def _rounds(
         else:
             drafted, draft_sources = _decode_draft(draft_model, state, draft)
         greedy, gained, done, pending = _verify(model, state, drafted, eos)
-        # The newest token enters the cache with the accepted part of the draft; the correction stays outside.
+        # The newest token enters the cache with the accepted part of the draft; the correction
+        # stays outside.
         cache = commit(model, state.cache, pending, gained)
         drafter = state.drafter
         if draft_model is not None and drafter is not None and draft_sources is not None:
             drafter = commit(draft_model, drafter, draft_sources, gained)
         span = jnp.arange(draft + 1)[None]
-        place = jnp.where(span < gained[:, None], state.length[:, None] + span, state.known.shape[1])
+        place = jnp.where(
+            span < gained[:, None], state.length[:, None] + span, state.known.shape[1]
+        )
         rows = jnp.arange(len(place))[:, None]
         return state.replace(
             cache=cache,
@@ -180,19 +196,20 @@ def speculate(
     kernels: str = "auto",
     beyond_trained: bool = False,
 ) -> Speculated:
-    """Continue prompts (strings or lists of ids) greedily, with `draft` tokens drafted per call of the model.
+    """Continue prompts (strings or lists of ids) greedily, with `draft` tokens drafted per call of
+    the model.
 
-    A draft follows from looking up the row's last `ngram` tokens in what it holds, or from a second model of the same
-    vocabulary with a cache of its own (`drafter`).
+    A draft follows from looking up the row's last `ngram` tokens in what it holds, or from a second
+    model of the same vocabulary with a cache of its own (`drafter`).
 
-    Lengths are data and capacities are rounded up, so that prompts of other lengths compile nothing new within a
-    bucket. `beyond_trained` as in `generate`, of the model alone: a drafter beyond what it was trained for is refused
-    nothing, since it changes no token. Raises UserError for prompts that are empty or too long, or a drafter of another
-    vocabulary."""
+    Lengths are data and capacities are rounded up, so that prompts of other lengths compile nothing
+    new within a bucket. `beyond_trained` as in `generate`, of the model alone: a drafter beyond
+    what it was trained for is refused nothing, since it changes no token. Raises UserError for
+    prompts that are empty or too long, or a drafter of another vocabulary."""
     check_counts(draft=draft, max_new_tokens=max_new_tokens)
     check_integer("ngram", ngram, 1, MOST_NGRAM)
     draft = min(draft, max_new_tokens)  # a longer one would be drafted for nothing
-    ids = encode_prompts(model, prompts)
+    ids = encode_prompts(model, prompts, most=room_of(model, None, beyond_trained))
     require_trained(model, list(map(len, ids)), max_new_tokens, beyond_trained)
     eos = jnp.asarray(end_ids(model, eos_ids))
     if drafter is not None:
@@ -209,19 +226,33 @@ def speculate(
     if drafter is not None:
         # A kernel that is forced is forced on the model's cache alone.
         drafter_kernels = "off" if kernels == "off" else "auto"
-        drafter_cache = _begin(drafter, drafter_method, tokens[:, :width], counts, capacity, drafter_kernels)[1]
+        drafter_cache = _begin(
+            drafter, drafter_method, tokens[:, :width], counts, capacity, drafter_kernels
+        )[1]
     state = _first(_state(cache, drafter_cache, tokens, counts, max_new_tokens), logits, eos)
     state = _rounds(model, drafter, state, eos, draft=draft, ngram=ngram)
     require_finite(state.cache)
     tokens, length = np.asarray(state.known), np.asarray(state.length)
-    rows = [row[start:stop].tolist() for row, start, stop in zip(tokens, counts, length, strict=True)]
+    rows = [
+        row[start:stop].tolist() for row, start, stop in zip(tokens, counts, length, strict=True)
+    ]
     return Speculated(rows, int(state.rounds), int(state.accepted), int(state.drafted))
 
 
 def _state(cache: Cache, drafter: Cache | None, tokens, counts, new: int) -> _State:
     length, zero = jnp.asarray(counts), jnp.zeros((), jnp.int32)
     done = jnp.zeros(length.shape, bool)
-    return _State(cache, drafter, jnp.asarray(tokens), length, length + new, done, zero, jnp.copy(zero), jnp.copy(zero))
+    return _State(
+        cache,
+        drafter,
+        jnp.asarray(tokens),
+        length,
+        length + new,
+        done,
+        zero,
+        jnp.copy(zero),
+        jnp.copy(zero),
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -1,8 +1,10 @@
-"""How new token ids become text: piece by piece, as part of the text that the prompt began, up to a stop string.
+"""How new token ids become text: piece by piece, as part of the text that the prompt began, up to a
+stop string.
 
-What a token says depends on its neighbours. Decoders of the SentencePiece kind take the space off a text's first word,
-a character may need several tokens, and some tokenizers take spaces away afterwards. So new ids are decoded behind a
-few ids before them, whose text is taken away again. The ids decoded at a step do not grow with the text.
+What a token says depends on its neighbours. Decoders of the SentencePiece kind take the space off a
+text's first word, a character may need several tokens, and some tokenizers take spaces away
+afterwards. So new ids are decoded behind a few ids before them, whose text is taken away again. The
+ids decoded at a step do not grow with the text.
 """
 
 import functools
@@ -10,14 +12,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvqjax._errors import UserError
-
-__all__ = ["Detokenizer", "stop_strings"]
+from kvqjax.model.tokenizer_calls import decoded
 
 _BROKEN = "\ufffd"  # a decoder's answer to bytes that are no character, or not yet
-_MOST_BROKEN = 3  # a UTF-8 character has four bytes at most, so that so many may wait for its last one
+_MOST_BROKEN = (
+    3  # a UTF-8 character has four bytes at most, so that so many may wait for its last one
+)
 _CONTEXT = 8  # ids of the prompt that are decoded before its answer: some words, so that clean-up sees them
-_LONGEST = 16  # ids decoded at a step before their window moves on; so many take 19 us, and one 13 us
-_KEPT = 12  # ids that a window of broken characters keeps: three broken ones may stand for nine bytes
+_LONGEST = (
+    16  # ids decoded at a step before their window moves on; so many take 19 us, and one 13 us
+)
+_KEPT = (
+    12  # ids that a window of broken characters keeps: three broken ones may stand for nine bytes
+)
 _FARTHEST = 512  # ids of the prompt that are looked through for a first one that is whole
 
 
@@ -31,36 +38,46 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str):
             cause = f"stop has {text!r}; wanted strings"
-            raise UserError(cause, "{eos_ids} takes the ids of tokens", parameter="stop", eos_ids=None)
+            raise UserError(
+                cause, "{eos_ids} takes the ids of tokens", parameter="stop", eos_ids=None
+            )
         if not text:
-            raise UserError("an empty stop string would end every text before its first token", parameter="stop")
+            raise UserError(
+                "an empty stop string would end every text before its first token", parameter="stop"
+            )
     return texts
 
 
 def _flag(tokenizer) -> bool:
-    """Whether transformers' tokenizer says that spaces before punctuation are taken out of decoded text. Looked up
-    where transformers keeps it: other tokenizers may load transformers for an attribute that they lack."""
+    """Whether transformers' tokenizer says that spaces before punctuation are taken out of decoded
+    text. Looked up
+    where transformers keeps it: other tokenizers may load transformers for an attribute that they
+    lack."""
     return vars(tokenizer).get("clean_up_tokenization_spaces", False) is True
 
 
 def _cleans_up(tokenizer) -> bool:
-    """Whether text is cleaned up. The flag is meant for WordPiece: BPE keeps the spaces of a text as tokens, and
-    transformers 5 passes the flag over there."""
+    """Whether text is cleaned up. The flag is meant for WordPiece: BPE keeps the spaces of a text
+    as tokens, and transformers 5 passes the flag over there."""
     if not _flag(tokenizer):
         return False
-    return type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ != "BPE"
+    return (
+        type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__
+        != "BPE"
+    )
 
 
 def _decode(tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """The text of ids without clean-up, which is done on the joined text."""
     options = {"clean_up_tokenization_spaces": False} if _flag(tokenizer) else {}
-    return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, **options)
+    return decoded(tokenizer, ids, skip_special_tokens, **options)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _silent(tokenizer, token: int) -> bool:
-    """Whether a token adds no text anywhere: a special token, or an id without an entry. Asked for two of it, since a
-    space alone is the beginning of a text, which decoders of the SentencePiece kind leave out."""
+def silent(tokenizer, token: int) -> bool:
+    """Whether a token adds no text anywhere: a special token, or an id without an entry. Asked for
+    two of it, since a space alone is the beginning of a text, which decoders of the SentencePiece
+    kind leave out."""
     return not _decode(tokenizer, (token, token))
 
 
@@ -71,19 +88,22 @@ def _shared(first: str, second: str) -> int:
 
 
 def _settled(text: str) -> int:
-    """How much of a text clean-up treats alike whatever follows. Its patterns begin with a space, and the longest,
-    " n't", has three characters behind it. Else all is settled up to a space that no pattern reaches: only " n't" and
-    " ' " can go on behind a space, which is taken out first."""
+    """How much of a text clean-up treats alike whatever follows. Its patterns begin with a space,
+    and the longest, " n't", has three characters behind it. Else all is settled up to a space that
+    no pattern reaches: only " n't" and " ' " can go on behind a space, which is taken out first."""
     if " " not in text[-3:]:
         return len(text)
-    return next((i for i in range(len(text) - 1, 0, -1) if text[i] == " " and text[i - 1] not in " n'"), 0)
+    return next(
+        (i for i in range(len(text) - 1, 0, -1) if text[i] == " " and text[i - 1] not in " n'"), 0
+    )
 
 
 class _Window:
-    """Text of ids that come one at a time: the last of them are decoded, and what was given out is taken away.
+    """Text of ids that come one at a time: the last of them are decoded, and what was given out is
+    taken away.
 
-    `given`: the part of the window's text that was given out. `whole`: how many of the window's ids, and of its
-    characters, came before the character that is not whole."""
+    `given`: the part of the window's text that was given out. `whole`: how many of the window's
+    ids, and of its characters, came before the character that is not whole."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self._cleans = tokenizer, _cleans_up(tokenizer)
@@ -94,7 +114,7 @@ class _Window:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take ids and give out the text that no later one changes."""
-        ids = [token for token in ids if not _silent(self._tokenizer, token)]
+        ids = [token for token in ids if not silent(self._tokenizer, token)]
         text = self._at_once(ids)
         text = "".join(map(self._push_token, ids)) if text is None else text
         if not self._cleans:
@@ -106,7 +126,8 @@ class _Window:
         return self._tokenizer.clean_up_tokenization(text[:place])
 
     def _at_once(self, ids: list[int]) -> str | None:
-        """The text of several ids by one call, where every character is whole; None where one is not."""
+        """The text of several ids by one call, where every character is whole; None where one is
+        not."""
         if len(ids) < 2:
             return None
         text = _decode(self._tokenizer, self._ids + ids)
@@ -121,7 +142,8 @@ class _Window:
         self._ids.append(token)
         text = _decode(self._tokenizer, self._ids)
         if not text.startswith(self._given):
-            # Byte fallback: a byte breaks the characters before it too, until its own character is whole.
+            # Byte fallback: a byte breaks the characters before it too, until its own character is
+            # whole.
             ids, length = self._whole
             self._ids, self._given, self._whole = self._ids[ids:], self._given[length:], (0, 0)
             text = _decode(self._tokenizer, self._ids)
@@ -139,23 +161,29 @@ class _Window:
     def _end_character(self, text: str):
         """Every id's text is whole: those before the last whole character can go."""
         newest = self._ids[self._whole[0] :]
-        # The first id must have text, or the next one would be the first of its window, without its space.
+        # The first id must have text, or the next one would be the first of its window, without its
+        # space.
         if len(self._ids) > _LONGEST and (start := _decode(self._tokenizer, newest)):
             self._ids, text = newest, start
         self._given, self._whole = text, (len(self._ids), len(text))
 
     def _shorten_broken(self):
-        """A long run of broken characters: go on from its last ids, where they end in the same text."""
+        """A long run of broken characters: go on from its last ids, where they end in the same
+        text."""
         text = _decode(self._tokenizer, self._ids[-_KEPT:])
         if text.endswith(self.broken) and len(text) > len(self.broken):
-            self._ids, self._given, self._whole = self._ids[-_KEPT:], text[: -len(self.broken)], (0, 0)
+            self._ids, self._given, self._whole = (
+                self._ids[-_KEPT:],
+                text[: -len(self.broken)],
+                (0, 0),
+            )
 
 
 def _context(tokenizer, prompt: Sequence[int]) -> list[int]:
     """The last ids of a prompt that say something, from one on that is not part of a character."""
     ids = []
     for token in reversed(prompt[-_FARTHEST:]):
-        if not _silent(tokenizer, token):
+        if not silent(tokenizer, token):
             ids.append(token)
             text = _decode(tokenizer, (token,))
             if len(ids) >= _CONTEXT and text and _BROKEN not in text:
@@ -171,26 +199,32 @@ def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
 
 def _beginning(text: str, stop: Sequence[str]) -> int:
     """How many characters at a text's end may be the beginning of a stop string."""
-    return max((n for s in stop for n in range(1, min(len(text), len(s) - 1) + 1) if text.endswith(s[:n])), default=0)
+    return max(
+        (n for s in stop for n in range(1, min(len(text), len(s) - 1) + 1) if text.endswith(s[:n])),
+        default=0,
+    )
 
 
 class Detokenizer:
     """The text of one row's answer, piece by piece.
 
-    The pieces joined are `text`, in whatever portions the ids come: what transformers decodes of prompt and answer
-    together, without the prompt's part of it. Special tokens have no text. A character that the prompt began and the
-    answer completed belongs to the answer. Bytes that are no character become U+FFFD; one that may still become a
-    character is held back until `finish`. Of a run of byte tokens (byte fallback) that is broken somewhere, the
-    characters before the broken place stay, where transformers takes the run for broken as a whole.
+    The pieces joined are `text`, in whatever portions the ids come: what transformers decodes of
+    prompt and answer together, without the prompt's part of it. Special tokens have no text. A
+    character that the prompt began and the answer completed belongs to the answer. Bytes that are
+    no character become U+FFFD; one that may still become a character is held back until `finish`.
+    Of a run of byte tokens (byte fallback) that is broken somewhere, the characters before the
+    broken place stay, where transformers takes the run for broken as a whole.
 
-    A row stops at the first token with which its answer holds a stop string. `text` ends before it, `ids` after that
-    token. A stop string lies within the answer; what the prompt ends with does not begin one. It may begin and end
-    within tokens, and may hold special tokens by their text ("<|im_end|>"): these are seen by such stop strings alone.
-    The stop string that is complete first counts, and of several the longest. What may be the beginning of one is held
-    back.
+    A row stops at the first token with which its answer holds a stop string. `text` ends before it,
+    `ids` after that token. A stop string lies within the answer; what the prompt ends with does not
+    begin one. It may begin and end within tokens, and may hold special tokens by their text
+    ("<|im_end|>"): these are seen by such stop strings alone. The stop string that is complete
+    first counts, and of several the longest. What may be the beginning of one is held back.
     """
 
-    def __init__(self, tokenizer, prompt: Sequence[int], stop: str | Sequence[Any] = (), least: int = 0):
+    def __init__(
+        self, tokenizer, prompt: Sequence[int], stop: str | Sequence[Any] = (), least: int = 0
+    ):
         """Begin after a prompt's ids.
 
         Args:
@@ -205,7 +239,9 @@ class Detokenizer:
         if tokenizer is None and self._stop:
             raise UserError("stop strings need a tokenizer, and this model has none")
         self._pieces, self._held = [], ""
-        self._marks: list[tuple[int, str]] = []  # special tokens: (place in held text and what follows it, text)
+        self._marks: list[
+            tuple[int, str]
+        ] = []  # special tokens: (place in held text and what follows it, text)
         self.ids: list[int] = []
         self.stopped = False
         self._ended = False
@@ -222,8 +258,8 @@ class Detokenizer:
         return self._pieces[0]
 
     def extend(self, ids: Sequence[int]) -> str:
-        """Take the row's next ids and give out the next piece of text. Ids behind a stop string are left out, and so
-        are those after `finish`."""
+        """Take the row's next ids and give out the next piece of text. Ids behind a stop string are
+        left out, and so are those after `finish`."""
         if self._ended:
             return ""
         if self._tokenizer is None:
@@ -272,7 +308,7 @@ class Detokenizer:
 
     def _mark(self, token: int, place: int):
         """Note the place of a special token that a stop string holds."""
-        if _silent(self._tokenizer, token):
+        if silent(self._tokenizer, token):
             text = _decode(self._tokenizer, (token,), False)
             if text and any(text in s for s in self._stop):
                 self._marks.append((place, text))
@@ -305,12 +341,14 @@ class Detokenizer:
         return min((hit for hit in places if hit is not None), default=(0, None))[1]
 
     def _waiting(self, text: str) -> int:
-        """How many characters at the end may belong to a stop string that is not complete. Special tokens before it
-        are forgotten."""
+        """How many characters at the end may belong to a stop string that is not complete. Special
+        tokens before it are forgotten."""
         count = _beginning(text, self._stop)
         if self._marks:
             marked, spans = self._marked(text)
             start = len(marked) - _beginning(marked, self._special())
             count = max(count, len(text) - self._unmarked(start, spans))
-            self._marks = [mark for mark, span in zip(self._marks, spans, strict=True) if span[0] >= start]
+            self._marks = [
+                mark for mark, span in zip(self._marks, spans, strict=True) if span[0] >= start
+            ]
         return count

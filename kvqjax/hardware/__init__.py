@@ -1,1 +1,2 @@
-"""Chips, time and memory: what fits, how fast it could be, programs compiled for chips that are not there."""
+"""Chips, time and memory: what fits, how fast it could be, programs compiled for chips that are not
+there."""

@@ -1,8 +1,8 @@
-"""Programs compiled ahead of time for chips that are not there (kvqjax/hardware/chips.py), to hold the planner to its
-promises.
+"""Programs compiled ahead of time for chips that are not there (kvqjax/hardware/chips.py), to hold
+the planner to its promises.
 
-What is compiled is the decode loop of `generate`, a whole prompt or a chunk of one: weights, constants and cache as
-arguments, the cache donated."""
+What is compiled is the decode loop of `generate`, a whole prompt or a chunk of one: weights,
+constants and cache as arguments, the cache donated."""
 
 import functools
 import time
@@ -34,21 +34,10 @@ from kvqjax.parallel.sharding import rules_for
 from kvqjax.step.forward import forward
 from kvqjax.step.prompt import prefill
 
-__all__ = [
-    "Compiled",
-    "abstract_model",
-    "compile_decode",
-    "decode_arguments",
-    "layout_for",
-    "lower_chunk",
-    "lower_decode",
-    "lower_prompt",
-]
-
 
 class Compiled(NamedTuple):
-    """Bytes per device of a compiled decode loop, by XLA's own account, and how long compiling took. `cache_copied` is
-    what of the donated state is not updated in place."""
+    """Bytes per device of a compiled decode loop, by XLA's own account, and how long compiling
+    took. `cache_copied` is what of the donated state is not updated in place."""
 
     arguments: int
     temporaries: int
@@ -57,8 +46,8 @@ class Compiled(NamedTuple):
 
 
 def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> CacheLayout:
-    """The layout of a cache of 16-bit numbers as a chip of `DEVICES` reads it best: bfloat16, or float16 on a T4, which
-    has no other. GPUs want every layer by itself."""
+    """The layout of a cache of 16-bit numbers as a chip of `DEVICES` reads it best: bfloat16, or
+    float16 on a T4, which has no other. GPUs want every layer by itself."""
     target = target_name(chip)
     return CacheLayout(
         shape=config.kv_shape,
@@ -72,8 +61,8 @@ def layout_for(config: ModelConfig, method: Method, context: int, chip: str) -> 
 
 
 def abstract_model(config: ModelConfig, layout: CacheLayout, weights: str | None = None) -> Model:
-    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated model has them, the
-    layers' matrices as `weights` codes ("int8", "int4") if so wanted."""
+    """A model of shapes in the layout's dtype and form, its calibrated constants as a calibrated
+    model has them, the layers' matrices as `weights` codes ("int8", "int4") if so wanted."""
     constants = tuple(run.wiring.constants(run.count, layout.dtype) for run in runs_of(layout))
     params = parameter_shapes(config, layout.dtype, weights)
     if layout.layers == "unroll":
@@ -83,12 +72,23 @@ def abstract_model(config: ModelConfig, layout: CacheLayout, weights: str | None
 
 def _placed(tree, mesh, specs):
     """Shapes of `tree` on the mesh, by a prefix of specs."""
-    place = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(lambda spec, part: jax.tree.map(functools.partial(place, spec), part), specs, tree)
+
+    def place(spec, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(functools.partial(place, spec), part), specs, tree
+    )
 
 
 def _model_and_cache(
-    config: ModelConfig, method: Method, context: int, batch: int, rules: Rules, chip: str, weights: str | None = None
+    config: ModelConfig,
+    method: Method,
+    context: int,
+    batch: int,
+    rules: Rules,
+    chip: str,
+    weights: str | None = None,
 ):
     """A model and a cache as shapes on the mesh of `rules`."""
     layout = rules.cache_layout(layout_for(config, method, context, chip), batch)
@@ -97,9 +97,14 @@ def _model_and_cache(
     params = _placed(model.params, rules.mesh, rules.parameters(model.params))
     constants = _placed(model.constants, rules.mesh, PartitionSpec())
     single_device = rules.mesh.size == 1
-    lie = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+
+    def lie(x, place):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
     model = model.replace(
-        params=as_multiplied(params, lie), constants=constants, rules=None if single_device else rules
+        params=as_multiplied(params, lie),
+        constants=constants,
+        rules=None if single_device else rules,
     )
     return model, _placed(cache, rules.mesh, rules.cache(cache))
 
@@ -123,7 +128,9 @@ def decode_arguments(
     return model, state.replace(cache=cache), *options
 
 
-def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str):
+def prompt_arguments(
+    config: ModelConfig, method: Method, context: int, new: int, batch: int, rules: Rules, chip: str
+):
     """Describe the arguments of `prefill` and `forward`, for `new` tokens per row, as shapes on the
     mesh of `rules`."""
     model, cache = _model_and_cache(config, method, context, batch, rules, chip)
@@ -132,18 +139,26 @@ def prompt_arguments(config: ModelConfig, method: Method, context: int, new: int
     return model, *_placed((tokens, counts), rules.mesh, PartitionSpec()), cache
 
 
-def lower_prompt(config: ModelConfig, method: Method, context: int, batch: int, chip: str) -> Lowered:
-    """The exact prefill of `batch` prompts of `context` tokens, lowered for one device of a chip, the cache donated."""
+def lower_prompt(
+    config: ModelConfig, method: Method, context: int, batch: int, chip: str
+) -> Lowered:
+    """The exact prefill of `batch` prompts of `context` tokens, lowered for one device of a chip,
+    the cache donated."""
     rules = rules_for(config, method, ALONE, chip_devices(chip))
     arguments = prompt_arguments(config, method, context, context, batch, rules, chip)
     return jax.jit(prefill, donate_argnames="cache").lower(*arguments)
 
 
-def lower_chunk(config: ModelConfig, method: Method, context: int, new: int, batch: int, chip: str) -> Lowered:
-    """`new` tokens of each row through a cache that has room for `context` tokens more, likewise."""
+def lower_chunk(
+    config: ModelConfig, method: Method, context: int, new: int, batch: int, chip: str
+) -> Lowered:
+    """`new` tokens of each row through a cache that has room for `context` tokens more,
+    likewise."""
     rules = rules_for(config, method, ALONE, chip_devices(chip))
     arguments = prompt_arguments(config, method, context + new, new, batch, rules, chip)
-    return jax.jit(forward, static_argnames="last", donate_argnames="cache").lower(*arguments, last=True)
+    return jax.jit(forward, static_argnames="last", donate_argnames="cache").lower(
+        *arguments, last=True
+    )
 
 
 def lower_decode(
@@ -156,8 +171,9 @@ def lower_decode(
     held: Sequence[int] = (),
     weights: str | None = None,
 ) -> Lowered:
-    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices. Weights are in 16 bits, or the
-    layers' matrices `weights` codes. Rows hold at most `held` tokens each, if not the whole context."""
+    """The greedy decode loop of `batch` rows, lowered for a mesh of a chip's devices. Weights are
+    in 16 bits, or the layers' matrices `weights` codes. Rows hold at most `held` tokens each, if
+    not the whole context."""
     rules = rules_for(config, method, mesh, chip_devices(chip, mesh.devices))
     model, state, *options = decode_arguments(config, method, context, batch, rules, chip, weights)
     if held:
@@ -175,7 +191,8 @@ def compile_decode(
     mesh: MeshSize = ALONE,
     weights: str | None = None,
 ) -> Compiled:
-    """Compile what `lower_decode` gives and ask the compiler for its bytes. Seconds are those of XLA alone."""
+    """Compile what `lower_decode` gives and ask the compiler for its bytes. Seconds are those of
+    XLA alone."""
     lowered = lower_decode(config, method, context, batch, chip, mesh, weights=weights)
     start = time.perf_counter()
     memory = lowered.compile().memory_analysis()

@@ -1,4 +1,5 @@
-"""Chips that are not there, described to their compilers: TPU slices to libtpu, NVIDIA GPUs to XLA's CUDA plugin."""
+"""Chips that are not there, described to their compilers: TPU slices to libtpu, NVIDIA GPUs to
+XLA's CUDA plugin."""
 
 import math
 import os
@@ -8,8 +9,6 @@ from jax.experimental import topologies
 
 from kvqjax._errors import UserError
 from kvqjax.hardware.devices import DEVICES, GIB, GPUS
-
-__all__ = ["chip_devices", "slice_of", "target_name"]
 
 
 def target_name(chip: str) -> str:
@@ -63,14 +62,15 @@ def _gpu_text(name: str) -> str:
 
 
 def chip_devices(name: str, count: int = 1) -> list:
-    """Devices of a slice of chips that are not there, at least `count`. TPUs need libtpu, GPUs JAX's CUDA plugin and
-    ptxas. Raises UserError where they cannot be described."""
+    """Devices of a slice of chips that are not there, at least `count`. TPUs need libtpu, GPUs
+    JAX's CUDA plugin and ptxas. Raises UserError where they cannot be described."""
     topology: dict[str, Any] = {"platform": "tpu", "topology_name": slice_of(name, count)}
     package = "libtpu"
     if name in GPUS:
         topology = {"platform": "cuda", "topology_name": "cuda", "topology": slice_of(name, count)}
         topology["target_config"], package = _gpu_text(name), "jax-cuda13-plugin jax-cuda13-pjrt"
-    # libtpu reads these when it is loaded: no queries to a cloud's metadata server, no lock against other processes.
+    # libtpu reads these when it is loaded: no queries to a cloud's metadata server, no lock against
+    # other processes.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

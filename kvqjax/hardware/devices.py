@@ -1,4 +1,5 @@
-"""Chips by name: what a program gets of their memory, how fast they are, and the names that people give them."""
+"""Chips by name: what a program gets of their memory, how fast they are, and the names that people
+give them."""
 
 import os
 import re
@@ -8,19 +9,23 @@ from kvqjax._arguments import whole_number
 from kvqjax._errors import UserError, suggest
 from kvqjax.parallel.mesh_size import MOST_DEVICES
 
-__all__ = ["DEVICES", "GIB", "GPUS", "GPU_SHARE", "Device", "Gpu", "Named", "find_device", "program_share"]
-
 GIB = 2**30
-GPU_SHARE = 0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
-SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the newer name first
+GPU_SHARE = (
+    0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
+)
+SHARE_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)  # the newer name first
 
 
 class Device(NamedTuple):
-    """One chip. `memory`: GiB that programs can have in all, less than its data sheet says. `bandwidth` of that memory
-    in GB/s, and dense 16-bit matrix TFLOP/s, as the vendor states them. `torus`, where the chip can be compiled for
-    ahead of time: the compiler's name for it and the axes of its slices. `sold`: GB by which the chip is named and
-    sold. A v7x chip is two devices to JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes
-    are those of float16."""
+    """One chip. `memory`: GiB that programs can have in all, less than its data sheet says.
+    `bandwidth` of that memory in GB/s, and dense 16-bit matrix TFLOP/s, as the vendor states them.
+    `torus`, where the chip can be compiled for
+    ahead of time: the compiler's name for it and the axes of its slices. `sold`: GB by which the
+    chip is named and sold. A v7x chip is two devices to JAX; these are the figures of one. A T4 has
+    no bfloat16; its peak and its bytes are those of float16."""
 
     memory: float
     bandwidth: int
@@ -46,15 +51,15 @@ class Gpu(NamedTuple):
     target: str
 
 
-# Memory of TPUs is what libtpu 0.0.52 names as available where it refuses a program that is compiled for the chip
-# ("exceeds available HBM (15.75G)"). A v4 has twice what it names for one of the chip's two cores.
-# Memory of GPUs is the total that a process sees. For T4, L4, A10G and H100 it is by nvidia-smi (15360, 23034, 23028
-# and 81559 MiB). For the others it is by CUDA's cudaMemGetInfo, as PyTorch prints it in its messages ("total capacity
-# of"), which is up to 0.6 GiB less.
-# Drivers differ by a tenth or two of a GiB, and error correction takes a sixteenth of some cards.
-# Bandwidth and TFLOP/s of TPUs: Google's pages on their architecture (cloud.google.com/tpu/docs/v4 and its neighbours).
-# Of GPUs: NVIDIA's data sheets, without sparsity, of which they print the double; the A10G is AWS's A10, the B200 that
-# of HGX B200.
+# Memory of TPUs is what libtpu 0.0.52 names as available where it refuses a program that is
+# compiled for the chip ("exceeds available HBM (15.75G)"). A v4 has twice what it names for one of
+# the chip's two cores. Memory of GPUs is the total that a process sees. For T4, L4, A10G and H100
+# it is by nvidia-smi (15360, 23034, 23028 and 81559 MiB). For the others it is by CUDA's
+# cudaMemGetInfo, as PyTorch prints it in its messages ("total capacity of"), which is up to 0.6 GiB
+# less. Drivers differ by a tenth or two of a GiB, and error correction takes a sixteenth of some
+# cards. Bandwidth and TFLOP/s of TPUs: Google's pages on their architecture
+# (cloud.google.com/tpu/docs/v4 and its neighbours). Of GPUs: NVIDIA's data sheets, without
+# sparsity, of which they print the double; the A10G is AWS's A10, the B200 that of HGX B200.
 DEVICES = {
     "v4": Device(30.5, 1200, 275, ("v4", 3), 32),
     "v5e": Device(15.75, 820, 197, ("v5e", 2), 16),
@@ -99,11 +104,15 @@ ALIASES = {
 FILLERS = "nvidia|tesla|geforce|google|cloud|tpu|gpu|pcie|sxm|hbm|gb|accelerator|slice|podslice"
 COUNT = r"\d{1,9}"  # of devices
 MEMORY = r"\d{1,9}gi?b?"
-CORES = ("v4", "v5p")  # the number in the name of their slices counts cores, of which a chip has two
+CORES = (
+    "v4",
+    "v5p",
+)  # the number in the name of their slices counts cores, of which a chip has two
 
 
 class Named(NamedTuple):
-    """A chip of `DEVICES` by its name there, how many devices of it were named, and what was taken for granted."""
+    """A chip of `DEVICES` by its name there, how many devices of it were named, and what was taken
+    for granted."""
 
     name: str
     count: int
@@ -114,19 +123,31 @@ def _chip(words: list[str], sold: int | None) -> str | None:
     """The name in `DEVICES` of a chip that is called by these words and sold with `sold` GB."""
     short = "".join(words)
     matches = [name for name in DEVICES if short in (name.replace("-", ""), name.partition("-")[0])]
-    fitting = [name for name in matches or filter(None, [ALIASES.get(short)]) if sold in (None, DEVICES[name].sold)]
+    fitting = [
+        name
+        for name in matches or filter(None, [ALIASES.get(short)])
+        if sold in (None, DEVICES[name].sold)
+    ]
     return fitting[0] if fitting else None
 
 
 def _single_device(text: str) -> Named | None:
     """`find_device` without a multiplier; None where no chip is called so."""
-    words = [word for word in re.split(r"[\s_\-/,()]+", text) if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)]
+    words = [
+        word
+        for word in re.split(r"[\s_\-/,()]+", text)
+        if not re.fullmatch(rf"(({FILLERS})\d?e?)?", word)
+    ]
     gigabytes = [int(word.rstrip("gib")) for word in words if re.fullmatch(MEMORY, word)]
     words = [word for word in words if not re.fullmatch(MEMORY, word)]
     *head, last = words or [""]
     if name := _chip(words, gigabytes[0] if gigabytes else None):
         guessed = name == "a100-40" and words == ["a100"] and not gigabytes
-        return Named(name, 1, "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "")
+        return Named(
+            name,
+            1,
+            "an A100 is taken for the one with 40 GB; the other is a100-80" if guessed else "",
+        )
     number = whole_number(last)
     if not head or number is None:
         return None
@@ -140,8 +161,9 @@ def _single_device(text: str) -> Named | None:
 
 
 def find_device(text: str) -> Named:
-    """A chip by the names that it has in clouds, drivers and shops, with a number of devices where one is said: "H100",
-    "NVIDIA A100-SXM4-80GB", "8xH100", "v5e-16", "v5litepod-8", "RTX 4090". Raises UserError with the nearest name."""
+    """A chip by the names that it has in clouds, drivers and shops, with a number of devices where
+    one is said: "H100", "NVIDIA A100-SXM4-80GB", "8xH100", "v5e-16", "v5litepod-8", "RTX 4090".
+    Raises UserError with the nearest name."""
     plain = text.strip().lower()
     named = _single_device(plain)
     for pattern in (
@@ -160,8 +182,9 @@ def find_device(text: str) -> Named:
 
 
 def program_share(name: str | None, fraction: float | int | None = None) -> float:
-    """The share of a device's memory that a JAX program gets: `fraction` where it is given, else on GPUs what the
-    environment says or JAX's own three quarters. The limits of TPUs in `DEVICES` are those of a program already."""
+    """The share of a device's memory that a JAX program gets: `fraction` where it is given, else on
+    GPUs what the environment says or JAX's own three quarters. The limits of TPUs in `DEVICES` are
+    those of a program already."""
     if fraction is not None:
         if not 0 < fraction <= 1:
             raise UserError(f"memory_fraction={fraction}; wanted more than 0 and at most 1")

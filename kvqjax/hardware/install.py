@@ -1,7 +1,8 @@
-"""Find what can be wrong with an installation before any kernel is, by reading versions and files, not by guessing.
+"""Find what can be wrong with an installation before any kernel is, by reading versions and files,
+not by guessing.
 
-Each finding is one line and says what to do. `findings` takes a description of the machine, so that a test can provoke
-every finding without such a machine."""
+Each finding is one line and says what to do. `findings` takes a description of the machine, so that
+a test can provoke every finding without such a machine."""
 
 import glob
 import importlib.util
@@ -20,14 +21,16 @@ from kvqjax._version import __version__
 from kvqjax.pallas_kernels.chips import KINDS
 from kvqjax.pallas_kernels.support import TABLE
 
-__all__ = ["Finding", "Machine", "findings", "this_machine"]
-
-OLDEST_DRIVER = {"12": 525, "13": 580}  # major versions of the NVIDIA driver by that of CUDA (its release notes)
+OLDEST_DRIVER = {
+    "12": 525,
+    "13": 580,
+}  # major versions of the NVIDIA driver by that of CUDA (its release notes)
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 class Finding(NamedTuple):
-    """One line for the user. A `bad` one makes `kvqjax doctor` end with exit code 1, others are remarks."""
+    """One line for the user. A `bad` one makes `kvqjax doctor` end with exit code 1, others are
+    remarks."""
 
     bad: bool
     text: str
@@ -70,7 +73,11 @@ def _driver() -> str:
         pass
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split("\n")[0].strip()
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=10)
+            .stdout.split("\n")[0]
+            .strip()
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -110,18 +117,28 @@ def _gpu_findings(machine: Machine) -> list[Finding]:
     problems = []
     plugins = [name for name in PLUGINS if name in machine.packages]
     if machine.nvidia and not plugins:
-        problems.append(Finding(True, "an NVIDIA GPU and no CUDA plugin: pip install 'jax[cuda13]'"))
+        problems.append(
+            Finding(True, "an NVIDIA GPU and no CUDA plugin: pip install 'jax[cuda13]'")
+        )
     for name in plugins:
         if machine.packages[name] != machine.packages["jaxlib"]:
             versions = f"{name} {machine.packages[name]} and jaxlib {machine.packages['jaxlib']}"
-            problems.append(Finding(True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"))
+            problems.append(
+                Finding(
+                    True, f"{versions} differ: pip install {name}=={machine.packages['jaxlib']}"
+                )
+            )
         cuda = name[len("jax-cuda") :].partition("-")[0]
         major = machine.driver.partition(".")[0]
         if major.isdecimal() and int(major) < OLDEST_DRIVER[cuda]:
             need = f"CUDA {cuda} wants {OLDEST_DRIVER[cuda]} or newer"
             problems.append(Finding(True, f"NVIDIA driver {machine.driver} is too old: {need}"))
     if machine.nvidia and plugins and machine.platform == "cpu":
-        problems.append(Finding(True, "an NVIDIA GPU and its plugin, but JAX runs on the CPU: see JAX_PLATFORMS"))
+        problems.append(
+            Finding(
+                True, "an NVIDIA GPU and its plugin, but JAX runs on the CPU: see JAX_PLATFORMS"
+            )
+        )
     return problems
 
 
@@ -133,7 +150,11 @@ def _tpu_findings(machine: Machine) -> list[Finding]:
         return [Finding(True, "a TPU and no libtpu: pip install 'jax[tpu]'")]
     if machine.holders:
         numbers = ", ".join(map(str, machine.holders))
-        return [Finding(True, f"the TPU is in use by process {numbers}: one process at a time can have it")]
+        return [
+            Finding(
+                True, f"the TPU is in use by process {numbers}: one process at a time can have it"
+            )
+        ]
     return [Finding(True, "a TPU and libtpu, but JAX runs elsewhere: see JAX_PLATFORMS")]
 
 
@@ -142,15 +163,22 @@ def findings(machine: Machine) -> list[Finding]:
     problems = [*_gpu_findings(machine), *_tpu_findings(machine)]
     if machine.packages["jax"] != machine.packages["jaxlib"]:
         versions = f"jax {machine.packages['jax']} and jaxlib {machine.packages['jaxlib']}"
-        problems.append(Finding(False, f"{versions} differ; JAX allows it, its own tests do not cover it"))
+        problems.append(
+            Finding(False, f"{versions} differ; JAX allows it, its own tests do not cover it")
+        )
     if machine.x64:
         text = "jax_enable_x64 is on: caches keep 32-bit numbers, but what you compute around them is slow on chips"
         problems.append(Finding(False, text))
     written_for = {target for chips in TABLE.values() for target in chips}
-    target = next((target for kind, target in KINDS.items() if machine.devices[0].startswith(kind)), None)
+    target = next(
+        (target for kind, target in KINDS.items() if machine.devices[0].startswith(kind)), None
+    )
     has_kernels = machine.platform == "cpu" or target in written_for
     if not has_kernels:
         problems.append(
-            Finding(False, f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves")
+            Finding(
+                False,
+                f"{machine.devices[0]} is a chip no kernel was written for: the plain path serves",
+            )
         )
     return problems

@@ -1,4 +1,5 @@
-"""`kvq.plan`: whether a model and its cache fit a device, with how many tokens and rows, and how fast at best."""
+"""`kvq.plan`: whether a model and its cache fit a device, with how many tokens and rows, and how
+fast at best."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import CODED_WEIGHTS, Model, compute_dtype, config_of
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
-
-__all__ = ["plan"]
 
 COMPARED = ("exact", "kivi:bits=4", "kivi:bits=2", "kvquant:bits=3")  # where no cache is named
 CONTEXT = 131072  # default in tokens; a model with fewer positions gets its own number
@@ -41,14 +40,18 @@ def _split(config: ModelConfig, methods: Sequence[Method], count: int) -> MeshSi
     raise refused or UserError(f"{count} devices cannot share out this model")
 
 
-def _mesh(mesh: str | MeshSize, named: Named | None, config: ModelConfig, methods: Sequence[Method]) -> MeshSize:
+def _mesh(
+    mesh: str | MeshSize, named: Named | None, config: ModelConfig, methods: Sequence[Method]
+) -> MeshSize:
     """Give the mesh that was asked for, or one of the number of devices that the name says."""
     count = named.count if named else 1
     if not mesh:
         return _split(config, methods, count) if count > 1 else MeshSize()
     size = mesh if isinstance(mesh, MeshSize) else MeshSize.parse(mesh)
     if count not in (1, size.devices):
-        raise UserError(f"the mesh has {size.devices} devices and the device's name says {count}; name one of them")
+        raise UserError(
+            f"the mesh has {size.devices} devices and the device's name says {count}; name one of them"
+        )
     return size
 
 
@@ -78,33 +81,40 @@ def plan(
     dtype: Any = None,
     compile_step: bool = False,
 ) -> Table:
-    """Plan a model and its cache on a device: bytes of everything, whether it fits, the longest context and the largest
-    batch that fit, and bounds on the speed. Nothing is downloaded for known models, and nothing allocated.
+    """Plan a model and its cache on a device: bytes of everything, whether it fits, the longest
+    context and the largest batch that fit, and bounds on the speed. Nothing is downloaded for known
+    models, and nothing allocated.
 
-    Bytes of weights, constants and cache are counted from shapes; the workspace of a decode step is an estimate. A long
-    prompt needs a workspace of its own, unless it enters in chunks.
+    Bytes of weights, constants and cache are counted from shapes; the workspace of a decode step is
+    an estimate. A long prompt needs a workspace of its own, unless it enters in chunks.
 
     Args:
-        model: a bundled or known name ("llama-3.1-8b"), a folder, a config.json, a hub id, a model, or its config.
+        model: a bundled or known name ("llama-3.1-8b"), a folder, a config.json, a hub id, a model,
+            or its config.
         cache: one policy or several, such as "kivi:bits=2"; each gives a row.
-        context: tokens of each row, as a number or as "128k"; by default 131072, or the model's positions if fewer.
+        context: tokens of each row, as a number or as "128k"; by default 131072, or the model's
+            positions if fewer.
         batch: rows.
-        device: a name such as "h100", "A100-80GB", "8xH100", "v5e-16"; without it only bytes are counted.
-        mesh: devices along data, seq and model ("data=2,model=4"); by default those that the device's name says.
-        memory: GiB of one device that the program gets, for a device that is not known or not empty.
-        memory_fraction: share of the device's memory that JAX takes; by default what XLA_PYTHON_CLIENT_MEM_FRACTION
-            says, else 0.75 on GPUs. `memory` is taken whole.
+        device: a name such as "h100", "A100-80GB", "8xH100", "v5e-16"; without it only bytes are
+            counted.
+        mesh: devices along data, seq and model ("data=2,model=4"); by default those that the
+            device's name says.
+        memory: GiB of one device that the program gets, for a device that is not known or not
+            empty.
+        memory_fraction: share of the device's memory that JAX takes; by default what
+            XLA_PYTHON_CLIENT_MEM_FRACTION says, else 0.75 on GPUs. `memory` is taken whole.
         weights: "int8" or "int4" for the layers' matrices as `kvq.load` keeps them.
         dtype: of the other weights and of exact tokens; by default bfloat16, on a T4 float16.
-        compile_step: also compile the decode loop for the device, which need not be there, and set the compiler's bytes
-            beside the plan's. TPUs need libtpu for it, GPUs JAX's CUDA plugin.
+        compile_step: also compile the decode loop for the device, which need not be there, and set
+            the compiler's bytes beside the plan's. TPUs need libtpu for it, GPUs JAX's CUDA plugin.
 
     Returns:
-        A row for each cache. Keys that end in `_per_device` are bytes on one device, `bytes` and `classes` are the
-        whole cache. `tokens_per_second` is a bound for all rows together: a step reads every byte once at the full
-        bandwidth and computes at the peak. It is None for what does not fit. `attention_over_16_bits` was measured
-        on an H100 (docs/speed.md): a layer's attention without our kernels, in times of what reading 16-bit keys and
-        values takes. It is None for other chips and methods.
+        A row for each cache. Keys that end in `_per_device` are bytes on one device, `bytes` and
+        `classes` are the whole cache. `tokens_per_second` is a bound for all rows together: a step
+        reads every byte once at the full bandwidth and computes at the peak. It is None for what
+        does not fit. `attention_over_16_bits` was measured on an H100 (docs/speed.md): a layer's
+        attention without our kernels, in times of what reading 16-bit keys and values takes. It is
+        None for other chips and methods.
 
     Raises:
         UserError: names and numbers that are wrong, and meshes that cannot share out the model.
@@ -144,5 +154,8 @@ def plan(
         raise UserError(f"compile_step plans 16-bit numbers, not {case.dtype}")
     rows = [plan_row(case, method) for method in methods]
     if compile_step and chip:
-        rows = [row | compiled_row(case, method, chip) for row, method in zip(rows, methods, strict=True)]
+        rows = [
+            row | compiled_row(case, method, chip)
+            for row, method in zip(rows, methods, strict=True)
+        ]
     return Table(rows, sections(case, rows, named.note if named else ""))

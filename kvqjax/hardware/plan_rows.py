@@ -15,10 +15,9 @@ from kvqjax.methods.roofline import longest_memory_bound, step_cost
 from kvqjax.model.config import ModelConfig
 from kvqjax.parallel.mesh_size import MeshSize
 
-__all__ = ["MOST_ROWS", "Case", "compiled_row", "plan_row"]
-
 MOST_ROWS = 2**16
-# Shares of a GPU that are worth a hint where JAX's own is too small. The driver and XLA's own buffers need the rest.
+# Shares of a GPU that are worth a hint where JAX's own is too small. The driver and XLA's own
+# buffers need the rest.
 LARGER_SHARES = (0.8, 0.85, 0.9, 0.95)
 
 
@@ -53,7 +52,9 @@ class Case:
         return stored_form(target_name(self.chip)) if self.chip else "planes"
 
     def planned(self, method: Method, context: int, batch: int) -> Plan:
-        return plan_memory(self.config, method, context, batch, self.mesh, self.dtype, self.form, self.weights)
+        return plan_memory(
+            self.config, method, context, batch, self.mesh, self.dtype, self.form, self.weights
+        )
 
 
 def _fit(case: Case, planned: Plan, room: float | int) -> Row:
@@ -61,7 +62,10 @@ def _fit(case: Case, planned: Plan, room: float | int) -> Row:
     verdict, spare = headroom(planned.total, room), room - planned.total
     words = f"{size(planned.total)} of {size(room)}"
     if verdict != "no":
-        return {"fits": True, "reason": f"{'tight: ' if verdict == 'tight' else ''}{words}, {size(spare)} to spare"}
+        return {
+            "fits": True,
+            "reason": f"{'tight: ' if verdict == 'tight' else ''}{words}, {size(spare)} to spare",
+        }
     reason = f"{words}: {size(-spare)} too much"
     if planned.weights > room:
         reason += f"; the weights alone take {size(planned.weights)}"
@@ -70,16 +74,23 @@ def _fit(case: Case, planned: Plan, room: float | int) -> Row:
 
 def _limits(case: Case, method: Method, room: float | int) -> Row:
     """The longest context that fits, no longer than the model can see; and the most rows."""
-    enough = lambda context, batch: case.planned(method, context, batch).total <= room  # noqa: E731
+
+    def enough(context, batch):
+        return case.planned(method, context, batch).total <= room
+
     most = case.config.max_position
     by_model = enough(most, case.batch)
     longest = most if by_model else largest(lambda n: enough(n, case.batch), min(1024, most), most)
-    limits = {"largest_context": longest, "context_limited_by": "the model" if by_model else "memory"}
+    limits = {
+        "largest_context": longest,
+        "context_limited_by": "the model" if by_model else "memory",
+    }
     return limits | {"largest_batch": largest(lambda n: enough(case.context, n), most=MOST_ROWS)}
 
 
 def _larger_share(case: Case, planned: Plan) -> float | None:
-    """The share of a GPU's memory with which the plan would fit; None where it fits, or never does."""
+    """The share of a GPU's memory with which the plan would fit; None where it fits, or never
+    does."""
     if case.memory is None or case.room is None or planned.total <= case.room:
         return None
     return next((share for share in LARGER_SHARES if planned.total <= share * case.memory), None)
@@ -88,8 +99,12 @@ def _larger_share(case: Case, planned: Plan) -> float | None:
 def _speed(case: Case, planned: Plan, method: Method, device: Device, fits: bool) -> Row:
     """Bounds on speed for a plan that fits, and the context up to which recomputing keys and values
     costs no time."""
-    reading, computing = step_bounds(planned, case.config, case.context, case.batch, device, case.mesh)
-    hidden = longest_memory_bound(step_cost(method, case.config), 1e3 * device.tflops / device.bandwidth)
+    reading, computing = step_bounds(
+        planned, case.config, case.context, case.batch, device, case.mesh
+    )
+    hidden = longest_memory_bound(
+        step_cost(method, case.config), 1e3 * device.tflops / device.bandwidth
+    )
     return {
         "tokens_per_second": case.batch / max(reading, computing) if fits else None,
         "recomputing_hidden_until": "always" if hidden == float("inf") else int(hidden),
@@ -104,7 +119,9 @@ def _first_token(case: Case, chip: str, fits: bool) -> Row:
     peak = DEVICES[chip].tflops * 1e12 * case.mesh.devices
     least = case.batch * prompt_operations(case.config, 0, case.context) / peak
     one_device = case.mesh.devices == 1
-    estimated = estimated_seconds(case.config, case.context, case.batch, chip) if one_device else None
+    estimated = (
+        estimated_seconds(case.config, case.context, case.batch, chip) if one_device else None
+    )
     row = {"seconds_to_first_token": least} | (
         {} if estimated is None else {"seconds_to_first_token_estimated": estimated}
     )
@@ -114,7 +131,11 @@ def _first_token(case: Case, chip: str, fits: bool) -> Row:
 def plan_row(case: Case, method: Method) -> Row:
     """The figures of one cache."""
     planned = case.planned(method, case.context, case.batch)
-    row: Row = {"cache": str(method), "bytes": planned.book.bytes, "bytes_exact": planned.book.exact_bytes}
+    row: Row = {
+        "cache": str(method),
+        "bytes": planned.book.bytes,
+        "bytes_exact": planned.book.exact_bytes,
+    }
     row["bits_stored"] = planned.book.bits_stored
     parts = {"weights": planned.weights, "constants": planned.constants, "cache": planned.cache}
     parts |= {"workspace": planned.workspace, "total": planned.total}
@@ -125,8 +146,13 @@ def plan_row(case: Case, method: Method) -> Row:
         row["fits_with_memory_fraction"] = _larger_share(case, planned)
     if case.chip is not None and case.device is not None:
         fits = row["fits"]
-        row |= _speed(case, planned, method, case.device, fits) | _first_token(case, case.chip, fits)
-    return row | {"beyond_model": case.context > case.config.max_position, "classes": planned.book.by_role()}
+        row |= _speed(case, planned, method, case.device, fits) | _first_token(
+            case, case.chip, fits
+        )
+    return row | {
+        "beyond_model": case.context > case.config.max_position,
+        "classes": planned.book.by_role(),
+    }
 
 
 def compiled_row(case: Case, method: Method, chip: str) -> Row:
@@ -134,10 +160,17 @@ def compiled_row(case: Case, method: Method, chip: str) -> Row:
     from kvqjax.hardware.aot import compile_decode, layout_for
 
     planned = case.planned(method, case.context, case.batch)
-    compiled = compile_decode(case.config, method, case.context, case.batch, chip, case.mesh, case.weights)
+    compiled = compile_decode(
+        case.config, method, case.context, case.batch, chip, case.mesh, case.weights
+    )
     row: Row = {"bytes_arguments_compiled": compiled.arguments}
-    row["compiled_to_planned"] = compiled.arguments / (planned.weights + planned.constants + planned.cache)
-    row |= {"bytes_temporaries_compiled": compiled.temporaries, "bytes_cache_copied": compiled.cache_copied}
+    row["compiled_to_planned"] = compiled.arguments / (
+        planned.weights + planned.constants + planned.cache
+    )
+    row |= {
+        "bytes_temporaries_compiled": compiled.temporaries,
+        "bytes_cache_copied": compiled.cache_copied,
+    }
     layout = layout_for(case.config, method, case.context, chip)
     row |= {"compile_seconds": compiled.seconds, "kernels": layout.kernels.text(layout.target)}
     return row | {"read_by": "; ".join(dict.fromkeys(readers_text(layout)))}

@@ -1,8 +1,8 @@
 """Plans a model and its cache on a device before anything is allocated: bytes, fit, and bounds on
 time.
 
-Everything is computed from shapes. The workspace is that of one decode step, from the sizes that XLA was seen to keep
-at a time; `kvqjax.hardware.aot` compiles the step and measures it.
+Everything is computed from shapes. The workspace is that of one decode step, from the sizes that
+XLA was seen to keep at a time; `kvqjax.hardware.aot` compiles the step and measures it.
 """
 
 import dataclasses
@@ -47,9 +47,11 @@ ALONE = MeshSize()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace of a decode step.
-    `book` is the whole cache by class, of all devices. Of the weights, one token at least reads `read` bytes and is
-    multiplied by `multiplied` numbers: a looked-up embedding and the experts that the token passes by count in neither.
+    """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace
+    of a decode step. `book` is the whole cache by class, of all devices. Of the weights, one token
+    at least reads `read` bytes and is
+    multiplied by `multiplied` numbers: a looked-up embedding and the experts that the token passes
+    by count in neither.
     """
 
     weights: int
@@ -67,19 +69,25 @@ class Plan:
 
 @functools.lru_cache(maxsize=16)
 def _plain_shapes(config: ModelConfig, dtype: str) -> dict:
-    """Give the params as shapes. Kept, because a plan asks some forty times for every cache: half of its time."""
+    """Give the params as shapes. Kept, because a plan asks some forty times for every cache: half
+    of its time."""
     return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
 
 
-def parameter_shapes(config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None) -> dict:
-    """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or "int4"."""
+def parameter_shapes(
+    config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None
+) -> dict:
+    """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or
+    "int4"."""
     # A fresh copy: the caller may change it.
     params = jax.tree.map(lambda x: x, _plain_shapes(config, dtype))
     if weights is None:
         return params
     if weights not in CODED_WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
-    code = functools.partial(jax.eval_shape, functools.partial(code_weight, bits=CODED_WEIGHTS[weights]))
+    code = functools.partial(
+        jax.eval_shape, functools.partial(code_weight, bits=CODED_WEIGHTS[weights])
+    )
 
     def coded(name: str, x):
         if not is_coded(f"layers/{name}"):
@@ -97,35 +105,49 @@ def _share(rules: Rules, params: dict) -> dict:
         if not isinstance(x, CodedWeight):
             return x
         axes = (*spec, None, None)[x.codes.ndim - 2]
-        devices = 1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
+        devices = (
+            1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
+        )
         *lead, groups, outputs = x.scale.shape
         shape = (*lead, math.lcm(groups, devices), outputs)
         return x.replace(scale=jax.ShapeDtypeStruct(shape, x.scale.dtype))
 
-    is_coded = lambda x: isinstance(x, CodedWeight)  # noqa: E731
+    def is_coded(x):
+        return isinstance(x, CodedWeight)
+
     specs = rules.parameters(params)
-    every = lambda spec, part: jax.tree.map(functools.partial(widened, spec), part, is_leaf=is_coded)  # noqa: E731
+
+    def every(spec, part):
+        return jax.tree.map(functools.partial(widened, spec), part, is_leaf=is_coded)
+
     return rules.shares(jax.tree.map(every, specs, params), specs)
 
 
 def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) -> tuple[int, int]:
-    """Bytes that a step reads of a device's `share` of the weights, and numbers by which a token is multiplied."""
+    """Bytes that a step reads of a device's `share` of the weights, and numbers by which a token is
+    multiplied."""
     size = rules.size(rules.vocabulary)
     idle = config.idle_numbers // rules.size(rules.width)
-    numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(rules.shares(params, rules.parameters(params))))
+    numbers = sum(
+        math.prod(x.shape) for x in jax.tree.leaves(rules.shares(params, rules.parameters(params)))
+    )
     table = 0 if config.tied_embeddings else math.prod(params["embed"].shape) // size
     bytes_of_table = table * params["embed"].dtype.itemsize
     by_expert = {name: share["layers"][name] for name in BY_EXPERT if name in share["layers"]}
-    all_experts = sum(math.prod(params["layers"][name].stack.shape) for name in by_expert) // rules.size(rules.width)
+    all_experts = sum(
+        math.prod(params["layers"][name].stack.shape) for name in by_expert
+    ) // rules.size(rules.width)
     bytes_of_idle = round(array_bytes(by_expert) * idle / all_experts) if all_experts else 0
     return array_bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
 def _whole_body_bytes(run: RunLayout, batch: int, item: int) -> int:
-    """Bytes beside a body that is read as a whole: a score of every token and query head, its weight, and its weight
-    times the scale of every group of the value's channels."""
+    """Bytes beside a body that is read as a whole: a score of every token and query head, its
+    weight, and its weight times the scale of every group of the value's channels."""
     scales = [
-        f.width for f in run.wiring.storage.codecs["v"].fields.values() if f.kind == "token" and f.role == "scales"
+        f.width
+        for f in run.wiring.storage.codecs["v"].fields.values()
+        if f.kind == "token" and f.role == "scales"
     ]
     groups = sum(-(-width // run.shape.num_kv_heads) for width in scales)
     return batch * run.slots_here * run.shape.num_heads * (4 + item * (1 + groups))
@@ -136,7 +158,8 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
 
     - float32 logits, drawn from and sorted;
     - the exact tokens of a layer as keys and values;
-    - one block of the body unpacked and decoded with its scores, or what a body that is read as a whole takes;
+    - one block of the body unpacked and decoded with its scores, or what a body that is read as a
+      whole takes;
     - what the method carries."""
     config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
@@ -144,13 +167,23 @@ def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
     for run in runs_of(layout):
         width = sum(run.wiring.storage.sources.values()) + config.cached_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
-        block = batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
+        block = (
+            batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
+        )
         if run.wiring.fast.direct is not None:
             block = _whole_body_bytes(run, batch, item)
         elif run.static_loops:  # as keys or values are looked up, multiplied and rotated
             tokens = batch * run.slots_here
-            block = min(read_at_a_time(tokens), tokens) * 3 * config.num_kv_heads * config.head_dim * item
-        carried = batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
+            block = (
+                min(read_at_a_time(tokens), tokens)
+                * 3
+                * config.num_kv_heads
+                * config.head_dim
+                * item
+            )
+        carried = (
+            batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
+        )
         most = max(most, exact + block + carried)
     return logits + most
 
@@ -165,13 +198,16 @@ def plan_memory(
     form: str = "planes",
     weights: str | None = None,
 ) -> Plan:
-    """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and exact tokens in
-    `dtype`, bodies in the device's form (`kvqjax.cache.layout.stored_form`), the layers' matrices as `weights`
-    "int8" or "int4" codes if so wanted. Rows are rounded up to what the mesh can share out."""
+    """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and
+    exact tokens in `dtype`, bodies in the device's form (`kvqjax.cache.layout.stored_form`), the
+    layers' matrices as `weights` "int8" or "int4" codes if so wanted. Rows are rounded up to what
+    the mesh can share out."""
     method = parse(method)
     rules = rules_for(config, method, mesh, devices=())
     rows = -(-batch // mesh.data)
-    layout = CacheLayout(shape=config.kv_shape, method=method, capacity=context, dtype=dtype, form=form)
+    layout = CacheLayout(
+        shape=config.kv_shape, method=method, capacity=context, dtype=dtype, form=form
+    )
     layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     params = parameter_shapes(config, dtype)
@@ -181,7 +217,9 @@ def plan_memory(
         weights=array_bytes(share),
         constants=array_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
         cache=array_bytes(rules.shares(cache, rules.cache(cache))),
-        workspace=_workspace(rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)),
+        workspace=_workspace(
+            rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)
+        ),
         book=ledger(cache),
         read=read,
         multiplied=multiplied,
@@ -196,8 +234,8 @@ def headroom(total: int, room: float | int) -> str:
 
 
 def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> int:
-    """The largest multiple of `step`, at most `most`, for which `fits` holds (it holds below any number it holds for);
-    0 if none."""
+    """The largest multiple of `step`, at most `most`, for which `fits` holds (it holds below any
+    number it holds for); 0 if none."""
     low, high = 0, most // step
     while low < high:
         middle = (low + high + 1) // 2
@@ -206,19 +244,26 @@ def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> in
 
 
 def step_bounds(
-    planned: Plan, config: ModelConfig, context: int, batch: int, device: Device, mesh: MeshSize = ALONE
+    planned: Plan,
+    config: ModelConfig,
+    context: int,
+    batch: int,
+    device: Device,
+    mesh: MeshSize = ALONE,
 ) -> tuple[float, float]:
-    """Lower bounds on one decode step at a full context: (seconds to read a device's weights, constants and cache once,
-    seconds to compute its part at the dense 16-bit peak). An embedding table that is not the head is looked up, not
-    read; communication between devices is not counted. Only the experts of one token count: rows
-    that choose others read more.
+    """Lower bounds on one decode step at a full context: (seconds to read a device's weights,
+    constants and cache once, seconds to compute its part at the dense 16-bit peak). An embedding
+    table that is not the head is looked up, not read; communication between devices is not counted.
+    Only the experts of one token count: rows that choose others read more.
 
-    Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over what a layer sees
-    of the context (of a chunk at least the token itself), and what the method spends to bring cached tokens back (arXiv
-    2508.10395, section 3.4, for XQuant)."""
+    Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over
+    what a layer sees of the context (of a chunk at least the token itself), and what the method
+    spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
     read = planned.read + planned.constants + planned.cache
     shapes = [config.layer(index) for index in range(config.num_layers)]
-    seen = sum(1 if shape.common_chunked else min(context, shape.window or context) for shape in shapes)
+    seen = sum(
+        1 if shape.common_chunked else min(context, shape.window or context) for shape in shapes
+    )
     attention = 4 * config.query_width * seen
     cached = (attention + planned.book.flops * context) / (mesh.seq * mesh.model)
     operations = -(-batch // mesh.data) * (2 * planned.multiplied + cached)

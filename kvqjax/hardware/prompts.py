@@ -9,8 +9,6 @@ from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.model.config import ModelConfig
 
-__all__ = ["REACHED", "Shares", "estimated_seconds", "prompt_operations", "prompt_parts"]
-
 
 class Shares(NamedTuple):
     """Parts of a chip's peak: what products with weights reach, and what attention does."""
@@ -31,14 +29,15 @@ REACHED = {
 
 
 def prompt_parts(config: ModelConfig, length: int, new: int) -> tuple[float, float]:
-    """Return the fewest operations of `new` tokens of a row that holds `length` tokens, two per multiply-accumulate:
-    (products with every weight that a token meets, which of experts are those it is sent to, and with the head for the
-    last; scores and weighted sums over what each sees)."""
+    """Return the fewest operations of `new` tokens of a row that holds `length` tokens, two per
+    multiply-accumulate: (products with every weight that a token meets, which of experts are those
+    it is sent to, and with the head for the last; scores and weighted sums over what each sees)."""
     layers = parameter_shapes(config)["layers"]
     weights = sum(math.prod(shape.shape) for shape in jax.tree.leaves(layers)) - config.idle_numbers
     shapes = [config.layer(index) for index in range(config.num_layers)]
     seen = sum(
-        _seen(length + new, shape.window, shape.common_chunked) - _seen(length, shape.window, shape.common_chunked)
+        _seen(length + new, shape.window, shape.common_chunked)
+        - _seen(length, shape.window, shape.common_chunked)
         for shape in shapes
     )
     return 2.0 * (weights * new + config.vocab_size * config.width), 4.0 * config.query_width * seen
@@ -50,16 +49,21 @@ def prompt_operations(config: ModelConfig, length: int, new: int) -> float:
 
 
 def estimated_seconds(config: ModelConfig, context: int, batch: int, chip: str) -> float | None:
-    """Estimate an exact prefill of `batch` prompts of `context` tokens on one chip; None where none was compiled."""
+    """Estimate an exact prefill of `batch` prompts of `context` tokens on one chip; None where none
+    was compiled."""
     if chip not in REACHED:
         return None
     parts = zip(prompt_parts(config, 0, context), REACHED[chip], strict=True)
-    return batch * sum(operations / share for operations, share in parts) / (DEVICES[chip].tflops * 1e12)
+    return (
+        batch
+        * sum(operations / share for operations, share in parts)
+        / (DEVICES[chip].tflops * 1e12)
+    )
 
 
 def _seen(tokens: int, window: int | None, chunked: bool) -> int:
-    """Return how many tokens the first `tokens` of a row see, all in all, themselves included. `chunked`: the window is
-    a chunk, of which a token sees what comes before it."""
+    """Return how many tokens the first `tokens` of a row see, all in all, themselves included.
+    `chunked`: the window is a chunk, of which a token sees what comes before it."""
     inside = min(tokens, window or tokens)
     triangle = inside * (inside + 1) // 2
     if not chunked:

@@ -14,11 +14,18 @@ from kvqjax._version import __version__
 from kvqjax.kernel_checks.compare import Attention, Speed, examine
 from kvqjax.kernel_checks.prompt_kernels import PromptKernel, check_prompt_kernel
 from kvqjax.kernel_checks.store import Key, Verdict, begin, died, find, keep
-from kvqjax.kernel_checks.trial import LENGTHS, Candidate, Trial, by_kernel, by_plain_path, make, queries, speed
+from kvqjax.kernel_checks.trial import (
+    LENGTHS,
+    Candidate,
+    Trial,
+    by_kernel,
+    by_plain_path,
+    make,
+    queries,
+    speed,
+)
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.forms import OFF, Kernels
-
-__all__ = ["TIMED", "Checker", "check", "check_either", "key_of", "obtain", "verdict_folder"]
 
 SIZES = (1300, 5000)  # tokens of a body, none a multiple of a tile
 TIMED = 8192
@@ -48,7 +55,8 @@ def check(
     timed: Callable[[Trial, Trial, int], Speed] = speed,
     sizes: tuple[int, ...] = SIZES,
 ) -> Verdict:
-    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would be stored without
+    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would
+    be stored without
     it. What the plain path raises is raised: it says nothing of the kernel."""
     allowed = () if candidate.form is None else (candidate.form,)
     start, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
@@ -56,12 +64,25 @@ def check(
     for tokens in sizes:
         last = tokens == sizes[-1]
         # A TPU's kernels find tiles by the table of pages too, where there is one.
-        trial = make(candidate, tokens, target, forced, seed=tokens, pages=family(target) == "tpu" and not last)
+        trial = make(
+            candidate,
+            tokens,
+            target,
+            forced,
+            seed=tokens,
+            pages=family(target) == "tpu" and not last,
+        )
         plain = by_plain_path(trial)
-        baseline = trial if stored == "planes" else make(candidate, tokens, target, OFF, stored, seed=tokens)
+        baseline = (
+            trial
+            if stored == "planes"
+            else make(candidate, tokens, target, OFF, stored, seed=tokens)
+        )
         without = dataclasses.replace(baseline.cache.layout, kernels=OFF)
         baseline = baseline._replace(cache=baseline.cache.replace(layout=without))
-        clock = functools.partial(timed, trial, baseline, TIMED) if last else lambda: Speed(0.0, 1.0)
+        clock = (
+            functools.partial(timed, trial, baseline, TIMED) if last else lambda: Speed(0.0, 1.0)
+        )
         verdict = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
         worst = max(worst, verdict.error or 0.0)
         if last or verdict.outcome != "faster":
@@ -72,30 +93,44 @@ def check(
 
 def check_either(candidate: Candidate | PromptKernel, target: str, stored: str) -> Verdict:
     """Try the kernel of `candidate`, ours or another's, on this process's default device."""
-    return check_prompt_kernel(candidate) if isinstance(candidate, PromptKernel) else check(candidate, target, stored)
+    return (
+        check_prompt_kernel(candidate)
+        if isinstance(candidate, PromptKernel)
+        else check(candidate, target, stored)
+    )
 
 
-def obtain(folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]) -> Verdict | None:
-    """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. Where there can be none,
+def obtain(
+    folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]
+) -> Verdict | None:
+    """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. Where
+    there can be none,
     tell so in one line and return None: the plain path then serves."""
     try:
         verdict = find(folder, key)
         if verdict is not None:
             return verdict
-        verdict = Verdict(outcome="crashed", note=CRASHED) if died(folder, key) else _marked(folder, key, run)
+        verdict = (
+            Verdict(outcome="crashed", note=CRASHED)
+            if died(folder, key)
+            else _marked(folder, key, run)
+        )
         keep(folder, key, verdict)
     except Exception as error:  # a chip may raise anything when it goes away
         line = next(iter(str(error).splitlines()), type(error).__name__)
         tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
         return None
     if not verdict.usable:
-        reason = verdict.note or {"slower": "slower than the plain path"}.get(verdict.outcome, verdict.outcome)
+        reason = verdict.note or {"slower": "slower than the plain path"}.get(
+            verdict.outcome, verdict.outcome
+        )
         tell(f"kernel for {key.form} is not used on {key.chip}: {reason}; `{COMMAND}` shows more")
     return verdict
 
 
 def _marked(folder: Path, key: Key, run: Callable[[], Verdict]) -> Verdict:
-    """Call `run()` with a marker beside its verdict. The marker outlives it only if the check ends the process."""
+    """Call `run()` with a marker beside its verdict. The marker outlives it only if the check ends
+    the process."""
     marker = begin(folder, key)
     try:
         return run()

@@ -1,7 +1,7 @@
 """Choose which kernels a cache may use, from the user's word and what the chip found.
 
-A kernel is checked when a cache is made or loaded, never while a program is traced. Each process asks for a verdict
-once."""
+A kernel is checked when a cache is made or loaded, never while a program is traced. Each process
+asks for a verdict once."""
 
 import dataclasses
 import functools
@@ -22,22 +22,35 @@ from kvqjax.kernel_checks.store import find
 from kvqjax.kernel_checks.trial import Candidate, candidates
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.chips import target_of
-from kvqjax.pallas_kernels.forms import BY_TABLE, CUDNN, OFF, SPLASH, KernelForm, Kernels, check_name
+from kvqjax.pallas_kernels.forms import (
+    BY_TABLE,
+    CUDNN,
+    OFF,
+    SPLASH,
+    KernelForm,
+    Kernels,
+    check_name,
+)
 from kvqjax.pallas_kernels.splash import HEAD_DIMS
 from kvqjax.parallel.rules import Rules
-
-__all__ = ["choose", "over_devices"]
 
 
 @functools.lru_cache(maxsize=256)
 def _usable(
-    folder: Path, chip: str, candidate: Candidate | PromptKernel, target: str, stored: str, hosts: bool
+    folder: Path,
+    chip: str,
+    candidate: Candidate | PromptKernel,
+    target: str,
+    stored: str,
+    hosts: bool,
 ) -> bool:
     """Say whether the kernel may run, asked once a process. On several `hosts` the verdict of
     process 0 counts."""
     verdict = None
     if not hosts or jax.process_index() == 0:
-        verdict = obtain(folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn)
+        verdict = obtain(
+            folder, key_of(candidate, chip), lambda: check_either(candidate, target, stored), _warn
+        )
     usable = verdict is not None and verdict.usable
     return _from_first(usable) if hosts else usable
 
@@ -75,11 +88,16 @@ def _has_verdict(folder: Path, chip: str, candidate: Candidate | PromptKernel) -
 
 def _forms(kernels: Iterable[Candidate | PromptKernel | None]) -> tuple[KernelForm, ...]:
     """List the kernel forms of candidates, each once, in their order."""
-    return tuple(dict.fromkeys(kernel.form for kernel in kernels if kernel is not None and kernel.form is not None))
+    return tuple(
+        dict.fromkeys(
+            kernel.form for kernel in kernels if kernel is not None and kernel.form is not None
+        )
+    )
 
 
 def _forced(layout: CacheLayout, form: str | None, readers: list[Candidate | None]) -> CacheLayout:
-    """Return the layout with the Pallas kernel of every body, checked or not. Raise UserError where one has none."""
+    """Return the layout with the Pallas kernel of every body, checked or not. Raise UserError where
+    one has none."""
     if None in readers:
         raise UserError(
             f"kernels='pallas': no Pallas kernel reads the bodies of {layout.method} on {layout.target}; "
@@ -87,7 +105,9 @@ def _forced(layout: CacheLayout, form: str | None, readers: list[Candidate | Non
         )
     if form not in (None, "planes"):
         raise UserError(f"kernels='pallas' reads bodies stored in planes; form={form!r} has none")
-    return dataclasses.replace(layout, form="planes", kernels=Kernels("pallas", _forms(readers), "forced"))
+    return dataclasses.replace(
+        layout, form="planes", kernels=Kernels("pallas", _forms(readers), "forced")
+    )
 
 
 WHERE = {
@@ -96,9 +116,11 @@ WHERE = {
 }
 
 
-def _prompts_only(layout: CacheLayout, form: KernelForm, kernel: PromptKernel | None) -> CacheLayout:
-    """Return the layout with the kernel `form` for prompts, checked or not, and none for decode steps. Raise UserError
-    where it cannot run."""
+def _prompts_only(
+    layout: CacheLayout, form: KernelForm, kernel: PromptKernel | None
+) -> CacheLayout:
+    """Return the layout with the kernel `form` for prompts, checked or not, and none for decode
+    steps. Raise UserError where it cannot run."""
     if kernel is None or kernel.form != form:
         raise UserError(
             f"kernels='{form}': it runs {WHERE[form]}; here: {layout.shape.head_dim} channels in {layout.dtype}, "
@@ -110,7 +132,8 @@ def _prompts_only(layout: CacheLayout, form: KernelForm, kernel: PromptKernel | 
 def _checked(
     layout: CacheLayout, tried: list[Candidate | PromptKernel], chip: str, hosts: bool
 ) -> set[Candidate | PromptKernel]:
-    """Return the candidates whose kernels this chip checked, now or before, and found right and faster."""
+    """Return the candidates whose kernels this chip checked, now or before, and found right and
+    faster."""
     try:
         folder = verdict_folder()
     except UserError as error:
@@ -119,12 +142,20 @@ def _checked(
     if _tracing():
         return {candidate for candidate in tried if _has_verdict(folder, chip, candidate)}
     in_order = sorted(set(tried), key=str)  # the same on every host
-    return {candidate for candidate in in_order if _usable(folder, chip, candidate, layout.target, layout.form, hosts)}
+    return {
+        candidate
+        for candidate in in_order
+        if _usable(folder, chip, candidate, layout.target, layout.form, hosts)
+    }
 
 
 def over_devices(rules: Rules, layout: CacheLayout) -> dict[str, Any]:
-    """Return what `choose` must know of a mesh. A mesh that is only planned with knows no processes."""
-    return {"local": rules.local_layout(layout).shape, "hosts": getattr(rules.mesh, "is_multi_process", False)}
+    """Return what `choose` must know of a mesh. A mesh that is only planned with knows no
+    processes."""
+    return {
+        "local": rules.local_layout(layout).shape,
+        "hosts": getattr(rules.mesh, "is_multi_process", False),
+    }
 
 
 def choose(
@@ -160,7 +191,9 @@ def choose(
         return _prompts_only(layout, SPLASH if request == "splash" else CUDNN, for_prompts)
     if request == "off":
         return dataclasses.replace(layout, kernels=OFF)
-    if request == "auto" and (layout.target == "cpu" or form == "stripes"):  # spares caches on CPUs a second plan
+    if request == "auto" and (
+        layout.target == "cpu" or form == "stripes"
+    ):  # spares caches on CPUs a second plan
         return dataclasses.replace(layout, kernels=BY_TABLE)
     readers = candidates(dataclasses.replace(layout, shape=shape, dealt=1))
     if request == "pallas":
@@ -169,6 +202,12 @@ def choose(
     if target_of(array) != layout.target or not tried:
         return dataclasses.replace(layout, kernels=BY_TABLE)
     usable = _checked(layout, tried, _chip_of(array), hosts)
-    planes = form is None and layout.form == "heads" and all(candidate in usable for candidate in readers)
-    kernels = Kernels("auto", _forms(candidate for candidate in tried if candidate in usable), "checked")
+    planes = (
+        form is None
+        and layout.form == "heads"
+        and all(candidate in usable for candidate in readers)
+    )
+    kernels = Kernels(
+        "auto", _forms(candidate for candidate in tried if candidate in usable), "checked"
+    )
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

@@ -1,5 +1,7 @@
-"""Compare one kernel with the plain path: it must give the same results, the same at every call, and sooner. Pure but
-for the clock: both sides are functions, so that a test can hand in a kernel that is wrong, races, crashes or is slow.
+"""Compare one kernel with the plain path: it must give the same results, the same at every call,
+and sooner. Pure but
+for the clock: both sides are functions, so that a test can hand in a kernel that is wrong, races,
+crashes or is slow.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +12,6 @@ import numpy as np
 
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.ops.attention import Partial
-
-__all__ = ["MOST", "Speed", "examine", "worst_error"]
 
 MOST = 0.01  # relative error of a query's output, and of what its weights add up to
 REPEATS = 3
@@ -27,13 +27,18 @@ class Speed(NamedTuple):
 
 
 def worst_error(got: Partial, want: Partial) -> float:
-    """Return the largest relative error of a query: of its output, by norm, or of the sum of its softmax weights. It is
-    infinite where something is not finite that should be, or where a query that sees nothing gives something."""
+    """Return the largest relative error of a query: of its output, by norm, or of the sum of its
+    softmax weights. It is infinite where something is not finite that should be, or where a query
+    that sees nothing gives something."""
     out, lse, right_out, right_lse = (np.asarray(x, np.float64) for x in (*got, *want))
     if out.shape != right_out.shape or lse.shape != right_lse.shape:
         return float("inf")
     empty = np.isneginf(right_lse)
-    if not np.isneginf(lse[empty]).all() or np.any(out[empty] != 0) or not np.isfinite(lse[~empty]).all():
+    if (
+        not np.isneginf(lse[empty]).all()
+        or np.any(out[empty] != 0)
+        or not np.isfinite(lse[~empty]).all()
+    ):
         return float("inf")
     distance = np.linalg.norm(out - right_out, axis=-1)[~empty]
     size = np.linalg.norm(right_out, axis=-1)[~empty]
@@ -51,12 +56,18 @@ def _line(error: BaseException) -> str:
 
 def _equal_bits(first: Partial, second: Partial) -> bool:
     """Say whether two results are equal bit for bit."""
-    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(first, second, strict=True))
+    return all(
+        np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
 
 
-def examine(kernel: Attention, plain: Attention, queries: Sequence[jax.Array], timed: Callable[[], Speed]) -> Verdict:
-    """Compare `kernel` with `plain` on every array of queries, REPEATS times, and then by what `timed()` says. What
-    the kernel raises is a finding. What the plain path raises is raised, because it says nothing of the kernel."""
+def examine(
+    kernel: Attention, plain: Attention, queries: Sequence[jax.Array], timed: Callable[[], Speed]
+) -> Verdict:
+    """Compare `kernel` with `plain` on every array of queries, REPEATS times, and then by what
+    `timed()` says. What the kernel raises is a finding. What the plain path raises is raised,
+    because it says nothing of the kernel."""
     references = [jax.block_until_ready(plain(q)) for q in queries]
     worst = 0.0
     try:
@@ -64,10 +75,16 @@ def examine(kernel: Attention, plain: Attention, queries: Sequence[jax.Array], t
             first = jax.block_until_ready(kernel(q))
             worst = max(worst, worst_error(first, want))
             if worst > MOST:
-                return Verdict(outcome="wrong", error=worst, note=f"a query of {q.shape[1]} is off by {worst:.2%}")
+                return Verdict(
+                    outcome="wrong",
+                    error=worst,
+                    note=f"a query of {q.shape[1]} is off by {worst:.2%}",
+                )
             for _ in range(REPEATS - 1):
                 if not _equal_bits(first, jax.block_until_ready(kernel(q))):
-                    return Verdict(outcome="wrong", error=worst, note="results differ from call to call")
+                    return Verdict(
+                        outcome="wrong", error=worst, note="results differ from call to call"
+                    )
         speed = timed()
     except Exception as error:  # a compiler or a chip may raise anything
         return Verdict(outcome="failed", note=_line(error))

@@ -1,5 +1,5 @@
-"""Check kernels of others as ours are: splash attention, for prompts and chunks on TPUs, and cuDNN's, for prompts
-on GPUs."""
+"""Check kernels of others as ours are: splash attention, for prompts and chunks on TPUs, and
+cuDNN's, for prompts on GPUs."""
 
 import dataclasses
 import functools
@@ -23,8 +23,6 @@ from kvqjax.ops.whole_prompts import attend_by_cudnn
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
-
-__all__ = ["MOST_CUDNN", "PromptKernel", "check_prompt_kernel", "prompt_kernel"]
 
 QUERIES, KEYS = 512, 2048
 SLIDING = 300  # tokens that a query sees where a window is tried
@@ -59,7 +57,8 @@ def prompt_kernel(layout: CacheLayout, shape: KVShape) -> PromptKernel | None:
 
 
 class _Body(NamedTuple):
-    """Keys and values of one row, [1, S, K, D], and the newest key that each query sees, -1 for none."""
+    """Keys and values of one row, [1, S, K, D], and the newest key that each query sees, -1 for
+    none."""
 
     k: Float[Array, "1 S K D"]
     v: Float[Array, "1 S K D"]
@@ -67,12 +66,14 @@ class _Body(NamedTuple):
 
 
 def _body(form: PromptKernel, random: np.random.Generator) -> _Body:
-    """Make a body: signed numbers, offset by channel, some channels ten times as large, a few outliers. Some queries
-    see nothing, and a last block is partly seen."""
+    """Make a body: signed numbers, offset by channel, some channels ten times as large, a few
+    outliers. Some queries see nothing, and a last block is partly seen."""
     size = (1, KEYS, form.num_kv_heads, form.head_dim)
 
     def vectors():
-        x = random.normal(size=size) * np.where(np.arange(form.head_dim) % 17, 1, 10) + random.normal(size=size[2:])
+        x = random.normal(size=size) * np.where(
+            np.arange(form.head_dim) % 17, 1, 10
+        ) + random.normal(size=size[2:])
         return jnp.asarray(x + 20 * (random.random(size) < 1e-3), jnp.bfloat16)
 
     newest = np.sort(random.integers(-1, KEYS - 100, QUERIES))
@@ -98,7 +99,8 @@ def _plain(body: _Body, q, dtype: str) -> Partial:
 
 @jax.jit
 def _by_cudnn(body: _Body, q) -> Partial:
-    """Attend by cuDNN from every token to all before it, and to the newest SLIDING of them. Log-sum-exps are not
+    """Attend by cuDNN from every token to all before it, and to the newest SLIDING of them.
+    Log-sum-exps are not
     compared: both sides give zeros."""
     # JAX gives 16 bits of cuDNN's log-sum-exp.
     outputs = [attend_by_cudnn(q, body.k, body.v, sliding) for sliding in (None, SLIDING)]
@@ -123,7 +125,8 @@ def _speed(kernel: Attention, plain: Attention, q) -> Speed:
 
 
 class _Sides(NamedTuple):
-    """A kernel and the plain products that it is compared with, and how many queries they are given."""
+    """A kernel and the plain products that it is compared with, and how many queries they are
+    given."""
 
     kernel: Callable
     plain: Callable
@@ -134,7 +137,10 @@ SIDES = {SPLASH: _Sides(_by_splash, _plain, QUERIES), CUDNN: _Sides(_by_cudnn, _
 
 
 def check_prompt_kernel(
-    form: PromptKernel, *, kernel: Callable[[_Body, Array], Partial] | None = None, timed: Callable = _speed
+    form: PromptKernel,
+    *,
+    kernel: Callable[[_Body, Array], Partial] | None = None,
+    timed: Callable = _speed,
 ) -> Verdict:
     """Try a kernel on this process's default device, against plain products in float32.
 
@@ -148,8 +154,12 @@ def check_prompt_kernel(
     start, random, sides = time.perf_counter(), np.random.default_rng(0), SIDES[form.form]
     body = _body(form, random)
     shape = (1, sides.queries, form.num_heads, form.head_dim)
-    q = jnp.asarray(random.normal(scale=0.02, size=shape), jnp.bfloat16)  # small: no token takes all the weight
+    q = jnp.asarray(
+        random.normal(scale=0.02, size=shape), jnp.bfloat16
+    )  # small: no token takes all the weight
     ours = functools.partial(kernel or sides.kernel, body)
-    precise, rounded = (functools.partial(sides.plain, body, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    precise, rounded = (
+        functools.partial(sides.plain, body, dtype=dtype) for dtype in ("float32", "bfloat16")
+    )
     verdict = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
     return dataclasses.replace(verdict, seconds=time.perf_counter() - start)

@@ -1,4 +1,5 @@
-"""List every kernel that concerns a chip, each with its verdict, and compare with float64 what decoding uses there
+"""List every kernel that concerns a chip, each with its verdict, and compare with float64 what
+decoding uses there
 where no kernel does: XLA's path over the form that the chip stores."""
 
 import dataclasses
@@ -25,7 +26,17 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.forms import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
 
-__all__ = ["CLOSE", "FEW_PLAIN", "FULL", "METHODS", "PLAIN", "SHAPES", "all_candidates", "in_float64", "kernel_rows"]
+__all__ = [
+    "CLOSE",
+    "FEW_PLAIN",
+    "FULL",
+    "METHODS",
+    "PLAIN",
+    "SHAPES",
+    "all_candidates",
+    "in_float64",
+    "kernel_rows",
+]
 __all__ += ["plain_rows", "unchecked"]
 
 CLOSE = 1e-4  # relative error of a plain path in float32
@@ -45,7 +56,13 @@ METHODS = (
     "exact",
 )
 FEW_PLAIN = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
-PLAIN = (*FEW_PLAIN, "uniform:bits=4", "kivi:bits=3,group=128", "kivi:bits=4,rope=pre", "commvq:bits=1")
+PLAIN = (
+    *FEW_PLAIN,
+    "uniform:bits=4",
+    "kivi:bits=3,group=128",
+    "kivi:bits=4,rope=pre",
+    "commvq:bits=1",
+)
 PLAIN += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
 
 
@@ -56,7 +73,13 @@ def _shape(heads: int, kv_heads: int, head_dim: int, **options) -> KVShape:
 
 SHAPES = (_shape(32, 8, 128),)  # a layer of Llama-3.1-8B
 # And of Llama-3.2-1B; 7 query heads a KV head; a head of each by itself; Qwen3's norm.
-FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128), _shape(32, 8, 128, qk_norm=True))
+FULL = (
+    *SHAPES,
+    _shape(32, 8, 64),
+    _shape(28, 4, 128),
+    _shape(8, 8, 128),
+    _shape(32, 8, 128, qk_norm=True),
+)
 SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 
@@ -65,19 +88,26 @@ def all_candidates(target: str, shapes: tuple[KVShape, ...]) -> list[Candidate |
     by_name: dict[str, Candidate | PromptKernel] = {}
     for shape in shapes:
         for text in METHODS:
-            layout = CacheLayout(shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target)
+            layout = CacheLayout(
+                shape=shape, method=parse(text), capacity=2048, dtype="bfloat16", target=target
+            )
             candidate = candidates(layout)[0]
             if candidate is not None:
                 by_name.setdefault(candidate.name, candidate)
     for shape in shapes:
-        layout = CacheLayout(shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target)
+        layout = CacheLayout(
+            shape=shape, method=exact(), capacity=2048, dtype="bfloat16", target=target
+        )
         if kernel := prompt_kernel(layout, shape):
             by_name.setdefault(kernel.name, kernel)
     return list(by_name.values())
 
 
-def _level(candidate: Candidate | PromptKernel, target: str, chip: str, verdict: Verdict | None) -> str:
-    """Name the level of a kernel: verified where this chip found it right, else the table's. Others' kernels are not
+def _level(
+    candidate: Candidate | PromptKernel, target: str, chip: str, verdict: Verdict | None
+) -> str:
+    """Name the level of a kernel: verified where this chip found it right, else the table's.
+    Others' kernels are not
     in the table: they are compiled."""
     if verdict is not None and verdict.sound:
         return verified(chip)
@@ -87,8 +117,11 @@ def _level(candidate: Candidate | PromptKernel, target: str, chip: str, verdict:
 
 @functools.lru_cache(maxsize=16)
 def exact_milliseconds(shape: KVShape, target: str) -> float:
-    """Measure a decode step's attention over exact bfloat16 keys and values by this chip's plain path."""
-    candidate = Candidate(None, exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False))
+    """Measure a decode step's attention over exact bfloat16 keys and values by this chip's plain
+    path."""
+    candidate = Candidate(
+        None, exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False)
+    )
     trial = make(candidate, 600, target, OFF, stored_form(target))
     return speed(trial, trial, TIMED).plain
 
@@ -101,8 +134,8 @@ def kernel_rows(
     tell: Callable[[str], None],
     checker: Checker = check_either,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for every candidate: its verdict, kept or made now, and its speed. `tell` is given a line where there
-    is no verdict."""
+    """Yield a row for every candidate: its verdict, kept or made now, and its speed. `tell` is
+    given a line where there is no verdict."""
     for candidate in all_candidates(target, shapes):
         run = functools.partial(checker, candidate, target, stored_form(target))
         verdict = obtain(folder, key_of(candidate, chip), run, tell)
@@ -110,11 +143,18 @@ def kernel_rows(
         row |= {"verdict": "unknown", "error": None, "ms": None}
         row |= {"speed_against_plain": None, "speed_against_exact": None, "note": ""}
         if verdict is not None:
-            row |= {"verdict": verdict.outcome, "error": verdict.error, "ms": verdict.kernel_ms, "note": verdict.note}
+            row |= {
+                "verdict": verdict.outcome,
+                "error": verdict.error,
+                "ms": verdict.kernel_ms,
+                "note": verdict.note,
+            }
             if verdict.kernel_ms and verdict.plain_ms:
                 row["speed_against_plain"] = verdict.plain_ms / verdict.kernel_ms
                 if isinstance(candidate, Candidate):
-                    row["speed_against_exact"] = exact_milliseconds(candidate.shape, target) / verdict.kernel_ms
+                    row["speed_against_exact"] = (
+                        exact_milliseconds(candidate.shape, target) / verdict.kernel_ms
+                    )
         yield row
 
 
@@ -124,11 +164,17 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
     constants = run.wiring.maps.prepare(at_layer(trial.constants, 0))
     body = cache.runs[0].body
     payload = {
-        source: {name: field.packing.read(body[source][name], 0, 0, run.slots) for name, field in codec.fields.items()}
+        source: {
+            name: field.packing.read(body[source][name], 0, 0, run.slots)
+            for name, field in codec.fields.items()
+        }
         for source, codec in run.wiring.storage.codecs.items()
     }
     positions = jnp.broadcast_to(SINKS + jnp.arange(run.slots)[None], (cache.batch, run.slots))
-    decoded = {name: x.astype(jnp.float32) for name, x in run.wiring.maps.decode(constants, payload, {})[0].items()}
+    decoded = {
+        name: x.astype(jnp.float32)
+        for name, x in run.wiring.maps.decode(constants, payload, {})[0].items()
+    }
     expand = run.wiring.maps.expand_body or run.wiring.maps.expand
     k, v = (np.asarray(x, np.float64) for x in expand(trial.weights, constants, decoded, positions))
     group = run.shape.num_heads // run.shape.num_kv_heads
@@ -150,8 +196,8 @@ def plain_rows(
     target: str = "cpu",
     attention: Callable[[Trial], Attention] = by_kernel,
 ) -> Iterator[dict[str, Any]]:
-    """Compare with float64 how a chip decodes without a kernel: XLA's path over bodies in the form that it stores. It
-    computes in float32 on a CPU and in bfloat16 elsewhere, as models do there.
+    """Compare with float64 how a chip decodes without a kernel: XLA's path over bodies in the form
+    that it stores. It computes in float32 on a CPU and in bfloat16 elsewhere, as models do there.
 
     Args:
         methods: policies.
@@ -164,7 +210,9 @@ def plain_rows(
     dtype, most = ("float32", CLOSE) if target == "cpu" else ("bfloat16", MOST)
     stored, shape = stored_form(target), (SMALL if target == "cpu" else SHAPES)[0]
     for text in methods:
-        trial = make(Candidate(None, parse(text).layer, shape), 600, target, OFF, stored, dtype=dtype)
+        trial = make(
+            Candidate(None, parse(text).layer, shape), 600, target, OFF, stored, dtype=dtype
+        )
         rng = np.random.default_rng(0)
         size = (trial.cache.batch, 2, shape.num_heads, shape.head_dim)
         # Rounded here, so that both sides get the same queries.

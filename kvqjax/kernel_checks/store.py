@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
 
-__all__ = ["OUTCOMES", "Key", "Verdict", "begin", "died", "find", "keep", "reset"]
-
 FORMAT = 1
 OUTCOMES = ("faster", "slower", "wrong", "failed", "crashed")
 # Seconds after which a check is not under way any more, even if another process has its number now.
@@ -39,7 +37,10 @@ class Key(NamedTuple):
     def name(self) -> str:
         """Name of its file, without the ending."""
         digest = hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.chip} {self.form}".lower()).strip("-")[:80] + f"-{digest}"
+        return (
+            re.sub(r"[^a-z0-9]+", "-", f"{self.chip} {self.form}".lower()).strip("-")[:80]
+            + f"-{digest}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,14 @@ def _read(text: str, key: Key) -> Verdict | None:
     try:
         data = json.loads(text)
         numbers = {name: data[name] for name in ("error", "kernel_ms", "plain_ms", "seconds")}
-        matches = (data["format"], data["about"]) == (FORMAT, key._asdict()) and all(map(_number, numbers.values()))
+        matches = (data["format"], data["about"]) == (FORMAT, key._asdict()) and all(
+            map(_number, numbers.values())
+        )
         if not (matches and data["outcome"] in OUTCOMES and isinstance(data["note"], str)):
             return None
-        numbers = {name: None if number is None else float(number) for name, number in numbers.items()}
+        numbers = {
+            name: None if number is None else float(number) for name, number in numbers.items()
+        }
         return Verdict(outcome=data["outcome"], note=data["note"], **numbers)
     except (ValueError, KeyError, TypeError):
         return None
@@ -90,8 +95,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def find(folder: Path, key: Key) -> Verdict | None:
-    """Return the verdict kept for `key`; None where there is none, or one that cannot be understood. Raise UserError
-    for a file of another user, which is not believed, and for a folder that cannot be read."""
+    """Return the verdict kept for `key`; None where there is none, or one that cannot be
+    understood. Raise UserError for a file of another user, which is not believed, and for a folder
+    that cannot be read."""
     path = folder / f"{key.name}.json"
     try:
         if path.exists():
@@ -143,8 +149,9 @@ def _write(path: Path, data: dict) -> None:
 
 
 def begin(folder: Path, key: Key) -> Path:
-    """Mark that a check runs, and return the marker, to be deleted when it ends. Raise UserError where nothing can be
-    written. Then no check may run either, because a crash would go unnoticed and come back every time."""
+    """Mark that a check runs, and return the marker, to be deleted when it ends. Raise UserError
+    where nothing can be written. Then no check may run either, because a crash would go unnoticed
+    and come back every time."""
     process = os.getpid()
     marker = folder / f"{key.name}.begun-{socket.gethostname()}-{process}"
     _write(marker, {"host": socket.gethostname(), "process": process, "time": time.time()})
@@ -160,8 +167,8 @@ def keep(folder: Path, key: Key, verdict: Verdict) -> None:
 
 
 def reset(folder: Path) -> int:
-    """Delete every verdict and marker of this user's folder, and return how many files there were. Raise UserError
-    where one cannot be deleted."""
+    """Delete every verdict and marker of this user's folder, and return how many files there were.
+    Raise UserError where one cannot be deleted."""
     files = [*folder.glob("*.json"), *folder.glob("*.begun-*")]
     try:
         for path in files:

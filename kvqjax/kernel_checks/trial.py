@@ -1,9 +1,11 @@
-"""Bodies to try a kernel on, filled by the cache's own encoder, and two ways to attend to them through the very
+"""Bodies to try a kernel on, filled by the cache's own encoder, and two ways to attend to them
+through the very
 functions that decoding uses: by the kernel and by the plain path.
 
-Keys and values are signed, with an offset for every channel, every 17th channel ten times as large, and a few single
-outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly filled. Queries are rounded to bfloat16
-beforehand, as kernels do, so that both sides get the same."""
+Keys and values are signed, with an offset for every channel, every 17th channel ten times as large,
+and a few single outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly
+filled. Queries are rounded to bfloat16 beforehand, as kernels do, so that both sides get the
+same."""
 
 import dataclasses
 import functools
@@ -32,43 +34,27 @@ from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import BY_TABLE, OFF, KernelForm, Kernels, form_of
 
-__all__ = [
-    "LENGTHS",
-    "SINKS",
-    "Candidate",
-    "Trial",
-    "by_kernel",
-    "by_plain_path",
-    "candidates",
-    "decoding",
-    "full",
-    "made_up",
-    "make",
-    "queries",
-    "single_layer",
-    "speed",
-]
-
 ROWS = 4  # full, ragged, nearly empty and empty
 SINKS = 4  # so that a body token's number is not its position
 QUERY = 0.25  # standard deviation of queries at first
-# By how much a log-sum-exp may exceed that of equal scores: half the variance of normal scores, which is then at most
-# 1. A product of 16-bit numbers rounds each term by 2^-9 of it. So scores are off by about 2^-9 / sqrt(3) of their
-# deviation, and the worst of some hundred by three to four times that: 0.4 %, below half of what `compare.MOST` allows.
-# With 1.5, KIVI's kernel for 3 bits reached 1.14 % on an H100.
+# By how much a log-sum-exp may exceed that of equal scores: half the variance of normal scores,
+# which is then at most 1. A product of 16-bit numbers rounds each term by 2^-9 of it. So scores are
+# off by about 2^-9 / sqrt(3) of their deviation, and the worst of some hundred by three to four
+# times that: 0.4 %, below half of what `compare.MOST` allows. With 1.5, KIVI's kernel for 3 bits
+# reached 1.14 % on an H100.
 SPREAD = 0.5
 HALVINGS = 10  # of queries, until that holds
 ROUNDS, CALLS = 5, 8  # of a timing, and how often a round attends
 LENGTHS = (1, 3)  # new tokens of a call
-# Rows of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number, then have 151 MB
-# together. Like the bodies of all layers of a model, that is more than any chip's second-level cache holds (H100 50 MB,
-# B200 126 MB).
+# Rows of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number,
+# then have 151 MB together. Like the bodies of all layers of a model, that is more than any chip's
+# second-level cache holds (H100 50 MB, B200 126 MB).
 TIMED_ROWS = 32
 
 
 class Candidate(NamedTuple):
-    """A layer whose kernel is to be tried: its kernel form (None where only the plain path reads it), its layer spec
-    and its shape."""
+    """A layer whose kernel is to be tried: its kernel form (None where only the plain path reads
+    it), its layer spec and its shape."""
 
     form: KernelForm | None
     spec: LayerSpec
@@ -76,14 +62,15 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name what a verdict is kept under: all that a compiled kernel depends on, but for the body's size."""
+        """Name what a verdict is kept under: all that a compiled kernel depends on, but for the
+        body's size."""
         shape = self.shape
-        heads = (
-            f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"
-        )
+        heads = f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"  # noqa: E501
         packed = single_layer(self, 1, "cpu", BY_TABLE).packed
         slots = [getattr(packed.spec, name, 0) for name in ("key_slots", "value_slots")]
-        return f"{self.form}, {heads}" + (f", {slots[0]} and {slots[1]} outliers" if any(slots) else "")
+        return f"{self.form}, {heads}" + (
+            f", {slots[0]} and {slots[1]} outliers" if any(slots) else ""
+        )
 
 
 class _Single(NamedTuple):
@@ -93,8 +80,11 @@ class _Single(NamedTuple):
     packed: Any
 
 
-def single_layer(candidate: Candidate, capacity: int, target: str, kernels: Kernels, stored: str = "planes") -> _Single:
-    """Return the layout of a cache of one layer of `candidate`, and how its body is read while packed."""
+def single_layer(
+    candidate: Candidate, capacity: int, target: str, kernels: Kernels, stored: str = "planes"
+) -> _Single:
+    """Return the layout of a cache of one layer of `candidate`, and how its body is read while
+    packed."""
     layout = CacheLayout(
         shape=candidate.shape,
         method=Method(name="trial", layer=candidate.spec, sinks=SINKS),
@@ -108,8 +98,8 @@ def single_layer(candidate: Candidate, capacity: int, target: str, kernels: Kern
 
 
 def candidates(layout: CacheLayout) -> list[Candidate | None]:
-    """Return what to try for every run of a layout; None where no kernel reads its body on the layout's target. Bodies
-    are taken in planes."""
+    """Return what to try for every run of a layout; None where no kernel reads its body on the
+    layout's target. Bodies are taken in planes."""
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
     specs, out = layout.method.layers(layout.shape), []
     for run in runs_of(planes):
@@ -135,7 +125,8 @@ class Trial(NamedTuple):
         return runs_of(self.cache.layout)[0]
 
 
-# Constants that cannot be any numbers; all others are normal, of variance one over the second last axis.
+# Constants that cannot be any numbers; all others are normal, of variance one over the second last
+# axis.
 MADE_UP: dict[str, Callable] = {
     "upper": lambda random, shape: random.uniform(4, 12, shape),
     "lower": lambda random, shape: random.uniform(-12, -4, shape),
@@ -149,7 +140,10 @@ MADE_UP: dict[str, Callable] = {
 
 def made_up(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
     """Return a random constant of this name and shape that a codec can work with, quickly made."""
-    plain = lambda random, shape: random.normal(size=shape) * shape[-2] ** -0.5  # noqa: E731
+
+    def plain(random, shape):
+        return random.normal(size=shape) * shape[-2] ** -0.5
+
     return MADE_UP.get(name, plain)(random, shape)
 
 
@@ -160,18 +154,29 @@ def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
         return jnp.asarray(made_up(name, about.shape, random), about.dtype)
 
     groups = run.wiring.constants(1, dtype).items()
-    return {group: {name: array(name, about) for name, about in names.items()} for group, names in groups}
+    return {
+        group: {name: array(name, about) for name, about in names.items()}
+        for group, names in groups
+    }
 
 
 def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
-    """Make up what reading a body asks of a layer's weights: dtypes of the projections, biases, and the keys' norm."""
-    numbers = lambda size, around: jnp.asarray(around + 0.3 * random.normal(size=size), dtype)  # noqa: E731
+    """Make up what reading a body asks of a layer's weights: dtypes of the projections, biases, and
+    the keys' norm."""
+
+    def numbers(size, around):
+        return jnp.asarray(around + 0.3 * random.normal(size=size), dtype)
+
     weights = {name: jnp.zeros((), dtype) for name in ("k", "v")}
-    weights |= {name: numbers(shape.kv_width, 0.0) for name in ("k_bias", "v_bias") if shape.qkv_bias}
+    weights |= {
+        name: numbers(shape.kv_width, 0.0) for name in ("k_bias", "v_bias") if shape.qkv_bias
+    }
     return weights | ({"k_norm": numbers(shape.head_dim, 1.0)} if shape.qk_norm else {})
 
 
-def _sources(run: RunLayout, rows: int, tokens: int, dtype: str, random: np.random.Generator) -> dict:
+def _sources(
+    run: RunLayout, rows: int, tokens: int, dtype: str, random: np.random.Generator
+) -> dict:
     """Make up the vectors of `rows` rows of `tokens` tokens that the method stores."""
     sources = {}
     for name, width in run.wiring.storage.sources.items():
@@ -193,17 +198,21 @@ def make(
     dtype: str = "bfloat16",
     pages: bool = False,
 ) -> Trial:
-    """Fill a cache of one layer with up to `tokens` tokens a row, in rows that are full, ragged, nearly empty and
-    empty. With `pages` their bodies lie in pages of a pool, in no order."""
+    """Fill a cache of one layer with up to `tokens` tokens a row, in rows that are full, ragged,
+    nearly empty and empty. With `pages` their bodies lie in pages of a pool, in no order."""
     random = np.random.default_rng(seed)
-    layout = dataclasses.replace(single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype)
+    layout = dataclasses.replace(
+        single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype
+    )
     if pages:
         page = page_for(layout)
         layout = dataclasses.replace(layout, pool=Pool(ROWS * -(-tokens // page), page))
     run = runs_of(layout)[0]
     clock = run.wiring.storage.clocks[0]
     length = SINKS + tokens
-    counts = jnp.asarray([length, length * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32)
+    counts = jnp.asarray(
+        [length, length * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32
+    )
     constants = _constants(run, layout.dtype, random)
     pending = (_sources(run, ROWS, length, layout.dtype, random),)
     cache = allocate_cache(layout, ROWS)
@@ -214,12 +223,15 @@ def make(
 
 
 def full(trial: Trial, tokens: int, rows: int) -> Trial:
-    """Return the trial with `rows` bodies of `tokens` tokens: the trial's first row, over and over. Bodies
-    of zeros would take less power, and a chip that takes less power may run faster."""
+    """Return the trial with `rows` bodies of `tokens` tokens: the trial's first row, over and over.
+    Bodies of zeros would take less power, and a chip that takes less power may run faster."""
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
     run = runs_of(layout)[0]
-    flushed = tuple(jnp.full((cache.batch,), tokens // clock.unit, jnp.int32) for clock in run.wiring.storage.clocks)
+    flushed = tuple(
+        jnp.full((cache.batch,), tokens // clock.unit, jnp.int32)
+        for clock in run.wiring.storage.clocks
+    )
     lengths = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     filled = jax.tree.map(_repeated, cache.runs[0].body, trial.cache.runs[0].body)
     runs = (cache.runs[0].replace(flushed=flushed, body=filled),)
@@ -227,9 +239,11 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
 
 
 def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
-    """Fill an array of `target`'s shape with the first row of `source`, over and over along every axis. Any word, scale
-    or outlier of an encoded body may stand for any token."""
-    wide = jnp.int8 if source.dtype == jnp.int4 else source.dtype  # not every backend gathers 4-bit numbers
+    """Fill an array of `target`'s shape with the first row of `source`, over and over along every
+    axis. Any word, scale or outlier of an encoded body may stand for any token."""
+    wide = (
+        jnp.int8 if source.dtype == jnp.int4 else source.dtype
+    )  # not every backend gathers 4-bit numbers
     x = source[:, :1].astype(wide)
     for axis, size in enumerate(target.shape):
         if x.shape[axis] != size:
@@ -238,29 +252,45 @@ def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
 
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the body alone. An
-    exact body on a TPU is the exception: its kernel takes the tokens beside it as well, so all are attended to."""
+    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the
+    body alone. An
+    exact body on a TPU is the exception: its kernel takes the tokens beside it as well, so all are
+    attended to."""
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
-    draw = lambda width: jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)  # noqa: E731
+
+    def draw(width):
+        return jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)
+
     new = {name: draw(width).astype(q.dtype) for name, width in run.wiring.storage.sources.items()}
     constants = at_layer(trial.constants, 0)
-    view = LayerView(run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages)
+    view = LayerView(
+        run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages
+    )
     packed = run.wiring.fast.packed
-    if packed is None or not isinstance(packed.spec, ExactSpec) or family(cache.layout.target) != "tpu":
+    if (
+        packed is None
+        or not isinstance(packed.spec, ExactSpec)
+        or family(cache.layout.target) != "tpu"
+    ):
         return _through_layers(q, view, tokens)
     return attend_tokens(q, view, tokens, ScoreOptions(), False, {}, {})[0]
 
 
 def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial:
-    """Attend to the body alone. Where layers feed each other, attend in two of them, both this one: what the first one
-    hands on is checked by what the second one finds."""
+    """Attend to the body alone. Where layers feed each other, attend in two of them, both this one:
+    what the first one hands on is checked by what the second one finds."""
     run, chain = view.run, view.run.wiring.chain
     attend = functools.partial(attend_body, q, view, tokens)
     if not chain.read:
         return attend({})[0]
-    draw = lambda width: jax.random.normal(jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16)  # noqa: E731
+
+    def draw(width):
+        return jax.random.normal(
+            jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16
+        )
+
     below = {name: draw(width).astype(q.dtype) for name, width in chain.carry.items()}
     return attend(attend(below)[1])[0]
 
@@ -270,7 +300,8 @@ _attend_compiled = jax.jit(_attend)
 
 @jax.jit
 def _precisely(trial: Trial, q: jax.Array) -> Partial:
-    """Attend in float32 throughout. A TPU's matrix unit rounds float32 to bfloat16 unless it is told not to."""
+    """Attend in float32 throughout. A TPU's matrix unit rounds float32 to bfloat16 unless it is
+    told not to."""
     with jax.default_matmul_precision("highest"):
         return _attend(trial, q.astype(jnp.float32))
 
@@ -287,14 +318,18 @@ def by_plain_path(trial: Trial) -> Attention:
 
 
 def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]:
-    """Make queries [B, T, H, D] for every T of `lengths` that the kernel takes. They are so short that no token takes
-    all the weight: with larger scores the plain path's own rounding would be a matter of percents."""
+    """Make queries [B, T, H, D] for every T of `lengths` that the kernel takes. They are so short
+    that no token takes
+    all the weight: with larger scores the plain path's own rounding would be a matter of
+    percents."""
     run, random = trial.run, np.random.default_rng(1)
     shape, plain = run.shape, by_plain_path(trial)
     most, out = np.log(run.slots) + SPREAD, []
     for length in lengths:
         packed = run.wiring.fast.packed
-        if packed is None or not at_once(packed.spec, shape.num_heads // shape.num_kv_heads, length):
+        if packed is None or not at_once(
+            packed.spec, shape.num_heads // shape.num_kv_heads, length
+        ):
             continue
         size = (trial.cache.batch, length, shape.num_heads, shape.head_dim)
         q = jnp.asarray(random.normal(scale=QUERY, size=size), jnp.bfloat16)
@@ -306,8 +341,12 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]
 
 @functools.partial(jax.jit, static_argnames="inner")
 def _chain(trial: Trial, q: jax.Array, *, inner: int) -> jax.Array:
-    """Attend `inner` times, each call fed by the one before so that none can be left out. The query hardly changes."""
-    step = lambda _, x: q + (1e-3 * _attend(trial, x).out).astype(q.dtype)  # noqa: E731
+    """Attend `inner` times, each call fed by the one before so that none can be left out. The query
+    hardly changes."""
+
+    def step(_, x):
+        return q + (1e-3 * _attend(trial, x).out).astype(q.dtype)
+
     return jax.lax.fori_loop(0, inner, step, q)
 
 
@@ -319,7 +358,9 @@ def decoding(trial: Trial, inner: int) -> Callable[[], jax.Array]:
 
 
 def speed(kernel: Trial, plain: Trial, tokens: int) -> Speed:
-    """Measure the median milliseconds of a call with one new token on TIMED_ROWS bodies of `tokens` tokens, both sides
-    in turn."""
+    """Measure the median milliseconds of a call with one new token on TIMED_ROWS bodies of `tokens`
+    tokens, both sides in turn."""
     sides = [decoding(full(trial, tokens, TIMED_ROWS), CALLS) for trial in (kernel, plain)]
-    return Speed(*(1e3 * statistics.median(spent) / CALLS for spent in alternating_seconds(sides, ROUNDS)))
+    return Speed(
+        *(1e3 * statistics.median(spent) / CALLS for spent in alternating_seconds(sides, ROUNDS))
+    )

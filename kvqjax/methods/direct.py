@@ -1,19 +1,21 @@
-"""Attention to a whole body at once, stored head by head (kvqjax/ops/packing/heads.py): no loop over blocks. XLA for
-GPUs then reads every array once, in a handful of products.
+"""Attention to a whole body at once, stored head by head (kvqjax/ops/packing/heads.py): no loop
+over blocks. XLA for GPUs then reads every array once, in a handful of products.
 
     scores_s = q . k_s      k_s[d] = (n_s[d] + offset) scale[d] + low[d]    per channel, groups of tokens (KIVI's keys)
                             k_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (uniform's)
     out = sum_s p_s v_s     v_s[d] = (n_s[d] + offset) scale_s + low_s      per token, groups of channels (its values)
 
-n is a stored number, n + offset its code. OSCAR's keys are per token too. A key of OScaR or KVarN also has a factor per
-token; a value of KVarN also has a factor per channel and group of tokens. Scales are multiplied into the queries and
-the softmax weights, and stored numbers enter the products as they are. Offsets and minima add one term per group.
+n is a stored number, n + offset its code. OSCAR's keys are per token too. A key of OScaR or KVarN
+also has a factor per token; a value of KVarN also has a factor per channel and group of tokens.
+Scales are multiplied into the queries and the softmax weights, and stored numbers enter the
+products as they are. Offsets and minima add one term per group.
 
-A stored number may hold the codes of two tokens. It then has two planes: the first codes of all stored numbers, and the
-second ones. Scores and softmax weights are kept as one array [.., S / planes] for each plane. To put the tokens in
-order would write and read them once more.
+A stored number may hold the codes of two tokens. It then has two planes: the first codes of all
+stored numbers, and the second ones. Scores and softmax weights are kept as one array [.., S /
+planes] for each plane. To put the tokens in order would write and read them once more.
 
-X is the number of query rows of a KV head (T * G), N of groups of tokens, M of groups of channels in a head.
+X is the number of query rows of a KV head (T * G), N of groups of tokens, M of groups of channels
+in a head.
 """
 
 import functools
@@ -36,25 +38,12 @@ from kvqjax.ops.packing.base import from_bits
 from kvqjax.ops.packing.heads import HALF, offset, tokens_per_row
 from kvqjax.ops.xla_workarounds import kept_apart
 
-__all__ = [
-    "FEW_QUERIES",
-    "PIECE",
-    "Direct",
-    "ReadAtOnce",
-    "Stored",
-    "attend_whole",
-    "direct_form",
-    "key_form",
-    "scaled",
-    "slots_read",
-    "summed",
-    "value_form",
-]
-
-# Most new tokens of a row. With more of them the scores of a whole body, [B, H, T, S] float32, are too large.
+# Most new tokens of a row. With more of them the scores of a whole body, [B, H, T, S] float32, are
+# too large.
 FEW_QUERIES = 16
-# Stored rows that one product sums. A sum over tokens is cut into pieces, so that a GPU has work for all its cores. All
-# pieces have this length, whatever the body's: tokens of weight 0 at its end then do not change a sum's rounding.
+# Stored rows that one product sums. A sum over tokens is cut into pieces, so that a GPU has work
+# for all its cores. All pieces have this length, whatever the body's: tokens of weight 0 at its end
+# then do not change a sum's rounding.
 PIECE = 512
 
 Stored = dict  # field name -> arrays of one layer, [1, B, ...]
@@ -66,8 +55,8 @@ class Direct(NamedTuple):
         scores(q [B, K, X, D], fields) -> planes of [B, K, X, S] float32
         values(planes of weights [B, K, X, S] float32, fields, dtype, piece) -> [B, K, X, D] float32
 
-    Sums over tokens are made of partial sums of at most `piece` stored rows. `part`, if given, replaces `scores` where
-    only the first keys of a body are read."""
+    Sums over tokens are made of partial sums of at most `piece` stored rows. `part`, if given,
+    replaces `scores` where only the first keys of a body are read."""
 
     scores: Callable
     values: Callable
@@ -76,14 +65,16 @@ class Direct(NamedTuple):
 
 @runtime_checkable
 class ReadAtOnce(Protocol):
-    """A codec's spec, of another package, whose body is stored head by head and read as a whole by XLA."""
+    """A codec's spec, of another package, whose body is stored head by head and read as a whole by
+    XLA."""
 
     def scores(self, shape: KVShape) -> Callable | None:
         """Give the function of keys, scores(q, fields); None for shapes without one."""
         ...
 
     def values(self, shape: KVShape) -> Callable | None:
-        """Give the function of values, values(weights, fields, dtype, piece); None for shapes without one."""
+        """Give the function of values, values(weights, fields, dtype, piece); None for shapes
+        without one."""
         ...
 
 
@@ -103,8 +94,8 @@ def slots_read(tokens: int, block: int, slots: int) -> tuple[int, bool]:
     """
     step = math.lcm(block, 4 * PIECE)
     count = min(-(-tokens // step) * step, slots)
-    # XLA for GPUs reads the first keys in place, but copies the first values. A copy moves every byte three times
-    # (read, write, read), so it pays for at most a third of the values.
+    # XLA for GPUs reads the first keys in place, but copies the first values. A copy moves every
+    # byte three times (read, write, read), so it pays for at most a third of the values.
     return count, 3 * count <= slots
 
 
@@ -141,20 +132,31 @@ def attend_whole(
     batch, length, heads, dim = q.shape
     group = heads // kv_heads  # query heads of a KV head
     # [B, T, H, D] -> [B, K, X, D], where row t * G + g is query head g of token t
-    rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
+    rows = (
+        q.reshape(batch, length, kv_heads, -1, dim)
+        .transpose(0, 2, 1, 3, 4)
+        .reshape(batch, kv_heads, -1, dim)
+    )
     scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
-    seen = _by_plane(jnp.repeat(mask, group, axis=1)[:, None], len(scores))  # of every plane: [B, 1, X, S / planes]
+    seen = _by_plane(
+        jnp.repeat(mask, group, axis=1)[:, None], len(scores)
+    )  # of every plane: [B, 1, X, S / planes]
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
-    # The maximum starts from a finite number. For a query that sees no slot, exp(-inf - -inf) would be NaN.
+    # The maximum starts from a finite number. For a query that sees no slot, exp(-inf - -inf) would
+    # be NaN.
     least = np.finfo(np.float32).min
-    peak = functools.reduce(jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores])
+    peak = functools.reduce(
+        jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores]
+    )
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
-    denominator = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # no division by 0 where no slot is seen
+    denominator = jnp.maximum(
+        total, jnp.finfo(jnp.float32).tiny
+    )  # no division by 0 where no slot is seen
     stored = body["v"]
     if cut is not None:
-        # The values depend on the weights here, so that XLA cuts them only now. Otherwise it would copy the first
-        # values of all layers at once.
+        # The values depend on the weights here, so that XLA cuts them only now. Otherwise it would
+        # copy the first values of all layers at once.
         weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
     out = direct.values(weights, stored, q.dtype, piece) / denominator[..., None]
@@ -201,8 +203,8 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         shape: the model's.
 
     Returns:
-        scores(q [B, K, X, D], fields), which gives an array [B, K, X, rows] for every plane of codes. None where keys
-        must be decoded first.
+        scores(q [B, K, X, D], fields), which gives an array [B, K, X, rows] for every plane of
+        codes. None where keys must be decoded first.
     """
     if isinstance(spec, ReadAtOnce):
         return spec.scores(shape)
@@ -231,13 +233,15 @@ def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         shape: the model's.
 
     Returns:
-        values(weights of every plane, fields, dtype of products, stored rows of a partial sum), which gives
-        [B, K, X, D]. None where values must be decoded first.
+        values(weights of every plane, fields, dtype of products, stored rows of a partial sum),
+        which gives [B, K, X, D]. None where values must be decoded first.
     """
     if isinstance(spec, ReadAtOnce):
         return spec.values(shape)
     if isinstance(spec, Exact):
-        return lambda weights, fields, dtype, piece: _exact_values(weights, fields["x"][0][0], dtype, piece)
+        return lambda weights, fields, dtype, piece: _exact_values(
+            weights, fields["x"][0][0], dtype, piece
+        )
     if isinstance(spec, Clipped):
         return value_form(spec.inner, shape)
     if isinstance(spec, Balanced) and spec.along == "channels":
@@ -257,34 +261,46 @@ def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
 
 
 def _scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Array, "B K X S"]:
-    """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order in which values are
-    summed, and makes the softmax weights and their total in one kernel instead of two."""
-    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])  # [B, K, pieces, tokens, D]
-    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))  # [B, K, X, pieces, D]
+    """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order
+    in which values are summed, and makes the softmax weights and their total in one kernel instead
+    of two."""
+    k = k.reshape(
+        *k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3]
+    )  # [B, K, pieces, tokens, D]
+    rows = jnp.broadcast_to(
+        q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3])
+    )  # [B, K, X, pieces, D]
     scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
     return scores.reshape(*q.shape[:3], -1)
 
 
 def _scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Float[Array, "B K X s"]:
-    """Multiply queries with the first keys of a body. It is one product, so that XLA reads the keys in place."""
+    """Multiply queries with the first keys of a body. It is one product, so that XLA reads the keys
+    in place."""
     return jnp.einsum("bkxd,bksd->bkxs", q, k, preferred_element_type=jnp.float32)
 
 
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Multiply queries with keys whose codes are uniform per channel, in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, N, D]
+    scale, low = (
+        _by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low)
+    )  # [B, K, N, D]
     wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
-    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)  # [B, K, X, N, D]
-    # q . low of every group, [B, K, X, N]. A matrix product would have XLA lay out the minima of all unrolled layers
-    # anew at the start of a step; a sum does not.
+    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(
+        q.dtype
+    )  # [B, K, X, N, D]
+    # q . low of every group, [B, K, X, N]. A matrix product would have XLA lay out the minima of
+    # all unrolled layers anew at the start of a step; a sum does not.
     minima = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
-    # With two planes, HALF tokens of plane 0 are followed by HALF tokens of plane 1, and so on in turn: groups of the
-    # token order are J runs of one plane's `groups`. With one plane all groups are one run.
+    # With two planes, HALF tokens of plane 0 are followed by HALF tokens of plane 1, and so on in
+    # turn: groups of the token order are J runs of one plane's `groups`. With one plane all groups
+    # are one run.
     groups = HALF // spec.group if len(planes) == 2 else scale.shape[2]
 
     def of_plane(x, plane: int):
-        """Take one plane's groups [B, K, X, J, groups, ..] of those in token order, [B, K, X, N, ..]."""
+        """Take one plane's groups [B, K, X, J, groups, ..] of those in token order, [B, K, X, N,
+        ..]."""
         runs = x.reshape(*x.shape[:3], -1, len(planes), groups, *x.shape[4:])
         return runs[:, :, :, :, plane]
 
@@ -292,7 +308,9 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     for plane, (n, lift) in enumerate(planes):
         rows = of_plane(scaled, plane)
         constant = of_plane(minima, plane) + lift * rows.astype(jnp.float32).sum(-1)
-        n = n.reshape(*n.shape[:2], -1, groups, spec.group, n.shape[3])  # [B, K, J, groups, tokens, D]
+        n = n.reshape(
+            *n.shape[:2], -1, groups, spec.group, n.shape[3]
+        )  # [B, K, J, groups, tokens, D]
         part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
         out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
     return out
@@ -302,13 +320,19 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     """Multiply queries with keys whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     planes = _readings(spec.bits, codes[0], q.dtype)
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))  # [B, K, M, S]
+    scale, low = (
+        _groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low)
+    )  # [B, K, M, S]
     groups, dim = scale.shape[2], q.shape[3]
-    # A query becomes M rows, one for every group of channels, each zero outside its group. One product then reads the
-    # codes once. It multiplies M times as often as needed, and M is small.
+    # A query becomes M rows, one for every group of channels, each zero outside its group. One
+    # product then reads the codes once. It multiplies M times as often as needed, and M is small.
     members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)  # [M, D]
-    rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)  # [B, K, X * M, D]
-    sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]  # [B, K, X, M, 1]
+    rows = (q[:, :, :, None] * members[None, None, None]).reshape(
+        *q.shape[:2], -1, dim
+    )  # [B, K, X * M, D]
+    sums = (
+        q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
+    )  # [B, K, X, M, 1]
     out = []
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
@@ -337,16 +361,22 @@ def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Arra
     return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
 
 
-def _exact_values(weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int) -> Float[Array, "B K X D"]:
+def _exact_values(
+    weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int
+) -> Float[Array, "B K X D"]:
     """Compute weighted sums of values that are stored without codes."""
     return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
 
 
-def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> Float[Array, "B K X D"]:
+def _token_values(
+    spec: Uniform, weights, fields: Stored, dtype, piece: int
+) -> Float[Array, "B K X D"]:
     """Compute weighted sums of values whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))  # [B, K, M, S]
+    scale, low = (
+        _groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low)
+    )  # [B, K, M, S]
     lead, groups = weights[0].shape[:3], scale.shape[2]  # [B, K, X], M
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     weights = _in_planes(weights, len(planes))
@@ -355,9 +385,12 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
         weight = _filled(weight, scale.shape[3])[:, :, :, None]
         row = (weight * scale[:, :, None]).astype(dtype)  # [B, K, X, M, S / planes]
         out = out + (weight * low[:, :, None] + lift * row.astype(jnp.float32)).sum(-1)[..., None]
-        # The weights of every group are multiplied with the channels of all groups, so that one product reads the codes
-        # once; M is small. Only the products of a group's weights with its own channels are kept.
-        products = summed(row.reshape(*lead[:2], lead[2] * groups, -1), n, piece)  # [B, K, X * M, D]
+        # The weights of every group are multiplied with the channels of all groups, so that one
+        # product reads the codes once; M is small. Only the products of a group's weights with its
+        # own channels are kept.
+        products = summed(
+            row.reshape(*lead[:2], lead[2] * groups, -1), n, piece
+        )  # [B, K, X * M, D]
         products = products.reshape(*lead, groups, groups, dim // groups)
         out = out + jnp.diagonal(products, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
@@ -366,16 +399,23 @@ def _token_values(spec: Uniform, weights, fields: Stored, dtype, piece: int) -> 
 def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Array, "B K X D"]:
     """Compute weighted sums of values whose codes are uniform per token and head.
 
-    These values also have a factor per channel and group of tokens. So every group of tokens is summed by itself, and
-    the sum is multiplied by the group's factors."""
+    These values also have a factor per channel and group of tokens. So every group of tokens is
+    summed by itself, and the sum is multiplied by the group's factors."""
     (codes,) = fields["codes"]
     heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     planes, size = len(readings), min(spec.group, HALF)  # tokens of a group in one run of a plane
-    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)  # [B, K, N, D]
-    # With two planes, groups of tokens lie in runs of HALF tokens, which belong to the planes in turn.
+    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(
+        jnp.float32
+    )  # [B, K, N, D]
+    # With two planes, groups of tokens lie in runs of HALF tokens, which belong to the planes in
+    # turn.
     factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // size if planes > 1 else 1, dim)
-    factors = [factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)]
-    scales, lows = (_of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low"))
+    factors = [
+        factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)
+    ]
+    scales, lows = (
+        _of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low")
+    )
 
     def in_groups(x):
         """Reshape [.., rows] to [.., groups, size]."""
@@ -387,9 +427,13 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     ):
         weight = _filled(weight, scale.shape[3])
         row = (weight * scale).astype(dtype)
-        constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(-1)  # [B, K, X, groups]
+        constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(
+            -1
+        )  # [B, K, X, groups]
         n = n.reshape(*n.shape[:2], -1, size, dim)
-        part = jnp.einsum("bkxjg,bkjgd->bkxjd", in_groups(row), n, preferred_element_type=jnp.float32)
+        part = jnp.einsum(
+            "bkxjg,bkjgd->bkxjd", in_groups(row), n, preferred_element_type=jnp.float32
+        )
         out = out + ((part + constant[..., None]) * factor[:, :, None]).sum(3)
     return out
 
@@ -398,9 +442,9 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
 
 
 def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
-    """Read every plane of a stored array as numbers in `dtype` [B, K, rows, D] and a constant. A plane's codes are its
-    numbers plus its constant. The numbers are one chain of operations on the stored array, which XLA fuses into the
-    product that reads them."""
+    """Read every plane of a stored array as numbers in `dtype` [B, K, rows, D] and a constant. A
+    plane's codes are its numbers plus its constant. The numbers are one chain of operations on the
+    stored array, which XLA fuses into the product that reads them."""
     n = stored.astype(dtype)
     if tokens_per_row(bits) == 1:
         return [(n, float(offset(bits)))]
@@ -410,7 +454,8 @@ def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
 
 
 def _by_plane(x: Array, planes: int) -> list[Array]:
-    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of kvqjax/ops/packing/heads.py."""
+    """Split [.., S] into `planes` arrays [.., S / planes], one for each plane of
+    kvqjax/ops/packing/heads.py."""
     if planes == 1:
         return [x]
     x = x.reshape(*x.shape[:-1], -1, planes, HALF)
@@ -432,8 +477,11 @@ def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X
     return jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, slots - weights.shape[3])))
 
 
-def _of_tokens(stored: tuple[Array, ...], dtype: str, heads: int, planes: int) -> list[Float[Array, "B K 1 S"]]:
-    """Read a number per token and KV head, plane by plane. A number of several heads is repeated for each."""
+def _of_tokens(
+    stored: tuple[Array, ...], dtype: str, heads: int, planes: int
+) -> list[Float[Array, "B K 1 S"]]:
+    """Read a number per token and KV head, plane by plane. A number of several heads is repeated
+    for each."""
     numbers = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
     return _by_plane(numbers, planes)
 
@@ -444,7 +492,8 @@ def _by_head(x: Array, heads: int) -> Array:
 
 
 def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:
-    """Sort numbers of groups of channels by KV head. The number of a group of several heads is repeated for each."""
+    """Sort numbers of groups of channels by KV head. The number of a group of several heads is
+    repeated for each."""
     if x.shape[1] < heads:
         x = jnp.repeat(x, heads // x.shape[1], axis=1)
     return x.reshape(x.shape[0], heads, -1, x.shape[2])

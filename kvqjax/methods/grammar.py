@@ -1,12 +1,12 @@
-"""The two written forms of a policy, the tree that both are read into, and the names that other libraries have for
-caches. The registry checks names and values.
+"""The two written forms of a policy, the tree that both are read into, and the names that other
+libraries have for caches. The registry checks names and values.
 
 text   kivi:key_bits=4,window=64;0-1=exact
 JSON   {"method": "kivi", "key_bits": 4, "window": 64, "layers": {"0-1": "exact"}}
 tree   the JSON form; a layer's entry may be a text of its own
 
-An exception names layers ("0-1"), the keys or values of layers ("0-1.k", "-1.v"), or those of every layer ("k", "v");
-the text "k=higgs:bits=3;v=kivi:bits=2" is "kivi:bits=2;k=higgs:bits=3".
+An exception names layers ("0-1"), the keys or values of layers ("0-1.k", "-1.v"), or those of every
+layer ("k", "v"); the text "k=higgs:bits=3;v=kivi:bits=2" is "kivi:bits=2;k=higgs:bits=3".
 """
 
 import re
@@ -17,9 +17,8 @@ from typing import Any
 from kvqjax import _files as files
 from kvqjax._errors import UserError
 
-__all__ = ["layer_numbers", "nearest_policy", "read_json", "read_selector", "read_text", "write_selector"]
-
-# Bound of layer numbers. A range is expanded to a list of layers before a model, and its number of layers, is known.
+# Bound of layer numbers. A range is expanded to a list of layers before a model, and its number of
+# layers, is known.
 MOST_LAYERS = 10_000
 NO_VALUE = object()  # in a tree, of an option without "=": the registry refuses it
 
@@ -40,8 +39,8 @@ def _read_method(text: str) -> dict[str, Any]:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """Split a spec string into the method of all layers and its exceptions. In "k=...;v=..." the method of values is
-    the method of all layers, and the method of keys is the first exception."""
+    """Split a spec string into the method of all layers and its exceptions. In "k=...;v=..." the
+    method of values is the method of all layers, and the method of keys is the first exception."""
     default, *exceptions = text.split(";")
     if not re.match(r"\s*[kv]\s*=", default):
         return default, exceptions
@@ -96,8 +95,8 @@ def layer_numbers(text: str | int) -> range:
 
 
 def read_selector(text: str | int) -> tuple[range | None, str]:
-    """Read the (layers, part) that an exception names. Layers are None for all of them; the part is "k", "v", or "" for
-    both."""
+    """Read the (layers, part) that an exception names. Layers are None for all of them; the part is
+    "k", "v", or "" for both."""
     layers, dot, part = str(text).rpartition(".")
     if str(text).strip() in ("k", "v"):
         return None, str(text).strip()
@@ -118,15 +117,27 @@ def write_selector(numbers: range | None, part: str) -> str:
 
 _EXACT = "exact"
 # 32 numbers of a token share a scale and a minimum of 16 bits each, which is one more bit a number.
-_EIGHT, _SIX, _FIVE, _FOUR = (f"uniform:bits={bits},group=32 ({bits + 1} bits a number)" for bits in (8, 6, 5, 4))
+_EIGHT, _SIX, _FIVE, _FOUR = (
+    f"uniform:bits={bits},group=32 ({bits + 1} bits a number)" for bits in (8, 6, 5, 4)
+)
 _GENERAL = "kivi:bits={}"
 
-# llama.cpp's types of a cache, vLLM's and SGLang's dtypes, transformers' implementations and back ends.
+# llama.cpp's types of a cache, vLLM's and SGLang's dtypes, transformers' implementations and back
+# ends.
 _HABITS = {
-    **dict.fromkeys(("f32", "f16", "bf16", "fp16", "fp32", "float16", "bfloat16", "float32", "auto", "none"), _EXACT),
-    **dict.fromkeys(("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"), _EXACT),
-    **dict.fromkeys(("q8_0", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "int8", "float8", "8bit"), _EIGHT),
-    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "int4", "fp4", "nf4", "nvfp4", "mxfp4", "4bit"), _FOUR),
+    **dict.fromkeys(
+        ("f32", "f16", "bf16", "fp16", "fp32", "float16", "bfloat16", "float32", "auto", "none"),
+        _EXACT,
+    ),
+    **dict.fromkeys(
+        ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"), _EXACT
+    ),
+    **dict.fromkeys(
+        ("q8_0", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "int8", "float8", "8bit"), _EIGHT
+    ),
+    **dict.fromkeys(
+        ("q4_0", "q4_1", "iq4_nl", "int4", "fp4", "nf4", "nvfp4", "mxfp4", "4bit"), _FOUR
+    ),
     **dict.fromkeys(("q5_0", "q5_1"), _FIVE),
     **dict.fromkeys(("q6_k",), _SIX),
     **dict.fromkeys(("q2_k", "int2", "2bit"), _GENERAL.format(2)),
@@ -143,20 +154,27 @@ def nearest_policy(name: str, methods: Collection[str]) -> tuple[str, str] | Non
         methods: the names of methods.
 
     Returns:
-        (the policy, which may not exist; what to write, as the end of a message). None for a name that no other library
-        has.
+        (the policy, which may not exist; what to write, as the end of a message). None for a name
+        that no other library has.
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     plain = plain.replace("*", "_star").replace("aqua_kv", "aqua").replace("kv_cache_", "")
     if plain in methods:
         return (
             plain,
-            f"names of methods are in lower case: write {plain}" if plain == name.lower() else f"write {plain}",
+            f"names of methods are in lower case: write {plain}"
+            if plain == name.lower()
+            else f"write {plain}",
         )
     if plain in _HABITS:
         hint = _HABITS[plain]
         policy = hint.split(" ")[0]
-        return policy, "write exact (numbers of the compute dtype)" if hint == _EXACT else f"the nearest here is {hint}"
+        return (
+            policy,
+            "write exact (numbers of the compute dtype)"
+            if hint == _EXACT
+            else f"the nearest here is {hint}",
+        )
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
     if bits is not None and (bits[1] in methods or not bits[1]):
         policy = f"{bits[1] or 'kivi'}:bits={bits[2]}"

@@ -1,8 +1,8 @@
 """Layers that cache keys and values themselves, each source with a codec of its own: most methods.
 
-The keys of one such layer can be combined with the values of another. If the two layers are of one method and differ in
-their codecs alone, the result is an ordinary layer of that method, which kernels read as any other. Otherwise it is a
-`Pair`, which is read block by block.
+The keys of one such layer can be combined with the values of another. If the two layers are of one
+method and differ in their codecs alone, the result is an ordinary layer of that method, which
+kernels read as any other. Otherwise it is a `Pair`, which is read block by block.
 """
 
 import dataclasses
@@ -41,15 +41,14 @@ from kvqjax.model.latents import key_parts, latent_key
 from kvqjax.model.rope import Waves, rotate
 from kvqjax.pallas_kernels.adapters import packed_form
 
-__all__ = ["KeysAndValues", "Pair", "apart", "bias_advice", "cached_keys", "joined", "keys_and_values"]
-
 FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
 PARTS = ("k", "v")  # sources
 NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
-# Uniform codes per token of at most this many bits ruin a bundled model that has Qwen2's key bias (benchmarks/gate.py).
+# Uniform codes per token of at most this many bits ruin a bundled model that has Qwen2's key bias
+# (benchmarks/gate.py).
 FEW_BITS = 4
-# Tokens that are decoded at a time, where a codec's transform is linear. A block has 256 tokens: with so few, the fixed
-# cost of starting an operation counts.
+# Tokens that are decoded at a time, where a codec's transform is linear. A block has 256 tokens:
+# with so few, the fixed cost of starting an operation counts.
 READING = 1024
 
 
@@ -57,9 +56,14 @@ READING = 1024
 
 
 def cached_keys(
-    projected: Projected, positions: Int[Array, "B T"] | Waves, config: KVShape, rope: str, unbiased: bool
+    projected: Projected,
+    positions: Int[Array, "B T"] | Waves,
+    config: KVShape,
+    rope: str,
+    unbiased: bool,
 ) -> Float[Array, "B T K D"]:
-    """Choose the keys [B, T, K, D] that a cache keeps: as attended or before RoPE, with their bias or without it."""
+    """Choose the keys [B, T, K, D] that a cache keeps: as attended or before RoPE, with their bias
+    or without it."""
     bare = projected.bare if unbiased and config.known_key_bias else None
     keys = projected.k if bare is None else bare
     return rotate(keys, positions, config) if rope == "post" else keys
@@ -70,7 +74,9 @@ def _check(config: KVShape, rope: str, rotations: dict[str, str]) -> None:
     if rope not in ("pre", "post"):
         raise UserError(f"rope={rope!r}; known: pre, post")
     if rope == "pre" and config.rope is None:
-        raise UserError("it caches keys before RoPE; give the shape a rope, and queries and keys unrotated")
+        raise UserError(
+            "it caches keys before RoPE; give the shape a rope, and queries and keys unrotated"
+        )
     check_rotation(rotations.get("k", "none"), rope)
     check_rotation(rotations.get("v", "none"))
 
@@ -81,20 +87,23 @@ def keys_and_values(
     clocks: tuple[Clock, ...],
     rope: str,
     unbiased: bool = False,
-    rotations: dict[str, str] = {},  # noqa: B006 - never written to
+    rotations: dict[str, str] = {},  # noqa: B006
 ) -> Wiring:
-    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its own codec.
+    """Wire a layer whose sources are keys and values over all KV heads, `[K*D]` each, each with its
+    own codec.
 
-    In a model with a latent, source "v" is the latent, which is also a part of every key, and source "k" is the other
-    part of the key, which RoPE turns.
+    In a model with a latent, source "v" is the latent, which is also a part of every key, and
+    source "k" is the other part of the key, which RoPE turns.
 
     Args:
         config: the model's shape.
         codecs: of keys ("k") and values ("v").
         clocks: when they leave the window.
-        rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every read.
-        unbiased: keeps keys without the model's bias b, in sinks, window and body. Reading adds the bias. Keys kept
-            after RoPE get it as RoPE rotates it at every token's position, since R (x W + b) = R x W + R b.
+        rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every
+            read.
+        unbiased: keeps keys without the model's bias b, in sinks, window and body. Reading adds the
+            bias. Keys kept after RoPE get it as RoPE rotates it at every token's position, since R
+            (x W + b) = R x W + R b.
         rotations: {source: rotation} of the body (kvqjax.methods.rotation).
 
     Returns:
@@ -122,14 +131,17 @@ def keys_and_values(
         return payload, recon, carry
 
     def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
-        """Expand sources. `turned` brings the bias into the frame in which the keys are: the body's, or their own."""
+        """Expand sources. `turned` brings the bias into the frame in which the keys are: the
+        body's, or their own."""
         k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
         if config.latent is not None:
             k = v = latent_key(k, v)
         if unbiased and config.known_key_bias:
             bias = key_bias(weights, config).astype(k.dtype)  # [1, 1, K, D]
             if rope == "post":
-                bias = rotate(jnp.broadcast_to(bias, (*positions.shape, *bias.shape[2:])), positions, config)
+                bias = rotate(
+                    jnp.broadcast_to(bias, (*positions.shape, *bias.shape[2:])), positions, config
+                )
             k = k + turned(constants, bias).astype(k.dtype)
         if rope == "pre":
             k = rotate(k, positions, config)
@@ -163,11 +175,12 @@ def _turn_keys(frame: Frame) -> Callable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeysAndValues:
-    """Keys and values over all KV heads, each with its own codec. A codec may leave sizes open until the model is known
-    (kvqjax.codecs.base.Open).
+    """Keys and values over all KV heads, each with its own codec. A codec may leave sizes open
+    until the model is known (kvqjax.codecs.base.Open).
 
-    By default keys and values leave the window together. Once the window holds `window + unit` tokens, its oldest
-    `unit` are encoded, so that at least the newest `window` tokens are exact. `clocks`, if given, replaces this rule.
+    By default keys and values leave the window together. Once the window holds `window + unit`
+    tokens, its oldest `unit` are encoded, so that at least the newest `window` tokens are exact.
+    `clocks`, if given, replaces this rule.
     """
 
     key: CodecSpec
@@ -176,7 +189,9 @@ class KeysAndValues:
     window: int = 0
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
-    unbiased: bool = False  # keys are kept without the model's key bias; no kernel reads such bodies yet
+    unbiased: bool = (
+        False  # keys are kept without the model's key bias; no kernel reads such bodies yet
+    )
     key_rotation: str = "none"  # of the body (kvqjax.methods.rotation)
     value_rotation: str = "none"
 
@@ -195,14 +210,19 @@ class KeysAndValues:
             return wiring
         direct = direct_form(key, value, self.rope, config)
         packed = packed_form(key, value, self.rope, config)
-        return wiring.having(fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)})
+        return wiring.having(
+            fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)}
+        )
 
 
 def _without_constants(wiring: Wiring) -> Wiring:
-    """Give the wiring of a layer of latents, which the general loop over blocks reads. Raises UserError where constants
+    """Give the wiring of a layer of latents, which the general loop over blocks reads. Raises
+    UserError where constants
     are to be calibrated: calibrations read keys and values by head."""
     if wiring.wanted():
-        raise UserError("it is calibrated on keys and values by head; this model caches a latent that all heads share")
+        raise UserError(
+            "it is calibrated on keys and values by head; this model caches a latent that all heads share"
+        )
     return wiring
 
 
@@ -212,8 +232,8 @@ def _without_constants(wiring: Wiring) -> Wiring:
 def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
     """Give the fields of `Fast` for codecs whose transform is linear; none for other codecs.
 
-    More tokens are decoded at a time. Values are summed before they are transformed, so that one sum of each query head
-    is transformed instead of every token."""
+    More tokens are decoded at a time. Values are summed before they are transformed, so that one
+    sum of each query head is transformed instead of every token."""
     key = key.inner if isinstance(key, Centred | BlockCentred) else key
     forms: dict[str, Any] = {"reading": READING} if isinstance(key, Linear) else {}
     form = value.summed_form(config.kv_width) if isinstance(value, Linear) else None
@@ -225,10 +245,13 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
         return numbers(payload["v"])
 
     def finish(weights, constants, means):
-        # The transform mixes channels of all KV heads, so every query head's sum gives the channels of all of them:
-        # [B, T, H, K*D] -> [B, T, K, G, K, D]. Those of the query head's own KV head are kept.
+        # The transform mixes channels of all KV heads, so every query head's sum gives the channels
+        # of all of them: [B, T, H, K*D] -> [B, T, K, G, K, D]. Those of the query head's own KV
+        # head are kept.
         count = config.num_kv_heads
-        values = transformed(constants.get("v", {}), means).reshape(*means.shape[:2], count, -1, count, config.head_dim)
+        values = transformed(constants.get("v", {}), means).reshape(
+            *means.shape[:2], count, -1, count, config.head_dim
+        )
         same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
         return jnp.where(same_head, values, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
 
@@ -236,8 +259,8 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
 
 
 def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
-    """Apply the last step of decoding a key, a matrix between heads (as HIGGS has it), to queries instead of keys. None
-    for other codecs."""
+    """Apply the last step of decoding a key, a matrix between heads (as HIGGS has it), to queries
+    instead of keys. None for other codecs."""
     if not isinstance(key, BetweenHeads):
         return None
     form = key.mixed_form(config.num_kv_heads, config.head_dim)
@@ -248,10 +271,11 @@ def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
 
 
 def apart(wiring: Wiring) -> bool:
-    """Say whether the keys or the values of a layer can be taken alone: it caches keys and values themselves, has no
-    carry, and has no constants but those of its two codecs.
+    """Say whether the keys or the values of a layer can be taken alone: it caches keys and values
+    themselves, has no carry, and has no constants but those of its two codecs.
 
-    Latents cannot be taken alone, because their constants replace weights for keys and values together."""
+    Latents cannot be taken alone, because their constants replace weights for keys and values
+    together."""
     has_both = set(wiring.storage.sources) == set(PARTS)
     return has_both and not (wiring.chain.carry or any(wiring.calibration))
 
@@ -273,10 +297,14 @@ class Pair:
         wirings = {"k": self.key.build(config), "v": self.value.build(config)}
         for part, wiring in wirings.items():
             if not apart(wiring):
-                raise UserError(f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together")
+                raise UserError(
+                    f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together"
+                )
         clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
         if clocks[0]._replace(sources=PARTS) == clocks[1]._replace(sources=PARTS):
-            clocks = (clocks[0]._replace(sources=PARTS),)  # one clock, so that they leave the window together
+            clocks = (
+                clocks[0]._replace(sources=PARTS),
+            )  # one clock, so that they leave the window together
 
         def capture(*arguments):
             return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}
@@ -305,9 +333,12 @@ class Pair:
             key, value = of(wirings["k"].maps), of(wirings["v"].maps)
             return lambda *arguments: (key(*arguments)[0], value(*arguments)[1])
 
-        # Each part's own `encode` rotates its source. Queries and outputs need one frame that has both rotations.
+        # Each part's own `encode` rotates its source. Queries and outputs need one frame that has
+        # both rotations.
         frames = {part: wiring.maps.frame for part, wiring in wirings.items()}
-        rotations = {part: x.rotations.get(part, "none") for part, x in frames.items() if x is not None}
+        rotations = {
+            part: x.rotations.get(part, "none") for part, x in frames.items() if x is not None
+        }
         body_frame = frame(rotations, config)
         return Wiring(
             Storage(
@@ -328,8 +359,8 @@ class Pair:
 
 
 def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
-    """Make the layer with `key`'s key codec and `value`'s value codec. None where the layers differ in more than these
-    two codecs."""
+    """Make the layer with `key`'s key codec and `value`'s value codec. None where the layers differ
+    in more than these two codecs."""
     fields = {field.name for field in dataclasses.fields(key)}
     if type(key) is not type(value) or not {"key", "value"} <= fields or isinstance(key, Pair):
         return None
@@ -350,11 +381,16 @@ def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
 def _shares_scales(spec: LayerSpec) -> bool:
     """Say whether channels of keys share a scale and no mean or bias is subtracted from them first.
 
-    KIVI does not count: each of its channels has a minimum of its own, which takes up a bias, rotated or not."""
+    KIVI does not count: each of its channels has a minimum of its own, which takes up a bias,
+    rotated or not."""
     layer = spec.key if isinstance(spec, Pair) else spec
     if not isinstance(layer, KeysAndValues) or layer.unbiased:
         return False
-    coarse = isinstance(layer.key, Uniform) and layer.key.along == "channels" and layer.key.bits <= FEW_BITS
+    coarse = (
+        isinstance(layer.key, Uniform)
+        and layer.key.along == "channels"
+        and layer.key.bits <= FEW_BITS
+    )
     return coarse or isinstance(layer.key, Higgs | Balanced | Scaled | Clipped)
 
 

@@ -1,8 +1,9 @@
 """One layer's cache as a value: storage, maps, chain, fast paths, calibration, cost
 (docs/design.md, idea 4).
 
-A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of a wiring's parts are plain data
-or pure functions. Arguments of the same name mean the same in all of these functions:
+A layer spec (frozen, hashable) builds a `Wiring` for one kind of layer. The fields of a wiring's
+parts are plain data or pure functions. Arguments of the same name mean the same in all of these
+functions:
 
     sources    the cached vectors of tokens by name: {"k": [.., K*D], "v": [.., K*D]}, or {"x": [.., E]} for the
                layer's input. Sinks and window hold them exactly, the body holds them encoded.
@@ -25,27 +26,6 @@ from kvqjax.methods.rotation import Frame
 from kvqjax.model.config import KVShape
 from kvqjax.pallas_kernels.adapters import Packed
 
-__all__ = [
-    "Calibration",
-    "Capture",
-    "Chain",
-    "Clock",
-    "Cost",
-    "Decode",
-    "Encode",
-    "Expand",
-    "Fast",
-    "Maps",
-    "MixedKeys",
-    "Prepare",
-    "SharedValues",
-    "Storage",
-    "Wiring",
-    "codec_maps",
-    "shared_until",
-    "through_heads",
-]
-
 Arrays = dict[str, Any]  # name -> array
 Groups = dict[str, dict[str, Any]]  # group -> name -> array
 
@@ -54,8 +34,8 @@ Groups = dict[str, dict[str, Any]]  # group -> name -> array
 
 
 class Clock(NamedTuple):
-    """When the sources named here leave the window. As long as a row has `window` + `unit` or more tokens that are not
-    encoded, the oldest `unit` of these are encoded."""
+    """When the sources named here leave the window. As long as a row has `window` + `unit` or more
+    tokens that are not encoded, the oldest `unit` of these are encoded."""
 
     sources: tuple[str, ...]
     window: int
@@ -75,15 +55,20 @@ class Storage(NamedTuple):
 
 
 class Capture(Protocol):
-    def __call__(self, weights: Arrays, constants: Groups, projected: Any, positions: Array, /) -> Arrays:
-        """Give the sources [B, T, W] of T new tokens. `projected` holds what the layer computed of these tokens
-        (kvqjax.model.decoder.Projected); `positions` are [B, T]."""
+    def __call__(
+        self, weights: Arrays, constants: Groups, projected: Any, positions: Array, /
+    ) -> Arrays:
+        """Give the sources [B, T, W] of T new tokens. `projected` holds what the layer computed of
+        these tokens (kvqjax.model.decoder.Projected); `positions` are [B, T]."""
         ...
 
 
 class Encode(Protocol):
-    def __call__(self, constants: Groups, tile: Arrays, carry: Arrays, /) -> tuple[Groups, Arrays, Arrays]:
-        """Encode one tile of one row: the sources [u, W] of u tokens that leave the window together.
+    def __call__(
+        self, constants: Groups, tile: Arrays, carry: Arrays, /
+    ) -> tuple[Groups, Arrays, Arrays]:
+        """Encode one tile of one row: the sources [u, W] of u tokens that leave the window
+        together.
 
         Args:
             constants: the layer's.
@@ -91,14 +76,18 @@ class Encode(Protocol):
             carry: of the layer below, [u, W].
 
         Returns:
-            The payload {source: {field: array}}, the sources as `decode` reconstructs them, and this layer's carry.
+            The payload {source: {field: array}}, the sources as `decode` reconstructs them, and
+            this layer's carry.
         """
         ...
 
 
 class Decode(Protocol):
-    def __call__(self, constants: Groups, payload: Groups, carry: Arrays, /) -> tuple[Arrays, Arrays]:
-        """Decode n stored tokens of every row. Encoder and decoder must compute the same reconstruction, bit for bit.
+    def __call__(
+        self, constants: Groups, payload: Groups, carry: Arrays, /
+    ) -> tuple[Arrays, Arrays]:
+        """Decode n stored tokens of every row. Encoder and decoder must compute the same
+        reconstruction, bit for bit.
 
         Args:
             constants: the layer's.
@@ -106,7 +95,8 @@ class Decode(Protocol):
             carry: of the layer below, [B, n, W].
 
         Returns:
-            The sources [B, n, W], in the body's frame where it has one (`Maps.frame`), and this layer's carry.
+            The sources [B, n, W], in the body's frame where it has one (`Maps.frame`), and this
+            layer's carry.
         """
         ...
 
@@ -115,14 +105,15 @@ class Expand(Protocol):
     def __call__(
         self, weights: Arrays, constants: Groups, sources: Arrays, positions: Array, /
     ) -> tuple[Float[Array, "B n K D"], Float[Array, "B n K D"]]:
-        """Make keys and values as attention takes them, keys rotated by RoPE, of exact or decoded sources [B, n, W].
-        `positions` are [B, n], or the waves that replace them (`Fast.waves`)."""
+        """Make keys and values as attention takes them, keys rotated by RoPE, of exact or decoded
+        sources [B, n, W]. `positions` are [B, n], or the waves that replace them (`Fast.waves`)."""
         ...
 
 
 class Prepare(Protocol):
     def __call__(self, constants: Groups, /) -> Groups:
-        """Add arrays to a layer's constants that are computed from them once per step, for reading the body."""
+        """Add arrays to a layer's constants that are computed from them once per step, for reading
+        the body."""
         ...
 
 
@@ -133,9 +124,9 @@ def _nothing_prepared(constants: Groups, /) -> Groups:
 class Maps(NamedTuple):
     """The pure functions of a layer's cache.
 
-    `frame` is set where the body is rotated (kvqjax.methods.rotation). `encode` then takes and reconstructs sources in
-    their own frame, and `decode` gives them in the body's frame. `expand_body`, if given, replaces `expand` for sources
-    in the body's frame."""
+    `frame` is set where the body is rotated (kvqjax.methods.rotation). `encode` then takes and
+    reconstructs sources in their own frame, and `decode` gives them in the body's frame.
+    `expand_body`, if given, replaces `expand` for sources in the body's frame."""
 
     capture: Capture
     encode: Encode
@@ -157,11 +148,15 @@ def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:
     """
 
     def encode(constants, tile, carry):
-        payload = {name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()}
+        payload = {
+            name: codecs[name].encode(constants.get(name, {}), x) for name, x in tile.items()
+        }
         return payload, decode(constants, payload, {})[0], carry
 
     def decode(constants, payload, carry):
-        return {name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()}, carry
+        return {
+            name: codecs[name].decode(constants.get(name, {}), x) for name, x in payload.items()
+        }, carry
 
     return encode, decode
 
@@ -173,26 +168,28 @@ class Chain(NamedTuple):
     """Vectors that flow from layer to layer for the same tokens, such as AQUA-KV's reconstruction
     and XQuant-CL's accumulator.
 
-    `carry` gives the width of each part by name. It is empty for layers that need no other layer. A reader takes the
-    carry of the layer below, for all body tokens, and gives its own layer's carry. With `flows` false only encoding
-    needs the carry, and a body is decoded without it.
+    `carry` gives the width of each part by name. It is empty for layers that need no other layer. A
+    reader takes the carry of the layer below, for all body tokens, and gives its own layer's carry.
+    With `flows` false only encoding needs the carry, and a body is decoded without it.
 
-    A layer's keys and values may be made of its carry as it is stored. `read_in` names the dtypes of the carry for
-    which this holds, number by number (None: all dtypes)."""
+    A layer's keys and values may be made of its carry as it is stored. `read_in` names the dtypes
+    of the carry for which this holds, number by number (None: all dtypes)."""
 
-    carry: dict[str, int] = {}  # noqa: RUF012 - never written to
+    carry: dict[str, int] = {}  # noqa: RUF012
     flows: bool = True
     read_in: tuple[str, ...] | None = ()
 
     @property
     def read(self) -> dict[str, int]:
-        """The widths of the carry that a reader takes from the layer below: empty where only encoding needs it."""
+        """The widths of the carry that a reader takes from the layer below: empty where only
+        encoding needs it."""
         return self.carry if self.flows else {}
 
 
 class SharedValues(NamedTuple):
-    """Body values as vectors of `width` numbers that all heads share. They are mapped to head dimensions after the sum
-    over tokens instead of before it, since attention is linear in the values:
+    """Body values as vectors of `width` numbers that all heads share. They are mapped to head
+    dimensions after the sum over tokens instead of before it, since attention is linear in the
+    values:
 
         read(weights, constants, payload, sources) -> [B, n, N]       of one block, stored and decoded
         finish(weights, constants, [B, T, H, N]) -> [B, T, H, D]      of means: weights that add up to 1
@@ -205,26 +202,34 @@ class SharedValues(NamedTuple):
 
 
 class MixedKeys(NamedTuple):
-    """Body keys whose transform mixes the channels of every head alike, and mixes heads by a matrix. Queries are
-    multiplied by the matrix once (`kvqjax.ops.attention`), so that cached keys need not be."""
+    """Body keys whose transform mixes the channels of every head alike, and mixes heads by a
+    matrix. Queries are multiplied by the matrix once (`kvqjax.ops.attention`), so that cached keys
+    need not be."""
 
     mix: np.ndarray  # [K, K]
     read: Callable  # the keys' payload -> [B, n, K*D], mixed within heads only
 
 
 class Fast(NamedTuple):
-    """Faster ways to attend to a body than decoding it block by block; each is None where a body has none."""
+    """Faster ways to attend to a body than decoding it block by block; each is None where a body
+    has none."""
 
     packed: Packed | None = None  # a kernel reads the body as it is stored
-    direct: Direct | None = None  # XLA reads all of it at once, stored head by head (kvqjax.methods.direct)
+    direct: Direct | None = (
+        None  # XLA reads all of it at once, stored head by head (kvqjax.methods.direct)
+    )
     shared: SharedValues | None = None  # values are summed before they are mapped to heads
-    # As `shared`, but used only where no kernel reads the body: on a GPU, or with few queries on a CPU.
+    # As `shared`, but used only where no kernel reads the body: on a GPU, or with few queries on a
+    # CPU.
     summed: SharedValues | None = None
     mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU or GPU
-    reading: int = 1  # tokens that are decoded at a time, where the body's block is smaller and divides them
+    reading: int = (
+        1  # tokens that are decoded at a time, where the body's block is smaller and divides them
+    )
     before_rope: bool = False  # `expand` rotates keys by RoPE
-    # waves(n) makes a function of n consecutive positions. `expand` takes the function's result in place of the
-    # positions (kvqjax.model.rope.following). Set on CPUs, for keys that are kept before RoPE.
+    # waves(n) makes a function of n consecutive positions. `expand` takes the function's result in
+    # place of the positions (kvqjax.model.rope.following). Set on CPUs, for keys that are kept
+    # before RoPE.
     waves: Callable | None = None
 
 
@@ -234,12 +239,12 @@ class Fast(NamedTuple):
 class Calibration(NamedTuple):
     """The calibrated constants of a layer, beyond those that its codecs declare.
 
-    `needs` gives their shapes {group: {name: shape without the layer axis}}. The group of a codec's constants is its
-    source's name. `kinds` gives the dtypes, by name, of constants that are not float32; "compute" is the model's dtype.
-    `fit` finds the constants (kvqjax.codecs.base)."""
+    `needs` gives their shapes {group: {name: shape without the layer axis}}. The group of a codec's
+    constants is its source's name. `kinds` gives the dtypes, by name, of constants that are not
+    float32; "compute" is the model's dtype. `fit` finds the constants (kvqjax.codecs.base)."""
 
-    needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012 - never written to
-    kinds: dict[str, str] = {}  # noqa: RUF012 - never written to
+    needs: dict[str, dict[str, tuple[int, ...]]] = {}  # noqa: RUF012
+    kinds: dict[str, str] = {}  # noqa: RUF012
     fit: Fit | None = None
 
 
@@ -247,8 +252,8 @@ class Cost(NamedTuple):
     """The cost of reading one stored token in a layer, beyond its stored bits
     (kvqjax.methods.roofline)."""
 
-    # Operations that make keys and values of the stored token. A multiply-accumulate counts as two. 0 where keys and
-    # values themselves are stored.
+    # Operations that make keys and values of the stored token. A multiply-accumulate counts as two.
+    # 0 where keys and values themselves are stored.
     operations: int = 0
     bits: int = 0  # bits that are moved for a token in addition to its codes
     spared: int = 0  # numbers of the layer's weights that a decode step does not read, because constants replace them
@@ -258,8 +263,9 @@ class Cost(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """One layer's cache as a value. `storage` and `maps` suffice for a cache. The defaults of the other parts describe
-    a layer without a carry that is decoded block by block and has no calibrated constants but those of its codecs."""
+    """One layer's cache as a value. `storage` and `maps` suffice for a cache. The defaults of the
+    other parts describe a layer without a carry that is decoded block by block and has no
+    calibrated constants but those of its codecs."""
 
     storage: Storage
     maps: Maps
@@ -269,31 +275,46 @@ class Wiring(NamedTuple):
     cost: Cost = Cost()
 
     def having(self, **parts: dict[str, Any]) -> "Wiring":
-        """Exchange fields of parts: `wiring.having(storage={"codecs": ...}, fast={"packed": None})`."""
-        return self._replace(**{part: getattr(self, part)._replace(**fields) for part, fields in parts.items()})
+        """Exchange fields of parts:
+        `wiring.having(storage={"codecs": ...}, fast={"packed": None})`."""
+        return self._replace(
+            **{part: getattr(self, part)._replace(**fields) for part, fields in parts.items()}
+        )
 
     def wanted(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Collect every calibrated constant of a layer, {group: {name: shape}}, a codec's under its source's name."""
-        constants = {source: dict(codec.needs) for source, codec in self.storage.codecs.items() if codec.needs}
+        """Collect every calibrated constant of a layer, {group: {name: shape}}, a codec's under its
+        source's name."""
+        constants = {
+            source: dict(codec.needs)
+            for source, codec in self.storage.codecs.items()
+            if codec.needs
+        }
         for group, shapes in self.calibration.needs.items():
             constants[group] = constants.get(group, {}) | dict(shapes)
         return constants
 
     def fits(self) -> tuple[Fit, ...]:
-        """List the fits that find the constants of `wanted`, each once: the layer's own, then those of its codecs."""
+        """List the fits that find the constants of `wanted`, each once: the layer's own, then those
+        of its codecs."""
         of_codecs = [codec.fit for codec in self.storage.codecs.values() if codec.needs]
         fits = [fit for fit in (self.calibration.fit, *of_codecs) if fit is not None]
         return tuple(dict.fromkeys(fits))
 
     def constants(self, count: int, dtype: str) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-        """Describe what `wanted` lists as arrays of `count` layers, for a model of compute dtype `dtype`."""
+        """Describe what `wanted` lists as arrays of `count` layers, for a model of compute dtype
+        `dtype`."""
 
         def array(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
             kind = self.calibration.kinds.get(name, "float32")
-            return jax.ShapeDtypeStruct((count, *shape), jnp.dtype(dtype if kind == "compute" else kind))
+            return jax.ShapeDtypeStruct(
+                (count, *shape), jnp.dtype(dtype if kind == "compute" else kind)
+            )
 
         groups = self.wanted().items()
-        return {group: {name: array(name, shape) for name, shape in names.items()} for group, names in groups}
+        return {
+            group: {name: array(name, shape) for name, shape in names.items()}
+            for group, names in groups
+        }
 
 
 # ---- Values that are summed before they are mapped to heads (`SharedValues`) ----
@@ -308,7 +329,8 @@ def shared_until(width: int, decoding: int, config: KVShape) -> int:
         config: the model's shape.
 
     Returns:
-        The largest T at which T H N multiply-accumulates per cached token are fewer than `decoding` + T H D.
+        The largest T at which T H N multiply-accumulates per cached token are fewer than `decoding`
+        + T H D.
     """
     # T H N < decoding + T H D, solved for T. Where N <= D, it holds for every T.
     excess = config.num_heads * (width - config.head_dim)
@@ -316,7 +338,10 @@ def shared_until(width: int, decoding: int, config: KVShape) -> int:
 
 
 def through_heads(
-    means: Float[Array, "B T H N"], matrix: Float[Array, "N KD"], config: KVShape, precision: str | None = None
+    means: Float[Array, "B T H N"],
+    matrix: Float[Array, "N KD"],
+    config: KVShape,
+    precision: str | None = None,
 ) -> Float[Array, "B T H D"]:
     """Multiply every query head's vector by the columns of its KV head.
 
@@ -329,7 +354,15 @@ def through_heads(
     Returns:
         Values by query head. The product is taken in the matrix's dtype, with float32 sums.
     """
-    grouped = means.astype(matrix.dtype).reshape(*means.shape[:2], config.num_kv_heads, -1, means.shape[-1])
+    grouped = means.astype(matrix.dtype).reshape(
+        *means.shape[:2], config.num_kv_heads, -1, means.shape[-1]
+    )
     columns = matrix.reshape(-1, config.num_kv_heads, config.head_dim)
-    out = jnp.einsum("btkgn,nkd->btkgd", grouped, columns, precision=precision, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "btkgn,nkd->btkgd",
+        grouped,
+        columns,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
     return out.reshape(*means.shape[:3], config.head_dim)

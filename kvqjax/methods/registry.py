@@ -1,11 +1,13 @@
-"""Every method by name, and the policies that combine them, as text, dict or JSON (kvqjax.methods.grammar).
+"""Every method by name, and the policies that combine them, as text, dict or JSON
+(kvqjax.methods.grammar).
 
 Methods of other packages are found by their entry points:
 
     [project.entry-points."kvqjax.methods"]
     fp4 = "their_package:fp4"                # a factory made by `kvqjax.methods.method_factory`
 
-Policies, the command line, the ledger, the planner and `kvqjax.testing` then know them by name, as they know ours.
+Policies, the command line, the ledger, the planner and `kvqjax.testing` then know them by name, as
+they know ours.
 """
 
 import contextlib
@@ -24,7 +26,14 @@ from typing import Any
 from kvqjax._errors import UserError, suggest
 from kvqjax._files import path_of
 from kvqjax._options import check_names
-from kvqjax.methods.grammar import NO_VALUE, nearest_policy, read_json, read_selector, read_text, write_selector
+from kvqjax.methods.grammar import (
+    NO_VALUE,
+    nearest_policy,
+    read_json,
+    read_selector,
+    read_text,
+    write_selector,
+)
 from kvqjax.methods.keys_values import joined
 from kvqjax.methods.papers.aqua import aqua
 from kvqjax.methods.papers.commvq import commvq
@@ -37,8 +46,6 @@ from kvqjax.methods.papers.turboquant import turboquant
 from kvqjax.methods.papers.xquant import xquant
 from kvqjax.methods.papers.xquant_cl import xquant_cl
 from kvqjax.methods.spec import LayerSpec, Method, option_text
-
-__all__ = ["METHODS", "MethodLike", "Methods", "parse", "parse_all", "policy", "spelled_out", "to_dict"]
 
 GROUP = "kvqjax.methods"  # of entry points
 POLICIES = Path(__file__).parents[1] / "assets" / "policies"  # shipped ones (docs/howto/choose.md)
@@ -69,10 +76,11 @@ OWN: dict[str, Factory] = {
 
 
 class Methods(Mapping):
-    """Factories by name: this library's, and those of other packages. Other packages are searched once, and imported
-    when one of their methods is asked for.
+    """Factories by name: this library's, and those of other packages. Other packages are searched
+    once, and imported when one of their methods is asked for.
 
-    Raises UserError for a method that cannot be imported, and for one that has the name of a method of this library."""
+    Raises UserError for a method that cannot be imported, and for one that has the name of a method
+    of this library."""
 
     def __init__(self, library: dict[str, Factory]):
         self.library = library
@@ -81,7 +89,9 @@ class Methods(Mapping):
     def of_packages(self) -> dict[str, Any]:
         entries = {entry.name: entry for entry in entry_points(group=GROUP)}
         for name in entries.keys() & self.library.keys():
-            raise UserError(f"{entries[name].value}: {name!r} is a method of kvqjax; name yours otherwise")
+            raise UserError(
+                f"{entries[name].value}: {name!r} is a method of kvqjax; name yours otherwise"
+            )
         return entries
 
     def __getitem__(self, name: str) -> Factory:
@@ -91,7 +101,9 @@ class Methods(Mapping):
         try:
             return entry.load()
         except (ImportError, AttributeError) as error:
-            raise UserError(f"method {name!r} of {entry.value} cannot be imported: {error}") from error
+            raise UserError(
+                f"method {name!r} of {entry.value} cannot be imported: {error}"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self.library, *self.of_packages])
@@ -108,10 +120,14 @@ METHODS = Methods(OWN)
 
 def _convert(value: Any, annotation, where: str) -> Any:
     """Convert an option's value, text or plain JSON, to its annotated type."""
-    if not isinstance(value, str | int | float | bool | None) or (isinstance(value, str) and set(value) & set(",;")):
+    if not isinstance(value, str | int | float | bool | None) or (
+        isinstance(value, str) and set(value) & set(",;")
+    ):
         raise UserError(f"{where}: {value!r} is not one number or word")
     text = str(value).lower() if isinstance(value, bool | None) else str(value)
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    options = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    )
     if type(None) in options and text.lower() == "none":
         return None
     kinds = [kind for kind in options if kind is not type(None)]
@@ -122,7 +138,9 @@ def _convert(value: Any, annotation, where: str) -> Any:
     for kind in kinds:
         with contextlib.suppress(ValueError):
             return kind(text)
-    raise UserError(f"{where}: {text!r} is not of type {' or '.join(kind.__name__ for kind in kinds)}")
+    raise UserError(
+        f"{where}: {text!r} is not of type {' or '.join(kind.__name__ for kind in kinds)}"
+    )
 
 
 def _is_policy(text: str) -> bool:
@@ -152,7 +170,9 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name = str(tree.get("method", ""))  # JSON may hold anything there
     if name not in METHODS:
         if len(name) > 80:  # a text in the place of a policy: it says itself what it is
-            raise UserError(f"unknown method {name[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text")
+            raise UserError(
+                f"unknown method {name[:40]!r}...: wanted a policy such as 'kivi:bits=2', got a text"
+            )
         raise UserError(f"unknown method {name!r}{_method_hint(name)}")
     parameters = inspect.signature(METHODS[name]).parameters
     options = {}
@@ -186,16 +206,17 @@ def parse(source: MethodLike) -> Method:
     """Read the method that a policy describes.
 
     Args:
-        source: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method": "kivi", "bits": 2,
-            "layers": {"0-1": "exact"}}`), the path of a .json file that holds such a dict, the name of one that is
-            shipped (kvqjax/assets/policies: "smollm2-2.5.json"), or a method. Every function that takes a method takes
-            all of these.
+        source: a spec string (`kivi:bits=2;0-1=exact`), a dict of the JSON form (`{"method":
+            "kivi", "bits": 2, "layers": {"0-1": "exact"}}`), the path of a .json file that holds
+            such a dict, the name of one that is shipped (kvqjax/assets/policies:
+            "smollm2-2.5.json"), or a method. Every function that takes a method takes all of these.
 
     Returns:
         The method. A `source` that is a method is returned as it is.
 
     Raises:
-        UserError: for a text that is no policy. For a misspelt name the message has the nearest known name.
+        UserError: for a text that is no policy. For a misspelt name the message has the nearest
+            known name.
     """
     if isinstance(source, Method):
         return source
@@ -227,13 +248,16 @@ def to_dict(method: MethodLike) -> dict[str, Any]:
 
 
 def spelled_out(method: Method) -> str:
-    """Write a method's policy with every option of every layer, also those at their defaults. Files store this text,
-    because a later version may have other defaults. `parse` reads it back."""
+    """Write a method's policy with every option of every layer, also those at their defaults. Files
+    store this text, because a later version may have other defaults. `parse` reads it back."""
     tree = read_text(str(method))
 
     def in_full(part: Mapping[str, Any]) -> str:
         name, options = _options(part)
-        values = {p.name: options.get(p.name, p.default) for p in inspect.signature(METHODS[name]).parameters.values()}
+        values = {
+            p.name: options.get(p.name, p.default)
+            for p in inspect.signature(METHODS[name]).parameters.values()
+        }
         return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in values.items())
 
     exceptions = [f"{numbers}={in_full(part)}" for numbers, part in tree.get("layers", {}).items()]
@@ -244,11 +268,13 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
     """Combine methods, layer by layer.
 
     Args:
-        default: the method of all layers that `overrides` does not name. Sinks and `keep` are its own.
-        overrides: methods by the layers that they apply to ("3", "-1", "0-2"). "0-2.k" and "-1.v" name the keys or the
-            values of layers alone, "k" and "v" those of all layers. If two entries name a layer,
-            the later one holds. In a method whose layers feed each other (aqua, xquant_cl) the
-            layer's `admit` says how another method's layer takes a place in the chain.
+        default: the method of all layers that `overrides` does not name. Sinks and `keep` are its
+            own.
+        overrides: methods by the layers that they apply to ("3", "-1", "0-2"). "0-2.k" and "-1.v"
+            name the keys or the values of layers alone, "k" and "v" those of all layers. If two
+            entries name a layer, the later one holds. In a method whose layers feed each other
+            (aqua, xquant_cl) the layer's `admit` says how another method's layer takes a place in
+            the chain.
 
     Returns:
         The method, named after `default` and all overrides.
@@ -265,7 +291,9 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
         numbers, part = read_selector(selector)
         if method.overrides or method.keep:
             cause = "layers" if method.overrides else "a keep"
-            raise UserError(f"{method} has {cause} of its own and cannot stand for layers {selector} of {default}")
+            raise UserError(
+                f"{method} has {cause} of its own and cannot stand for layers {selector} of {default}"
+            )
         replaced = functools.partial(_replaced, default.layer, part, method.layer)
         if numbers is None:
             layer = replaced(layer)
@@ -274,11 +302,14 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
             _check_ends(default, numbers, part, pairs)
             pairs |= {number: replaced(pairs.get(number, layer)) for number in numbers}
         names.append(f"{write_selector(numbers, part)}={method.name}")
-    return dataclasses.replace(default, name=";".join(names), layer=layer, overrides=tuple(pairs.items()))
+    return dataclasses.replace(
+        default, name=";".join(names), layer=layer, overrides=tuple(pairs.items())
+    )
 
 
 def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> LayerSpec:
-    """Give `old` the keys ("k") or values ("v") of `new`. For part "", give `new` as `default` admits it."""
+    """Give `old` the keys ("k") or values ("v") of `new`. For part "", give `new` as `default`
+    admits it."""
     if part == "k":
         return joined(new, old)
     if part == "v":
@@ -288,7 +319,10 @@ def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> 
 
 
 def _check_ends(default: Method, numbers: range, part: str, pairs: Mapping[int, LayerSpec]) -> None:
-    """Raise UserError where layers whose keys or values are named apart are counted from both ends. Numbers from both
-    ends may mean the same layer in one model and not in another, so its other part would depend on the model."""
+    """Raise UserError where layers whose keys or values are named apart are counted from both ends.
+    Numbers from both ends may mean the same layer in one model and not in another, so its other
+    part would depend on the model."""
     if part and any((number < 0) != (numbers[0] < 0) for number in pairs):
-        raise UserError(f"{default}: layers whose keys and values are named apart must be counted from one end")
+        raise UserError(
+            f"{default}: layers whose keys and values are named apart must be counted from one end"
+        )

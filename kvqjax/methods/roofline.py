@@ -10,11 +10,12 @@ Per layer and cached token, with KD = kv_width <= E (the papers' d/g):
     XQuant-CL, in latents              8 E KD            up-projection and [W_k|W_v]
     AQUA-KV, linear predictors         6 KD^2
 
-These make keys and values anew. A step of few tokens sums XQuant's stored values first and multiplies the sum
-(layer_cache.SharedValues), which takes about half of that.
+These make keys and values anew. A step of few tokens sums XQuant's stored values first and
+multiplies the sum (layer_cache.SharedValues), which takes about half of that.
 
-What is counted is one sequence: every step reads the layers' 16-bit weights once and the cache once, and computes what
-it does not store. Attention's own products and the head are left out, as XQuant's paper leaves them out.
+What is counted is one sequence: every step reads the layers' 16-bit weights once and the cache
+once, and computes what it does not store. Attention's own products and the head are left out, as
+XQuant's paper leaves them out.
 """
 
 import math
@@ -24,16 +25,6 @@ from kvqjax.codecs import bits_per_value
 from kvqjax.methods.layer_cache import Wiring
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape, ModelConfig
-
-__all__ = [
-    "StepCost",
-    "bits_by_layer",
-    "flops_by_layer",
-    "flops_per_token",
-    "layer_cost",
-    "longest_memory_bound",
-    "step_cost",
-]
 
 Number = int | float
 
@@ -53,21 +44,25 @@ def _wirings(method: Method, config: KVShape) -> list[Wiring]:
 
 
 def flops_per_token(method: Method, config: KVShape) -> int:
-    """Count the operations of all layers per generated token and cached token. Times the context length they are those
-    of one step."""
+    """Count the operations of all layers per generated token and cached token. Times the context
+    length they are those of one step."""
     return sum(flops_by_layer(method, config))
 
 
 def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
-    """Count the operations that every layer spends on one cached token per read. They are 0 where keys and values
-    themselves are stored."""
+    """Count the operations that every layer spends on one cached token per read. They are 0 where
+    keys and values themselves are stored."""
     return tuple(wiring.cost.operations for wiring in _wirings(method, config))
 
 
 def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
-    """Give each layer's stored bits per number of its sources. Numbers in the compute dtype count as 16 bits."""
+    """Give each layer's stored bits per number of its sources. Numbers in the compute dtype count
+    as 16 bits."""
     stored = [wiring.storage.codecs.values() for wiring in _wirings(method, config)]
-    total = lambda codecs: sum(bits_per_value(codec) * codec.width for codec in codecs)  # noqa: E731
+
+    def total(codecs):
+        return sum(bits_per_value(codec) * codec.width for codec in codecs)
+
     return tuple(total(codecs) / sum(codec.width for codec in codecs) for codecs in stored)
 
 
@@ -76,7 +71,9 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     wiring = spec.build(config.layer(0))
     bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
     matrices = config.attention_numbers + config.mlp_numbers - wiring.cost.spared
-    matrices += sum(math.prod(shape) for names in wiring.wanted().values() for shape in names.values())
+    matrices += sum(
+        math.prod(shape) for names in wiring.wanted().values() for shape in names.values()
+    )
     return StepCost(wiring.cost.operations, (bits + wiring.cost.bits) / 8, 2 * matrices)
 
 
@@ -88,7 +85,8 @@ def step_cost(method: Method, config: ModelConfig) -> StepCost:
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
-    """Solve the paper's equations 3 and 4 for l, the cached tokens up to which memory traffic bounds a step.
+    """Solve the paper's equations 3 and 4 for l, the cached tokens up to which memory traffic
+    bounds a step.
 
     Args:
         cost: of the step.

@@ -2,14 +2,16 @@
 
     k' = k R_k      v' = v R_v      q . k = (q R_k) . k'      sum_t p_t v_t = (sum_t p_t v'_t) R_v^T
 
-So attention to a body that holds k' and v' takes rotated queries, and its output is rotated back. Both rotations are
-done once per step and query, never per cached token. Sinks, window and new tokens are not rotated: they are in the
-source's frame, the body in its own.
+So attention to a body that holds k' and v' takes rotated queries, and its output is rotated back.
+Both rotations are done once per step and query, never per cached token. Sinks, window and new
+tokens are not rotated: they are in the source's frame, the body in its own.
 
-- hadamard: the orthonormal Hadamard matrix H / sqrt(D). It spreads a large channel over all channels of the head.
-- signs: random signs of channels, then the Hadamard matrix; the signs are the same for every head (`signs:7` takes
-  another seed). Without signs a constant vector becomes one large channel.
-- pairs: 45 degrees within each RoPE pair. It commutes with RoPE, so that keys before RoPE can be stored rotated.
+- hadamard: the orthonormal Hadamard matrix H / sqrt(D). It spreads a large channel over all
+  channels of the head.
+- signs: random signs of channels, then the Hadamard matrix; the signs are the same for every head
+  (`signs:7` takes another seed). Without signs a constant vector becomes one large channel.
+- pairs: 45 degrees within each RoPE pair. It commutes with RoPE, so that keys before RoPE can be
+  stored rotated.
 - fitted: calibrated matrices, one per layer and KV head (kvqjax.calibrate.rotation).
 """
 
@@ -28,17 +30,18 @@ from kvqjax.codecs.hadamard import hadamard, has_hadamard
 from kvqjax.model.config import KVShape
 from kvqjax.model.latents import key_parts, latent_key
 
-__all__ = ["CONSTANTS", "Frame", "check_rotation", "frame", "matrix_of", "needs_of", "turned", "turning"]
-
 KINDS = ("none", "hadamard", "signs", "pairs", "fitted")
-CONSTANTS = "rotation"  # the group of a layer's fitted matrices: {"keys": [K, D, D], "values": [K, D, D]}
+CONSTANTS = (
+    "rotation"  # the group of a layer's fitted matrices: {"keys": [K, D, D], "values": [K, D, D]}
+)
 NAMES = {"k": "keys", "v": "values"}  # of sources in that group
 
 Rotations = dict[str, str]  # source -> rotation, as policies write it
 
 
 class Frame(NamedTuple):
-    """Functions between the frame of a source and the frame of the body. All of them take the layer's constants.
+    """Functions between the frame of a source and the frame of the body. All of them take the
+    layer's constants.
 
     turn(constants, source, x [.., W], back) -> [.., W]      vectors of a source into the body's frame, or `back`
     queries(constants, q [B, T, H, D]) -> [B, T, H, D]       queries into the frame of the body's keys
@@ -54,8 +57,8 @@ class Frame(NamedTuple):
 
 
 def check_rotation(text: str, rope: str = "post") -> None:
-    """Raise UserError for text that names no rotation. With `rope` "pre", where keys are stored before RoPE, raise it
-    also for a rotation that does not commute with RoPE."""
+    """Raise UserError for text that names no rotation. With `rope` "pre", where keys are stored
+    before RoPE, raise it also for a rotation that does not commute with RoPE."""
     kind, colon, seed = text.partition(":")
     if kind not in KINDS or (colon and not (kind == "signs" and whole_number(seed) is not None)):
         raise UserError(f"rotation {text!r}; known: {', '.join(KINDS)}, and signs:SEED")
@@ -66,7 +69,9 @@ def check_rotation(text: str, rope: str = "post") -> None:
         )
 
 
-def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True) -> dict[str, str]:
+def turning(
+    rotate: str, value_rotate: str, rope: str = "post", fitted: bool = True
+) -> dict[str, str]:
     """Turn a method's options into fields of KeysAndValues.
 
     Args:
@@ -81,12 +86,17 @@ def turning(rotate: str, value_rotate: str, rope: str = "post", fitted: bool = T
     Raises:
         UserError: for rotations that do not exist, or that such keys or codecs cannot have.
     """
-    rotations = {"key_rotation": rotate, "value_rotation": rotate if value_rotate == "same" else value_rotate}
+    rotations = {
+        "key_rotation": rotate,
+        "value_rotation": rotate if value_rotate == "same" else value_rotate,
+    }
     check_rotation(rotate, rope)
     check_rotation(rotations["value_rotation"])
     if "fitted" in rotations.values() and not fitted:
         kinds = ", ".join(KINDS[:-1])
-        raise UserError(f"rotation 'fitted' needs codecs without calibrated tables; known here: {kinds}")
+        raise UserError(
+            f"rotation 'fitted' needs codecs without calibrated tables; known here: {kinds}"
+        )
     return rotations
 
 
@@ -99,7 +109,8 @@ def matrix_of(text: str, dim: int) -> np.ndarray:
         dim: D, the channels of a head.
 
     Returns:
-        M [D, D], int8. All its columns have the same length. The rotation R is M divided by this length.
+        M [D, D], int8. All its columns have the same length. The rotation R is M divided by this
+        length.
 
     Raises:
         UserError: where no Hadamard matrix of this order is known.
@@ -134,13 +145,20 @@ def turned(
     """
     precision = jax.lax.Precision.HIGHEST
     if isinstance(matrix, np.ndarray):
-        scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5  # 1 / length of a column
-        # Integers are exact in the dtype of `x`, so that products with bfloat16 queries are exact, too.
+        scale = (
+            float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
+        )  # 1 / length of a column
+        # Integers are exact in the dtype of `x`, so that products with bfloat16 queries are exact,
+        # too.
         fixed = jnp.asarray(matrix.T if back else matrix, x.dtype)
-        out = jnp.einsum("...kxd,de->...kxe", x, fixed, precision=precision, preferred_element_type=jnp.float32)
+        out = jnp.einsum(
+            "...kxd,de->...kxe", x, fixed, precision=precision, preferred_element_type=jnp.float32
+        )
         return out * jnp.float32(scale)
     spelled = "...kxe,kde->...kxd" if back else "...kxd,kde->...kxe"
-    return jnp.einsum(spelled, x.astype(jnp.float32), matrix.astype(jnp.float32), precision=precision)
+    return jnp.einsum(
+        spelled, x.astype(jnp.float32), matrix.astype(jnp.float32), precision=precision
+    )
 
 
 def needs_of(rotations: Rotations, config: KVShape) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -159,7 +177,11 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
     if not rotations:
         return None
     of_heads, latent = config.cached_heads, config.latent
-    fixed = {source: matrix_of(text, of_heads[source][1]) for source, text in rotations.items() if text != "fitted"}
+    fixed = {
+        source: matrix_of(text, of_heads[source][1])
+        for source, text in rotations.items()
+        if text != "fitted"
+    }
 
     def matrix(constants, source: str):
         return fixed[source] if source in fixed else constants[CONSTANTS][NAMES[source]]
@@ -171,7 +193,9 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
         rows = x.astype(jnp.float32).reshape(*x.shape[:-1], kv_heads, 1, dim)
         return turned(rows, matrix(constants, source), back).reshape(x.shape)
 
-    def turn_heads(constants, source: str, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
+    def turn_heads(
+        constants, source: str, x: Float[Array, "B T H D"], back: bool
+    ) -> Float[Array, "B T H D"]:
         """Turn vectors by head, each by the rotation of its KV head."""
         if source not in rotations:
             return x
@@ -180,7 +204,8 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
         return turned(rows, matrix(constants, source), back).reshape(x.shape).astype(x.dtype)
 
     def turn_keys(constants, x: Float[Array, "B T H D"], back: bool) -> Float[Array, "B T H D"]:
-        """Turn vectors that have the channels of a key. In a model with a latent these are channels of both sources."""
+        """Turn vectors that have the channels of a key. In a model with a latent these are channels
+        of both sources."""
         if latent is None:
             return turn_heads(constants, "k", x, back)
         turned_part, latent_part = key_parts(x, latent)
@@ -191,7 +216,8 @@ def frame(rotations: Rotations, config: KVShape) -> Frame | None:
     def outputs(constants, out: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
         if latent is None:
             return turn_heads(constants, "v", out, True)
-        # A latent's outputs have the channels of a key. Only the latent's channels among them are read.
+        # A latent's outputs have the channels of a key. Only the latent's channels among them are
+        # read.
         return turn_keys(constants, out, True)
 
     return Frame(

@@ -1,7 +1,9 @@
-"""A checkpoint on disk: a folder of safetensors files or a GGUF file, its tensors, their codes, its fingerprint.
+"""A checkpoint on disk: a folder of safetensors files or a GGUF file, its tensors, their codes, its
+fingerprint.
 
-Layout of a safetensors file: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets),
-the data. Headers are checked before anything is read. Afterwards slices are read from where they lie.
+Layout of a safetensors file: 8 bytes little-endian header length, a JSON header (name -> dtype,
+shape, data_offsets), the data. Headers are checked before anything is read. Afterwards slices are
+read from where they lie.
 
 Weights are plain numbers, or codes:
 
@@ -10,9 +12,9 @@ Weights are plain numbers, or codes:
     AWQ   w[o, i] = (code[i, o] - zero[i // group, o]) * scale[i // group, o];  a word holds codes of consecutive o
     MXFP4 w[o, i] = e2m1(code[o, i]) * 2 ^ (scale[o, i // 32] - 127);            a byte holds codes of consecutive i
 
-in the order of Hugging Face's linear layers, [out, in]. GPTQ's second format stores its zeros without taking off one.
-AWQ's words hold even outputs before odd ones. Codes are decoded to float32. Those of a GGUF file are blocks along its
-rows (kvqjax/model/gguf_file.py).
+in the order of Hugging Face's linear layers, [out, in]. GPTQ's second format stores its zeros
+without taking off one. AWQ's words hold even outputs before odd ones. Codes are decoded to float32.
+Those of a GGUF file are blocks along its rows (kvqjax/model/gguf_file.py).
 """
 
 import dataclasses
@@ -34,21 +36,6 @@ from kvqjax.model.gguf_file import BLOCKS, decode_blocks, is_gguf
 from kvqjax.model.gguf_model import find_tensors
 from kvqjax.model.hf_config import Scheme
 from kvqjax.model.tensor_rows import Order
-
-__all__ = [
-    "Checkpoint",
-    "StoredWeight",
-    "Tensor",
-    "decode_slice",
-    "find_weight",
-    "fingerprint",
-    "fingerprint_parts",
-    "header_digest",
-    "open_checkpoint",
-    "read_slice",
-    "sample",
-    "sample_digest",
-]
 
 _DTYPES = {
     "F64": np.float64,
@@ -104,7 +91,14 @@ class Tensor:
         shape = tuple(len(range(*at.indices(size))) for at, size in spans if isinstance(at, slice))
         nbytes = self.nbytes // math.prod(self.shape) * math.prod(shape)
         shape = shape[::-1] if turned else shape
-        new = {"name": name, "shape": shape, "nbytes": nbytes, "stored": self.shape, "cut": cut, "turned": turned}
+        new = {
+            "name": name,
+            "shape": shape,
+            "nbytes": nbytes,
+            "stored": self.shape,
+            "cut": cut,
+            "turned": turned,
+        }
         return dataclasses.replace(self, **new)
 
 
@@ -115,19 +109,23 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read the headers of a checkpoint.
 
     Args:
-        folder: the folder of model.safetensors, or of model.safetensors.index.json and the shards that it names; or a
-            GGUF file, whose tensors have the names that Hugging Face gives them.
+        folder: the folder of model.safetensors, or of model.safetensors.index.json and the shards
+            that it names; or a GGUF file, whose tensors have the names that Hugging Face gives
+            them.
 
     Returns:
         Every tensor by its name.
 
     Raises:
-        UserError: for a missing folder, file or tensor, a damaged header, a truncated file, or a folder of pickles.
+        UserError: for a missing folder, file or tensor, a damaged header, a truncated file, or a
+            folder of pickles.
     """
     folder = path_of(folder)
     if is_gguf(folder):
         return {
-            name: Tensor(folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.order, e.undo)
+            name: Tensor(
+                folder, name, e.kind, e.shape, e.start, e.nbytes, e.kind in BLOCKS, e.order, e.undo
+            )
             for name, e in find_tensors(folder).items()
         }
     if not folder.is_dir():
@@ -137,7 +135,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         tensors = _tensors(file)
         missing = [name for name in expected or () if name not in tensors]
         if missing:
-            raise UserError(f"{file}: tensor {missing[0]!r} is missing, though the index places it here")
+            raise UserError(
+                f"{file}: tensor {missing[0]!r} is missing, though the index places it here"
+            )
         checkpoint |= tensors
     return checkpoint
 
@@ -148,7 +148,9 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     if not index.exists():
         if not single.exists():
             _refuse_pickles(folder)
-            raise UserError(f"{folder}: no model.safetensors or model.safetensors.index.json in this folder")
+            raise UserError(
+                f"{folder}: no model.safetensors or model.safetensors.index.json in this folder"
+            )
         return {single: None}
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
@@ -158,16 +160,21 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         # Tools that list a folder write "./" in front of its files.
         place = file.removeprefix("./") if isinstance(file, str) else ""
         if not place or Path(place).name != place:
-            raise UserError(f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder")
+            raise UserError(
+                f"{index}: weight_map[{name!r}]={file!r} is not a file name in this folder"
+            )
         shards.setdefault(folder / place, []).append(name)
     absent = [file.name for file in shards if not file.is_file()]
     if absent:
-        raise UserError(f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}")
+        raise UserError(
+            f"{index}: {len(absent)} of {len(shards)} files it names are missing: {', '.join(absent)}"
+        )
     return dict(shards)
 
 
 def _refuse_pickles(folder: Path):
-    """Refuse a folder of .bin files, which run code when they are read, and say how to convert it."""
+    """Refuse a folder of .bin files, which run code when they are read, and say how to convert
+    it."""
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         text = "m = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); m.save_pretrained(NEW)"
@@ -176,7 +183,8 @@ def _refuse_pickles(folder: Path):
 
 
 def _tensors(file: Path) -> Checkpoint:
-    """All tensors of one file. A file shorter than its header says is refused here, not at the first read."""
+    """All tensors of one file. A file shorter than its header says is refused here, not at the
+    first read."""
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     header, data = _header(file)
@@ -184,7 +192,9 @@ def _tensors(file: Path) -> Checkpoint:
     described = max((t.start + t.nbytes for t in tensors.values()), default=data)
     size = file.stat().st_size
     if size < described:
-        raise UserError(f"{file}: truncated: its header describes {described} bytes, the file has {size}")
+        raise UserError(
+            f"{file}: truncated: its header describes {described} bytes, the file has {size}"
+        )
     return tensors
 
 
@@ -194,7 +204,9 @@ def _header(file: Path) -> tuple[dict, int]:
     with file.open("rb") as stream:
         length = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))[0]
         if not 2 <= length <= size - 8:
-            raise UserError(f"{file}: not a safetensors file (header of {length} bytes in a file of {size})")
+            raise UserError(
+                f"{file}: not a safetensors file (header of {length} bytes in a file of {size})"
+            )
         text = stream.read(length)
     try:
         header = json.loads(text)
@@ -232,7 +244,8 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         index: a slice of every axis.
 
     Returns:
-        The slice in the stored dtype; blocks, and numbers that are stored in another form, as float32.
+        The slice in the stored dtype; blocks, and numbers that are stored in another form, as
+        float32.
 
     Raises:
         UserError: for a file that cannot be read.
@@ -282,7 +295,9 @@ def _read_blocks(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
         raise UserError(f"{tensor.file}: {tensor.name!r} of type {tensor.dtype} is no matrix")
     size, nbytes = BLOCKS[tensor.dtype]
     rows, columns = _stored_index(tensor, index)
-    first, last, _ = columns.indices(tensor.shape[1]) if isinstance(columns, slice) else (0, tensor.shape[1], 1)
+    first, last, _ = (
+        columns.indices(tensor.shape[1]) if isinstance(columns, slice) else (0, tensor.shape[1], 1)
+    )
     blocks = slice(first // size, -(-last // size))
     shape = (tensor.shape[0], tensor.shape[1] // size, nbytes)
     mapped = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=shape)
@@ -326,7 +341,9 @@ class StoredWeight(NamedTuple):
 
     def picked(self, rows: np.ndarray) -> "StoredWeight":
         """Some rows of this weight, in their order, as a weight of its own."""
-        return self._replace(rows=rows, stored_rows=self.shape[0], shape=(len(rows), *self.shape[1:]))
+        return self._replace(
+            rows=rows, stored_rows=self.shape[0], shape=(len(rows), *self.shape[1:])
+        )
 
     @property
     def nbytes(self) -> int:
@@ -351,7 +368,8 @@ def find_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Sto
         The weight; None where the checkpoint has nothing of this name.
 
     Raises:
-        UserError: for parts that are missing, of another dtype, or of shapes that do not fit each other.
+        UserError: for parts that are missing, of another dtype, or of shapes that do not fit each
+            other.
     """
     stem = name.removesuffix(".weight")
     if name in checkpoint:
@@ -363,16 +381,22 @@ def find_weight(checkpoint: Checkpoint, name: str, scheme: Scheme | None) -> Sto
     return _find_words(checkpoint, name, stem, scheme)
 
 
-def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | None) -> StoredWeight:
+def _find_floats(
+    checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | None
+) -> StoredWeight:
     """A weight of plain numbers or of FP8 codes, which stands under its own name."""
     tensor = checkpoint[name]
     if tensor.dtype != _FP8:
         if tensor.dtype not in _FLOATS and not tensor.blocks:
             names = ", ".join(_FLOATS)
-            raise UserError(f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {names}")
+            raise UserError(
+                f"{tensor.file}: {name!r} has dtype {tensor.dtype}, wanted one of {names}"
+            )
         return StoredWeight(name, {"weight": tensor}, tensor.shape)
     if scheme is None or scheme.method != "fp8":
-        raise UserError(f"{tensor.file}: {name!r} is FP8, but config.json has no quantization_config of fp8")
+        raise UserError(
+            f"{tensor.file}: {name!r} is FP8, but config.json has no quantization_config of fp8"
+        )
     parts = {"weight": tensor} | _find_parts(checkpoint, stem, ("weight_scale_inv",))
     scale = parts["weight_scale_inv"]
     if scheme.block is None:
@@ -385,7 +409,8 @@ def _find_floats(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme | 
 
 
 def _find_mxfp4(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme) -> StoredWeight:
-    """A matrix of MXFP4: blocks [out, in / 32, 16] and the exponents of their scales [out, in / 32]."""
+    """A matrix of MXFP4: blocks [out, in / 32, 16] and the exponents of their scales [out, in /
+    32]."""
     parts = _find_parts(checkpoint, stem, ("blocks", "exponents"))
     shape = parts["blocks"].shape
     if len(shape) != 3 or shape[2] != MX_BLOCK // 2:
@@ -419,23 +444,31 @@ def _find_words(checkpoint: Checkpoint, name: str, stem: str, scheme: Scheme) ->
 def _find_parts(checkpoint: Checkpoint, stem: str, names: tuple[str, ...]) -> dict[str, Tensor]:
     for part in names:
         if f"{stem}.{part}" not in checkpoint:
-            raise UserError(f"tensor '{stem}.{part}' is missing; without it {stem} cannot be decoded")
+            raise UserError(
+                f"tensor '{stem}.{part}' is missing; without it {stem} cannot be decoded"
+            )
         tensor = checkpoint[f"{stem}.{part}"]
         if tensor.dtype not in _PARTS[part]:
             dtypes = " or ".join(_PARTS[part])
-            raise UserError(f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}, wanted {dtypes}")
+            raise UserError(
+                f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}, wanted {dtypes}"
+            )
     return {part: checkpoint[f"{stem}.{part}"] for part in names}
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...], fits: bool | None = None):
     if not (tensor.shape == shape if fits is None else fits):
-        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {list(shape)}")
+        raise UserError(
+            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {list(shape)}"
+        )
 
 
 # --- Decoding ---
 
 MX_BLOCK = 32  # numbers of MXFP4 that share an exponent
-_E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # a sign bit stands above the code of the size
+_E2M1 = np.asarray(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32
+)  # a sign bit stands above the code of the size
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lowest nibble first
 
@@ -455,11 +488,14 @@ def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
         UserError: for a file that cannot be read, or a group of inputs that does not exist.
     """
     if weight.rows is not None:
-        # Scales are shared by rows that lie beside each other, so all rows from the first to the last are decoded.
+        # Scales are shared by rows that lie beside each other, so all rows from the first to the
+        # last are decoded.
         row_numbers = weight.rows[index[0]]
         first = int(row_numbers.min()) if len(row_numbers) else 0
         matrix = weight._replace(rows=None, shape=(weight.stored_rows, *weight.shape[1:]))
-        block = decode_slice(matrix, (slice(first, int(row_numbers.max(initial=first)) + 1), *index[1:]))
+        block = decode_slice(
+            matrix, (slice(first, int(row_numbers.max(initial=first)) + 1), *index[1:])
+        )
         return block[row_numbers - first]
     if weight.scheme is None:
         return read_slice(weight.parts["weight"], index)
@@ -484,7 +520,8 @@ def _decode_fp8(weight: StoredWeight, scheme: Scheme, rows: slice, columns: slic
 
 
 def _decode_mxfp4(weight: StoredWeight, rows: slice, columns: slice) -> np.ndarray:
-    """Blocks of 32 numbers of 4 bits with one power of two (OCP Microscaling Formats 1.0, section 5.2.1)."""
+    """Blocks of 32 numbers of 4 bits with one power of two (OCP Microscaling Formats 1.0, section
+    5.2.1)."""
     blocks = slice(columns.start // MX_BLOCK, -(-columns.stop // MX_BLOCK))
     codes = read_slice(weight.parts["blocks"], (rows, blocks, slice(None)))
     exponents = read_slice(weight.parts["exponents"], (rows, blocks)).astype(np.int32) - 127
@@ -521,8 +558,11 @@ def _words_around(span: slice, bits: int) -> tuple[slice, slice]:
     return words, slice(first, first + span.stop - span.start)
 
 
-def _unpack(words: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Codes of words along `axis`, lowest bits first. `order` says which code each place of a word holds."""
+def _unpack(
+    words: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None
+) -> np.ndarray:
+    """Codes of words along `axis`, lowest bits first. `order` says which code each place of a word
+    holds."""
     size, mask = 32 // bits, np.uint32(2**bits - 1)
     codes = [(words.view(np.uint32) >> np.uint32(bits * place)) & mask for place in range(size)]
     if order is not None:
@@ -548,7 +588,8 @@ def _groups(weight: StoredWeight, columns: slice, count: int) -> np.ndarray:
 _SAMPLE_BYTES = 4096  # of a tensor at most, so that a fingerprint of any checkpoint takes little
 _SAMPLE_PIECES = 8  # spread evenly over a tensor
 
-# An edited generation config changes nothing that is calibrated. Windows are digested layer by layer.
+# An edited generation config changes nothing that is calibrated. Windows are digested layer by
+# layer.
 UNCALIBRATED = ("eos_ids", "bos_id", "sliding_window")
 
 
@@ -584,13 +625,15 @@ def fingerprint_parts(text: str) -> dict[str, str]:
 
 
 def _changed_fields(record) -> dict:
-    """Fields of a dataclass that differ from their defaults, so that a field added later changes no digest."""
+    """Fields of a dataclass that differ from their defaults, so that a field added later changes no
+    digest."""
     fields = {f.name: (getattr(record, f.name), f.default) for f in dataclasses.fields(record)}
     return {name: value for name, (value, default) in fields.items() if value != default}
 
 
 def sample(tensor: Tensor) -> bytes:
-    """Read up to 4 KiB of a tensor's bytes, in pieces spread evenly; all of it when it is that small."""
+    """Read up to 4 KiB of a tensor's bytes, in pieces spread evenly; all of it when it is that
+    small."""
     piece = _SAMPLE_BYTES // _SAMPLE_PIECES
     with tensor.file.open("rb") as stream:
         if tensor.nbytes <= _SAMPLE_BYTES:
@@ -605,7 +648,8 @@ def sample(tensor: Tensor) -> bytes:
 
 
 def sample_digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 over the samples of all tensors by name: the same weights give it however they are sharded."""
+    """SHA-256 over the samples of all tensors by name: the same weights give it however they are
+    sharded."""
     digest = hashlib.sha256()
     for name in sorted(checkpoint):
         digest.update(name.encode() + b"\0" + sample(checkpoint[name]))

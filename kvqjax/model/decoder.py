@@ -1,28 +1,34 @@
-"""The decoder as pure functions over a params pytree; the cache lives elsewhere and only sees `Projected`.
+"""The decoder as pure functions over a params pytree; the cache lives elsewhere and only sees
+`Projected`.
 
-    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L, ...]} or a list}
-    layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F], down [F,E],
-            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3), o_bias [E] and score_sinks [H] (gpt-oss),
-            attn_post_norm/mlp_post_norm [E] (Gemma), q_gate [E,H*D] (Qwen3-Next); a matrix may be a `CodedWeight`.
-            Of latents (kvqjax/model/latents.py; Q the width of the queries' latent) k [E,R] and v [E,C] are what is
-            cached before their rope and norm, q is [Q,H*(N+R)] and o [H*V,E], and there are q_latent [E,Q],
-            k_up [C,H*N], v_up [C,H*V], q_latent_norm [Q] and latent_norm [C].
-            A recurrent layer (kvqjax/model/recurrent.py, M heads of keys, N of values) has instead of q, k, v and o:
-            delta_q/delta_k [E,M*Dk], delta_v/delta_z [E,N*Dv], delta_a/delta_b [E,N], delta_o [N*Dv,E],
-            delta_conv_q/delta_conv_k/delta_conv_v [W,kernel], delta_rate/delta_bias [N], delta_norm [Dv].
-            With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X], experts_gate/experts_up
-            [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down as an MLP's, shared_router [E,1];
-            router_bias [X] and experts_gate_bias/experts_up_bias [X,F], experts_down_bias [X,E] (gpt-oss).
+    params = {"embed": [V,E], "norm": [E], "head": [E,V] (absent when tied), "layers": {name: [L,
+    ...]} or a list}
+    layers: attn_norm [E], q [E,H*D], k [E,K*D], v [E,K*D], o [H*D,E], mlp_norm [E], gate/up [E,F],
+    down [F,E],
+            q_bias/k_bias/v_bias (Qwen2), q_norm/k_norm [D] (Qwen3), o_bias [E] and score_sinks [H]
+            (gpt-oss), attn_post_norm/mlp_post_norm [E] (Gemma), q_gate [E,H*D] (Qwen3-Next); a
+            matrix may be a `CodedWeight`. Of latents (kvqjax/model/latents.py; Q the width of the
+            queries' latent) k [E,R] and v [E,C] are what is cached before their rope and norm, q is
+            [Q,H*(N+R)] and o [H*V,E], and there are q_latent [E,Q], k_up [C,H*N], v_up [C,H*V],
+            q_latent_norm [Q] and latent_norm [C]. A recurrent layer (kvqjax/model/recurrent.py, M
+            heads of keys, N of values) has instead of q, k, v and o: delta_q/delta_k [E,M*Dk],
+            delta_v/delta_z [E,N*Dv], delta_a/delta_b [E,N], delta_o [N*Dv,E],
+            delta_conv_q/delta_conv_k/delta_conv_v [W,kernel], delta_rate/delta_bias [N], delta_norm
+            [Dv]. With experts (kvqjax/model/experts.py) instead of gate, up and down: router [E,X],
+            experts_gate/experts_up [X,E,F], experts_down [X,F,E], shared_gate/shared_up/shared_down
+            as an MLP's, shared_router [E,1]; router_bias [X] and experts_gate_bias/experts_up_bias
+            [X,F], experts_down_bias [X,E] (gpt-oss).
 
-Functions that take the number of a layer count those of attention alone, as a cache does; recurrent layers are
-numbered among themselves.
+Functions that take the number of a layer count those of attention alone, as a cache does; recurrent
+layers are numbered among themselves.
 
-Layers have three forms. "scan": a stack over L in front is read by number inside a loop, which compiles fast, but XLA
-for GPUs and CPUs copies a layer's weights out of a stack first. "unroll": a list of one dict a layer (`unrolled`) is
-read in place by straight code, which compiles as often as there are layers. "switch": in a loop as over stacks, each
-matrix is an array of its own, and a branch multiplies by it (`LayerMatrices`): for CPUs. Where sparse and dense layers
-mix, a stack of each name holds the layers that have it, with a table of which they are (kvqjax/model/weight_trees.py);
-a list holds plain arrays.
+Layers have three forms. "scan": a stack over L in front is read by number inside a loop, which
+compiles fast, but XLA for GPUs and CPUs copies a layer's weights out of a stack first. "unroll": a
+list of one dict a layer (`unrolled`) is read in place by straight code, which compiles as often as
+there are layers. "switch": in a loop as over stacks, each matrix is an array of its own, and a
+branch multiplies by it (`LayerMatrices`): for CPUs. Where sparse and dense layers mix, a stack of
+each name holds the layers that have it, with a table of which they are
+(kvqjax/model/weight_trees.py); a list holds plain arrays.
 """
 
 from collections.abc import Callable
@@ -57,29 +63,6 @@ from kvqjax.ops.attention import capped, segment_attention, with_sinks
 from kvqjax.ops.finite import Sources, found_finite, zeroed
 from kvqjax.ops.xla_workarounds import row_major, times_matrix
 
-__all__ = [
-    "Projected",
-    "attend_plainly",
-    "embed",
-    "finish",
-    "hidden_states",
-    "key_bias",
-    "layer",
-    "logits",
-    "norm",
-    "over_layers",
-    "over_recurrent",
-    "own_heads",
-    "own_sinks",
-    "project",
-    "recur",
-    "scaled_queries",
-    "unembed",
-    "up_to",
-    "whole_heads",
-    "with_read",
-]
-
 
 class Projected(NamedTuple):
     """Results that one layer computes from its input `h` before attention. `x` is the input after
@@ -103,8 +86,9 @@ def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") 
         kind: "attention" or "recurrent".
 
     Returns:
-        The weights in the compute dtype. Experts, what only some layers have, and matrices that a loop chooses are
-        still to be read (`kvqjax.model.weight_trees.Row`; `read_weight`, `product`).
+        The weights in the compute dtype. Experts, what only some layers have, and matrices that a
+        loop chooses are still to be read (`kvqjax.model.weight_trees.Row`; `read_weight`,
+        `product`).
 
     Raises:
         UserError: for a traced number and a list.
@@ -114,20 +98,27 @@ def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") 
         return _layer_of_stack(params["layers"], index, numbers, kind)
     if isinstance(index, jax.core.Tracer):
         raise UserError("this reads weights as stacks; load the model with layers='scan'")
+
     # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
-    row = lambda x: Row(jax.tree.map(lambda a: a[None], x), 0, True)  # noqa: E731
+    def row(x):
+        return Row(jax.tree.map(lambda a: a[None], x), 0, True)
+
     weights = params["layers"][numbers[index]].items()
     return {name: row(x) if name in OF_EXPERTS else read_weight(x) for name, x in weights}
 
 
-def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[int, ...], kind: str) -> Layer:
+def _layer_of_stack(
+    stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[int, ...], kind: str
+) -> Layer:
     """Read layer `index` of a kind, whose layers are `numbers` among all, out of stacks."""
     # Where layers of this kind stand first, their numbers are those among all layers.
     two_kinds = numbers != tuple(range(len(numbers)))
     number = index
     if two_kinds:
         number = jnp.asarray(numbers)[index] if isinstance(index, jax.Array) else numbers[index]
-    foreign_names = {name for other_kind, names in KINDS.items() if other_kind != kind for name in names}
+    foreign_names = {
+        name for other_kind, names in KINDS.items() if other_kind != kind for name in names
+    }
 
     def read(name: str, x):
         # Rows of a weight that only this kind has are those of its layers, in order.
@@ -136,7 +127,8 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[i
         if isinstance(x, Rows) and not is_kind_stack:
             return x.row(place)
         row = Row(stack_of(x), place, True)
-        # A matrix that a loop chooses stays a row: a product reads it in place, and to read it here would copy it.
+        # A matrix that a loop chooses stays a row: a product reads it in place, and to read it here
+        # would copy it.
         is_choice = isinstance(row.stack, LayerMatrices) and isinstance(place, jax.core.Tracer)
         return row if is_choice else row.read()
 
@@ -145,15 +137,16 @@ def _layer_of_stack(stacks: Layer, index: Int[Array, ""] | int, numbers: tuple[i
 
 
 def with_read(weights: Layer) -> Layer:
-    """Give the weights with the matrices of keys and values read: methods that store a layer's inputs multiply by
-    them."""
+    """Give the weights with the matrices of keys and values read: methods that store a layer's
+    inputs multiply by them."""
     return weights | {name: read_weight(weights[name]) for name in ("k", "v") if name in weights}
 
 
 def norm(
     x: Float[Array, "*B W"], weight: Float[Array, " W"] | None, eps: float, offset: float = 0.0
 ) -> Float[Array, "*B W"]:
-    """RMSNorm over the last axis, times the weight plus `offset` where there is one; statistics in float32."""
+    """RMSNorm over the last axis, times the weight plus `offset` where there is one; statistics in
+    float32."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if weight is None:
@@ -169,7 +162,8 @@ def _norm(x, weight, config: KVShape):
 
 
 def _product(x, weights: Layer, name: str):
-    # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights before a decode loop.
+    # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights
+    # before a decode loop.
     return row_major(product(x, weights[name]))
 
 
@@ -184,8 +178,13 @@ def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
 
 
 def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
-    """Gather keys or values of all KV heads cached here, where the projection is split finer than the cache."""
-    return x if x.shape[-1] == config.kv_width else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
+    """Gather keys or values of all KV heads cached here, where the projection is split finer than
+    the cache."""
+    return (
+        x
+        if x.shape[-1] == config.kv_width
+        else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
+    )
 
 
 def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
@@ -200,8 +199,9 @@ def project(
     config: ModelConfig,
     index: Int[Array, ""] | int | None = None,
 ) -> Projected:
-    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries only. `index` is
-    the layer's, or that of one like it; None serves where all layers turn and norm alike."""
+    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries
+    only. `index` is the layer's, or that of one like it; None serves where all layers turn and norm
+    alike."""
     x = _norm(h, weights["attn_norm"], config)
     if config.latent is not None:
         q, k = _of_latents(weights, x, config)
@@ -214,7 +214,11 @@ def project(
     normed = _of_layer(config.qk_norm, index)
     if normed is not False:
         pair = _norm(q, weights.get("q_norm"), config), _norm(k, weights.get("k_norm"), config)
-        q, k = pair if normed is True else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
+        q, k = (
+            pair
+            if normed is True
+            else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
+        )
     return Projected(_turned(q, positions, config, index), k, v, x, h, bare)
 
 
@@ -227,20 +231,31 @@ def _of_latents(
     assert latent is not None
     low = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], sizes.norm_eps)
     q = _product(low, weights, "q")
-    plain, turned = jnp.split(heads(q, q.shape[-1] // (sizes.key_dim + config.head_dim - latent)), [sizes.key_dim], -1)
-    key = latent_key(_product(x, weights, "k"), norm(_product(x, weights, "v"), weights["latent_norm"], sizes.norm_eps))
+    plain, turned = jnp.split(
+        heads(q, q.shape[-1] // (sizes.key_dim + config.head_dim - latent)), [sizes.key_dim], -1
+    )
+    key = latent_key(
+        _product(x, weights, "k"),
+        norm(_product(x, weights, "v"), weights["latent_norm"], sizes.norm_eps),
+    )
     return latent_key(turned, absorbed(plain, weights["k_up"])), key[:, :, None]
 
 
 def _turned(
-    q: Float[Array, "B T H D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
+    q: Float[Array, "B T H D"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    index: Int[Array, ""] | int | None,
 ) -> Float[Array, "B T H D"]:
-    """Turn queries to their positions, multiply them by the growth of `_tempered`, and scale them."""
+    """Turn queries to their positions, multiply them by the growth of `_tempered`, and scale
+    them."""
     rotated = rotate(q, positions_of_layer(positions, config, index), config)
     return scaled_queries(_tempered(rotated, positions, config, index), config)
 
 
-def _of_layer(values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None) -> bool | Bool[Array, ""]:
+def _of_layer(
+    values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None
+) -> bool | Bool[Array, ""]:
     """A field's value in layer `index`, which a loop over stacked layers knows as data alone."""
     if not isinstance(values, tuple):
         return values
@@ -250,17 +265,27 @@ def _of_layer(values: bool | tuple[bool, ...], index: Int[Array, ""] | int | Non
 
 
 def scaled_queries(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N D"]:
-    """Multiply queries so that scores, which attention multiplies by D^-1/2, come out times the shape's `scale`. The
-    factor is a float32 number: rounded to bfloat16 it would change all scores by up to 0.4 percent."""
+    """Multiply queries so that scores, which attention multiplies by D^-1/2, come out times the
+    shape's `scale`. The
+    factor is a float32 number: rounded to bfloat16 it would change all scores by up to 0.4
+    percent."""
     scale = config.common_scale
-    return q if scale is None else (q.astype(jnp.float32) * (scale * config.head_dim**0.5)).astype(q.dtype)
+    return (
+        q
+        if scale is None
+        else (q.astype(jnp.float32) * (scale * config.head_dim**0.5)).astype(q.dtype)
+    )
 
 
 def _tempered(
-    q: Float[Array, "B T N D"], positions: Int[Array, "B T"], config: ModelConfig, index: Int[Array, ""] | int | None
+    q: Float[Array, "B T N D"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    index: Int[Array, ""] | int | None,
 ) -> Float[Array, "B T N D"]:
-    """Multiply queries by a factor that grows with their position (`ModelConfig.query_growth`). It grows by the rope's
-    length before scaling (Ministral 3), or in layers without a rope by a length of the model's own (Llama 4)."""
+    """Multiply queries by a factor that grows with their position (`ModelConfig.query_growth`). It
+    grows by the rope's length before scaling (Ministral 3), or in layers without a rope by a length
+    of the model's own (Llama 4)."""
     if not config.query_growth:
         return q
     if config.growth_length is not None:
@@ -278,7 +303,9 @@ def _tempered(
     return jnp.where(_of_layer(stays, 0 if index is None else index), grown, q)
 
 
-def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig):
+def finish(
+    weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig
+):
     """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
     if config.latent is not None:
         attended = raised(key_parts(attended, config.latent)[1], weights["v_up"])
@@ -289,25 +316,45 @@ def finish(weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T
     return _finished(weights, h, attended.astype(h.dtype), "o", config)
 
 
-def _finished(weights: Layer, h: Float[Array, "B T E"], mixed: Float[Array, "B T W"], name: str, config: ModelConfig):
+def _finished(
+    weights: Layer,
+    h: Float[Array, "B T E"],
+    mixed: Float[Array, "B T W"],
+    name: str,
+    config: ModelConfig,
+):
     """Do `finish` for what the matrix `name` takes, of either kind of layer."""
     added = _total(product(mixed, weights[name]), config)
     if "o_bias" in weights:
         added = added + weights["o_bias"][None, None]
     h = h + _post_norm(weights, "attn_post_norm", added, config)
     x = _norm(h, weights["mlp_norm"], config)
-    return h + _post_norm(weights, "mlp_post_norm", _total(_feed_forward(weights, x, config), config), config)
+    return h + _post_norm(
+        weights, "mlp_post_norm", _total(_feed_forward(weights, x, config), config), config
+    )
 
 
-def _post_norm(weights: Layer, name: str, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
+def _post_norm(
+    weights: Layer, name: str, x: Float[Array, "B T E"], config: ModelConfig
+) -> Float[Array, "B T E"]:
     return _norm(x, weights[name], config) if name in weights else x
 
 
-def _feed_forward(weights: Layer, x: Float[Array, "B T E"], config: ModelConfig) -> Float[Array, "B T E"]:
-    """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is taken."""
-    matrices = lambda: (weights[name] for name in ("gate", "up", "down"))  # noqa: E731
-    dense = lambda: mlp(x, *matrices(), activation=config.activation)  # noqa: E731
-    sparse = lambda: mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)  # noqa: E731
+def _feed_forward(
+    weights: Layer, x: Float[Array, "B T E"], config: ModelConfig
+) -> Float[Array, "B T E"]:
+    """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is
+    taken."""
+
+    def matrices():
+        return (weights[name] for name in ("gate", "up", "down"))
+
+    def dense():
+        return mlp(x, *matrices(), activation=config.activation)
+
+    def sparse():
+        return mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)
+
     if "router" in weights and "gate" in weights:
         return jax.lax.cond(weights["router"].here, sparse, dense)
     return (sparse if "router" in weights else dense)()
@@ -318,32 +365,47 @@ def _total(x, config: ModelConfig):
     return jax.lax.psum(x, config.split) if config.split else x
 
 
-def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None) -> Float[Array, "B T E"]:
-    """Look up rows of the embedding table; `config` is needed where it may be split over devices, or is scaled."""
+def embed(
+    params: Params, tokens: Int[Array, "B T"], config: ModelConfig | None = None
+) -> Float[Array, "B T E"]:
+    """Look up rows of the embedding table; `config` is needed where it may be split over devices,
+    or is scaled."""
     if config is None:
         return params["embed"][tokens]
     rows = _looked_up(params["embed"], tokens, config)
-    return rows if config.embedding_scale == 1 else rows * jnp.asarray(config.embedding_scale, rows.dtype)
+    return (
+        rows
+        if config.embedding_scale == 1
+        else rows * jnp.asarray(config.embedding_scale, rows.dtype)
+    )
 
 
-def _looked_up(table: Float[Array, "v E"], tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
+def _looked_up(
+    table: Float[Array, "v E"], tokens: Int[Array, "B T"], config: ModelConfig
+) -> Float[Array, "B T E"]:
     if table.shape[0] == config.vocab_size:
         return table[tokens]
     rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
     row_mask = (rows >= 0) & (rows < table.shape[0])
     return _total(
-        jnp.where(row_mask[..., None], table[jnp.where(row_mask, rows, 0)], jnp.zeros((), table.dtype)), config
+        jnp.where(
+            row_mask[..., None], table[jnp.where(row_mask, rows, 0)], jnp.zeros((), table.dtype)
+        ),
+        config,
     )
 
 
 def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
-    """Gather the queries of all heads that attend here: several devices share the tokens of their KV heads."""
+    """Gather the queries of all heads that attend here: several devices share the tokens of their
+    KV heads."""
     return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True) if config.gathered else q
 
 
-def own_heads(x: Float[Array, "B T N D"], config: ModelConfig, count: int) -> Float[Array, "B T n D"]:
-    """Cut out of all N heads here those of this device: of query heads its own `count`, of KV heads those that they
-    attend to."""
+def own_heads(
+    x: Float[Array, "B T N D"], config: ModelConfig, count: int
+) -> Float[Array, "B T n D"]:
+    """Cut out of all N heads here those of this device: of query heads its own `count`, of KV heads
+    those that they attend to."""
     if not config.gathered:
         return x
     share = x.shape[2] * count // config.num_heads
@@ -362,8 +424,8 @@ def unembed(params: Params, h: Float[Array, "B T E"], config: ModelConfig) -> Fl
 
 
 def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: Callable, state):
-    """Call `state = step(index, state)` for `count` layers from `first` on: a loop over stacked weights, straight code
-    over a list, where `index` is a plain number."""
+    """Call `state = step(index, state)` for `count` layers from `first` on: a loop over stacked
+    weights, straight code over a list, where `index` is a plain number."""
     if not is_unrolled(params):
         return jax.lax.fori_loop(first, first + count, step, state)
     for index in range(first, first + count):
@@ -377,9 +439,9 @@ def over_layers(params: Params, first: int, count: Int[Array, ""] | int, step: C
 class Recurred(NamedTuple):
     """Results of a recurrent layer for some tokens.
 
-    `h` is the layer's output. `state` is the one after the tokens that count. `new` are the tokens' sources
-    (`kvqjax.model.recurrent.sources`). `finite` marks tokens whose sources are finite numbers. Other sources count as
-    0, and the output is NaN from the first such token on."""
+    `h` is the layer's output. `state` is the one after the tokens that count. `new` are the tokens'
+    sources (`kvqjax.model.recurrent.sources`). `finite` marks tokens whose sources are finite
+    numbers. Other sources count as 0, and the output is NaN from the first such token on."""
 
     h: Float[Array, "B T E"]
     state: State
@@ -405,15 +467,20 @@ def recur(
     spoilt = jnp.cumsum(~finite & (jnp.arange(h.shape[1])[None] < counts[:, None]), axis=1) > 0
     spoilt = spoilt if broken is None else spoilt | broken[:, None]
     mixed = jnp.where(spoilt[..., None], jnp.nan, gated(weights, x, out, config.norm_eps))
-    return Recurred(_finished(weights, h, mixed.astype(h.dtype), "delta_o", config), state, new, finite)
+    return Recurred(
+        _finished(weights, h, mixed.astype(h.dtype), "delta_o", config), state, new, finite
+    )
 
 
-def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | int, step: Callable, state):
-    """Call `state = step(number, state)` for every recurrent layer that stands directly before the layer of attention
-    `index`. The number of layers of attention as `index` stands for those behind the last one.
+def over_recurrent(
+    params: Params, config: ModelConfig, index: Int[Array, ""] | int, step: Callable, state
+):
+    """Call `state = step(number, state)` for every recurrent layer that stands directly before the
+    layer of attention `index`. The number of layers of attention as `index` stands for those behind
+    the last one.
 
-    Weights in a list make straight code. In a loop over stacked weights it is an inner loop, whose length is static
-    where layers of attention stand at even distances."""
+    Weights in a list make straight code. In a loop over stacked weights it is an inner loop, whose
+    length is static where layers of attention stand at even distances."""
     if config.recurrent is None:
         return state
     ends = config.recurrent_before
@@ -423,7 +490,11 @@ def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | 
             state = step(number, state)
         return state
     if not isinstance(index, jax.core.Tracer):
-        return jax.lax.fori_loop(starts[index], ends[index], step, state) if starts[index] < ends[index] else state
+        return (
+            jax.lax.fori_loop(starts[index], ends[index], step, state)
+            if starts[index] < ends[index]
+            else state
+        )
     counts = {end - start for start, end in zip(starts[:-1], ends[:-1], strict=True)}
     first = jnp.asarray(starts)[index]
     if len(counts) > 1:
@@ -432,8 +503,11 @@ def over_recurrent(params: Params, config: ModelConfig, index: Int[Array, ""] | 
     return jax.lax.scan(lambda state, number: (step(number, state), None), state, numbers)[0]
 
 
-def up_to(params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"], config: ModelConfig):
-    """Run the recurrent layers directly before the layer of attention `index` over texts that begin at place 0 of h,
+def up_to(
+    params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"], config: ModelConfig
+):
+    """Run the recurrent layers directly before the layer of attention `index` over texts that begin
+    at place 0 of h,
     without a cache: for training, calibration and reference. `index` as in `over_recurrent`."""
     shape = config.recurrent
     if shape is None:
@@ -447,9 +521,14 @@ def up_to(params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"],
     return over_recurrent(params, config, index, step, h)
 
 
-def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -> Bool[Array, "T T"]:
-    """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its sliding window."""
-    windows = jnp.asarray([2**30 if window is None else window for window in config.windows], jnp.int32)
+def causal_mask(
+    length: int, index: Int[Array, ""] | int, config: ModelConfig
+) -> Bool[Array, "T T"]:
+    """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its
+    sliding window."""
+    windows = jnp.asarray(
+        [2**30 if window is None else window for window in config.windows], jnp.int32
+    )
     queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
     seen = (keys <= queries) & (queries - keys < windows[index])
     if config.chunked is False:
@@ -459,22 +538,31 @@ def causal_mask(length: int, index: Int[Array, ""] | int, config: ModelConfig) -
 
 
 def own_sinks(weights: Layer, config: ModelConfig, count: int) -> Float[Array, " n"] | None:
-    """The logits of the score sinks of this device's own `count` query heads; None where the model has none."""
+    """The logits of the score sinks of this device's own `count` query heads; None where the model
+    has none."""
     sinks = weights.get("score_sinks")
-    return None if sinks is None else own_heads(sinks[None, None, :, None], config, count)[0, 0, :, 0]
+    return (
+        None if sinks is None else own_heads(sinks[None, None, :, None], config, count)[0, 0, :, 0]
+    )
 
 
 def attend_plainly(
     q, k, v, index: Int[Array, ""] | int, weights: Layer, config: ModelConfig
 ) -> Float[Array, "B T H D"]:
-    """Attend among T tokens that no cache holds, as layer `index`, with these weights, does; keys are rotated."""
+    """Attend among T tokens that no cache holds, as layer `index`, with these weights, does; keys
+    are rotated."""
     mask = causal_mask(q.shape[1], index, config)
     mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
-    return with_sinks(segment_attention(q, k, v, mask, config.softcap), weights.get("score_sinks")).out
+    return with_sinks(
+        segment_attention(q, k, v, mask, config.softcap), weights.get("score_sinks")
+    ).out
 
 
-def hidden_states(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
-    """Compute all layers without a cache, before the final norm: for training, calibration and reference."""
+def hidden_states(
+    params: Params, tokens: Int[Array, "B T"], config: ModelConfig
+) -> Float[Array, "B T E"]:
+    """Compute all layers without a cache, before the final norm: for training, calibration and
+    reference."""
     check_length(config, tokens.shape[1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 

@@ -1,4 +1,5 @@
-"""Mixtures of experts: a router scores all experts for a token, the best few compute, and their outputs are summed.
+"""Mixtures of experts: a router scores all experts for a token, the best few compute, and their
+outputs are summed.
 
     s = softmax(x W_router),   y = sum over the per_token largest s_e of  s_e (silu(x G_e) * (x U_e)) D_e
                              (+ sigmoid(x w_shared) times a shared MLP)
@@ -7,8 +8,9 @@ The chosen scores may be divided by their sum. If scores are equal, the expert w
 is chosen. Router and experts may have biases, and experts another activation
 (`kvqjax.model.config.ExpertConfig`).
 
-The matrices of experts are a `Row` of a stack (kvqjax/model/weight_trees.py): those of an expert are cut out when it
-computes. Along a mesh's `split` a device has some of the experts, and computes only these.
+The matrices of experts are a `Row` of a stack (kvqjax/model/weight_trees.py): those of an expert
+are cut out when it computes. Along a mesh's `split` a device has some of the experts, and computes
+only these.
 """
 
 import functools
@@ -23,17 +25,23 @@ from kvqjax.model.weight_trees import ACTIVATIONS, BY_EXPERT, OF_EXPERTS, Layer,
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 MOST_AT_ONCE = 512  # most tokens for which all experts compute together, on GPUs (`_at_once`)
-MOST_TOGETHER = 128  # most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`)
+MOST_TOGETHER = (
+    128  # most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`)
+)
 
 
-def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biases) -> Float[Array, "*N E"]:
+def _expert(
+    config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biases
+) -> Float[Array, "*N E"]:
     """Compute one expert, with the biases of its three products where it has them."""
     experts = config.experts
     assert experts is not None
     if not biases and experts.swiglu_limit is None:
         return mlp(x, gate, up, down, activation=config.activation)
     if biases:
-        gate_bias, up_bias, down_bias = (bias.reshape((1,) * (x.ndim - 1) + bias.shape) for bias in biases)
+        gate_bias, up_bias, down_bias = (
+            bias.reshape((1,) * (x.ndim - 1) + bias.shape) for bias in biases
+        )
     else:
         gate_bias = up_bias = down_bias = jnp.zeros((), x.dtype)
     g = times_matrix(x, gate) + gate_bias
@@ -49,7 +57,8 @@ def _expert(config: ModelConfig, x: Float[Array, "*N E"], gate, up, down, *biase
 
 
 def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Array, "N E"]:
-    """Compute the weighted sum of the chosen experts' outputs, and the shared expert's, for every token.
+    """Compute the weighted sum of the chosen experts' outputs, and the shared expert's, for every
+    token.
 
     Args:
         weights: the weights of a sparse layer.
@@ -57,7 +66,8 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
         config: the config of the model.
 
     Returns:
-        The outputs. Where experts are split over devices they are the part of this device's experts, to be summed.
+        The outputs. Where experts are split over devices they are the part of this device's
+        experts, to be summed.
     """
     bias = read_weight(weights["router_bias"]) if "router_bias" in weights else None
     chosen, shares = route(x, read_weight(weights["router"]), config, bias)
@@ -65,11 +75,14 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * local
     local_mask = (chosen >= 0) & (chosen < local)
-    chosen = jnp.where(local_mask, chosen, local)  # number `local` stands for experts of other devices
+    chosen = jnp.where(
+        local_mask, chosen, local
+    )  # number `local` stands for experts of other devices
     expert = functools.partial(_expert, config)
     inputs = x
     if config.experts is not None and config.experts.sigmoid:
-        # Here a share multiplies the expert's input, not its output. Only one expert is chosen then.
+        # Here a share multiplies the expert's input, not its output. Only one expert is chosen
+        # then.
         inputs, shares = (x * shares).astype(x.dtype), jnp.ones_like(shares)
     loop = functools.partial(_in_turn, alone=not config.split, expert=expert)
     at_once = functools.partial(_at_once, expert=expert)
@@ -118,11 +131,14 @@ def route(
 
 
 def _names(weights: Layer) -> tuple[str, ...]:
-    """List the weights of an expert that the model has, in the order in which `_expert` takes them."""
+    """List the weights of an expert that the model has, in the order in which `_expert` takes
+    them."""
     return tuple(name for name in OF_EXPERTS if name in weights)
 
 
-def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable) -> Float[Array, "N k E"]:
+def _in_turn(
+    weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: Callable
+) -> Float[Array, "N k E"]:
     """Compute the output of every chosen expert, in a loop over tiles of tokens.
 
     An expert's matrices are read once for each tile of its tokens, and never if no token chose it.
@@ -138,7 +154,8 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
         The outputs.
     """
     (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
-    # A tile has the smallest power of two of tokens that is at least the mean number of tokens of an expert.
+    # A tile has the smallest power of two of tokens that is at least the mean number of tokens of
+    # an expert.
     size = min(MOST_TOGETHER, 1 << (max(1, pairs // local) - 1).bit_length())
     tiles, place = _tiles(chosen.reshape(-1), local, size)
 
@@ -156,7 +173,8 @@ def _in_turn(weights: Layer, x, chosen: Int[Array, "N k"], alone: bool, expert: 
         return None, jax.lax.cond(used, compute, zeros, number, rows)
 
     _, out = jax.lax.scan(step, None, tiles)
-    # The place of a pair with an expert of another device may be beyond the last tile. `mix` sets its output to 0.
+    # The place of a pair with an expert of another device may be beyond the last tile. `mix` sets
+    # its output to 0.
     place = jnp.minimum(place, out.shape[0] * size - 1)
     return out.reshape(-1, x.shape[1])[place].reshape(count, k, -1)
 
@@ -170,8 +188,9 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
         size: pairs of a tile.
 
     Returns:
-        Three arrays with an entry for each of n tiles: its expert [n], its pairs [n, size] and whether it has any [n].
-        And the place [P] of every pair among the n * size rows of all tiles.
+        Three arrays with an entry for each of n tiles: its expert [n], its pairs [n, size] and
+        whether it has any [n]. And the place [P] of every pair among the n * size rows of all
+        tiles.
     """
     pairs, numbers = chosen.shape[0], jnp.arange(local)
     order = jnp.argsort(chosen)
@@ -181,8 +200,8 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     last_tile = jnp.cumsum(tiles)
     first_tile = last_tile - tiles
 
-    # At most one tile of every expert is not full. So there are at most pairs // size + local tiles, and no more than
-    # pairs.
+    # At most one tile of every expert is not full. So there are at most pairs // size + local
+    # tiles, and no more than pairs.
     tile = jnp.arange(min(pairs, pairs // size + local))
     expert = jnp.searchsorted(last_tile, tile, side="right")
     expert = jnp.minimum(expert, local - 1).astype(jnp.int32)
@@ -194,11 +213,14 @@ def _tiles(chosen: Int[Array, " P"], local: int, size: int):
     return (expert, rows, tile < last_tile[-1]), jnp.zeros_like(order).at[order].set(place)
 
 
-def _at_once(weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable) -> Float[Array, "N k E"]:
-    """Compute the output of every chosen expert without a loop; the arguments are those of `_in_turn`.
+def _at_once(
+    weights: Layer, x, chosen: Int[Array, "N k"], expert: Callable
+) -> Float[Array, "N k E"]:
+    """Compute the output of every chosen expert without a loop; the arguments are those of
+    `_in_turn`.
 
-    With few tokens the matrices of each token's experts are read. XLA for GPUs does not copy them before. With many
-    tokens all experts compute for all tokens, so that every matrix is read once.
+    With few tokens the matrices of each token's experts are read. XLA for GPUs does not copy them
+    before. With many tokens all experts compute for all tokens, so that every matrix is read once.
     """
     (count, k), local = chosen.shape, weights[BY_EXPERT[0]].experts
     local_choice = jnp.minimum(chosen, local - 1)

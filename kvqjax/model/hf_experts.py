@@ -6,8 +6,6 @@ from kvqjax.model.config import ExpertConfig
 from kvqjax.model.hf_families import SHARED_COUNT, ExpertFields
 from kvqjax.model.hf_fields import is_integer, read_integer, read_number, refuse
 
-__all__ = ["experts_from_hf"]
-
 
 def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> ExpertConfig | None:
     """Read the experts of a model.
@@ -21,7 +19,8 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
         The experts; None for a family, or a model, without them.
 
     Raises:
-        UserError: for a field that is missing, malformed, or asks for what the decoder does not compute.
+        UserError: for a field that is missing, malformed, or asks for what the decoder does not
+            compute.
     """
     if names is None:
         return None
@@ -32,10 +31,16 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
     if per_token > count:
         refuse("num_experts_per_tok", per_token, f"there are {count} experts")
     if names.sigmoid and per_token != 1:
-        refuse("num_experts_per_tok", per_token, "inputs scaled by their scores are computed for one; wanted 1")
+        refuse(
+            "num_experts_per_tok",
+            per_token,
+            "inputs scaled by their scores are computed for one; wanted 1",
+        )
     if names.in_every_layer:
         gate: dict[str, Any] = (
-            {name: read_number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")} if names.limited else {}
+            {name: read_number(raw, name) for name in ("swiglu_limit", "swiglu_alpha")}
+            if names.limited
+            else {}
         )
         return ExpertConfig(
             count=count,
@@ -54,7 +59,9 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
         count=count,
         per_token=per_token,
         width=width,
-        shared_width=shared_width if names.shared_count is None else width * read_integer(raw, names.shared_count),
+        shared_width=shared_width
+        if names.shared_count is None
+        else width * read_integer(raw, names.shared_count),
         normalised=not names.sigmoid and bool(raw.get("norm_topk_prob", False)),
         dense_layers=dense_layers,
         sigmoid=names.sigmoid,
@@ -63,8 +70,8 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
 
 
 def _dense_layers(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: the first ones, or those that `mlp_only_layers` names and those that the step leaves
-    out."""
+    """Layers without experts: the first ones, or those that `mlp_only_layers` names and those that
+    the step leaves out."""
     if names.dense_first is not None:
         count = raw.get(names.dense_first)
         if not is_integer(count) or count < 0:
@@ -79,7 +86,8 @@ def _dense_layers(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int,
 
 
 def _dense_by_step(raw: dict, names: ExpertFields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: those that `moe_layers` does not name, or without it those that the step leaves out."""
+    """Layers without experts: those that `moe_layers` does not name, or without it those that the
+    step leaves out."""
     sparse, step = raw.get("moe_layers"), read_integer(raw, "interleave_moe_layer_step")
     if sparse is None:
         sparse = list(range(step - 1, num_layers, step))

@@ -1,16 +1,17 @@
 """The model families that load from a Hugging Face checkpoint, by their names in config.json.
 
-The decoder is one for all of them. A family is an entry of `FAMILIES`: what its config.json and its tensors say
-otherwise than Llama's. A further family whose parts the decoder computes already is one more entry.
+The decoder is one for all of them. A family is an entry of `FAMILIES`: what its config.json and its
+tensors say otherwise than Llama's. A further family whose parts the decoder computes already is one
+more entry.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["FAMILIES", "PICTURE_FAMILIES", "ExpertFields", "Family", "PictureFamily", "architectures_of"]
-
-SHARED_COUNT = "num_local_experts"  # transformers 5 writes the count of experts there in every family
+SHARED_COUNT = (
+    "num_local_experts"  # transformers 5 writes the count of experts there in every family
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,19 +21,25 @@ class ExpertFields:
     Attributes:
         count: the field of the number of experts.
         width: the field of the inner width of an expert.
-        shared_width: the field of the inner width of the shared expert; None: the family has none, or `shared_count`.
+        shared_width: the field of the inner width of the shared expert; None: the family has none,
+            or `shared_count`.
         shared_count: the field that says how many experts' widths the shared expert has.
         shared_gate: the shared expert has a router of its own.
         dense_first: the field that says how many of the first layers have an ordinary MLP.
-        in_every_layer: no layer has an ordinary MLP, no model is without experts, and the scores of the chosen experts
-            are always divided by their sum. The family then has no fields that say so, and its `mlp_width` is `width`.
+        in_every_layer: no layer has an ordinary MLP, no model is without experts, and the scores of
+            the chosen experts are always divided by their sum. The family then has no fields that
+            say so, and its `mlp_width` is `width`.
         biases: the router and the experts' products have biases.
-        limited: `swiglu_limit` and `swiglu_alpha` describe the experts' gate (`kvqjax.model.config.ExpertConfig`).
-        together: a layer's experts are always one tensor. Elsewhere they may be one, and are saved one by one.
-        inward: the matrices lie as [inputs, outputs] in that tensor. Elsewhere its shape says how they lie.
-        interleaved: the columns of the two inner matrices alternate in that tensor; else one follows the other.
-        sigmoid: the one expert of a token is given its input times the sigmoid of its score, and `moe_layers` or
-            `interleave_moe_layer_step` say which layers have experts.
+        limited: `swiglu_limit` and `swiglu_alpha` describe the experts' gate
+            (`kvqjax.model.config.ExpertConfig`).
+        together: a layer's experts are always one tensor. Elsewhere they may be one, and are saved
+            one by one.
+        inward: the matrices lie as [inputs, outputs] in that tensor. Elsewhere its shape says how
+            they lie.
+        interleaved: the columns of the two inner matrices alternate in that tensor; else one
+            follows the other.
+        sigmoid: the one expert of a token is given its input times the sigmoid of its score, and
+            `moe_layers` or `interleave_moe_layer_step` say which layers have experts.
     """
 
     count: str
@@ -62,34 +69,41 @@ class Family:
         sliding_window: layers may have a sliding window.
         window_switch: the window counts only where `use_sliding_window` is true.
         mixed_windows: `layer_types` may give a window to some layers alone.
-        slides: whether layer `index` has a window where config.json lacks `layer_types`, as a function of `index` and
-            the number in `slides_by`; None: every layer has one.
+        slides: whether layer `index` has a window where config.json lacks `layer_types`, as a
+            function of `index` and the number in `slides_by`; None: every layer has one.
         slides_by: the field of the number that decides which layers slide.
         rope_defaults: the rope of a config.json that describes none.
         rope_by_type: sliding layers have a rope of their own.
         query_growth: the rope says how queries grow with their position.
-        chunked: layers may see chunks of `attention_chunk_size` tokens, and layers without a rope see everything;
-            queries of these grow with their position. QK-norm is one of the layers with a rope, without weights.
+        chunked: layers may see chunks of `attention_chunk_size` tokens, and layers without a rope
+            see everything; queries of these grow with their position. QK-norm is one of the layers
+            with a rope, without weights.
         paired_rope: rotary pairs lie side by side in the checkpoint.
-        recurrent: layers of `layer_types` may be "linear_attention": the gated delta rule, of sizes that fields
-            beginning with `linear_` give. Those of attention then turn `partial_rotary_factor` of a head's channels,
-            and their output is gated.
-        latent: layers have multi-head latent attention (kvqjax/model/latents.py) of sizes that `q_lora_rank`,
-            `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` give.
-        packed_recurrence: how recurrent layers pack their projections (kvqjax/model/tensor_rows.py).
+        recurrent: layers of `layer_types` may be "linear_attention": the gated delta rule, of sizes
+            that fields beginning with `linear_` give. Those of attention then turn
+            `partial_rotary_factor` of a head's channels, and their output is gated.
+        latent: layers have multi-head latent attention (kvqjax/model/latents.py) of sizes that
+            `q_lora_rank`, `kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim`
+            give.
+        packed_recurrence: how recurrent layers pack their projections
+            (kvqjax/model/tensor_rows.py).
         mlp_width: the field of the inner width of a layer's one MLP.
         query_scale: scores are divided by the root of `query_pre_attn_scalar`.
         output_bias: the output projection of attention has a bias.
         score_sinks: every query head has a learned logit beside the scores.
-        score_softcap, logit_softcap: `attn_logit_softcapping` and `final_logit_softcapping` cap scores and logits.
+        score_softcap, logit_softcap: `attn_logit_softcapping` and `final_logit_softcapping` cap
+            scores and logits.
         norm_offset: what norms add to their weights.
         post_norms: what attention and the MLP give goes through a norm too.
         activation: of the MLP (`kvqjax.model.config.ACTIVATIONS`).
         scaled_embedding: rows of the embedding are multiplied by the root of their width.
-        accepted: fields that change what a model computes, with the values that this family alone has.
+        accepted: fields that change what a model computes, with the values that this family alone
+            has.
         experts: the fields that describe experts; None: every layer has one MLP.
-        tensor_names: Hugging Face's names of our parameters, where they differ from Llama's; {} is an expert's number.
-        gguf: what GGUF files call the architecture; "" where llama.cpp has none, or writes it as Llama's.
+        tensor_names: Hugging Face's names of our parameters, where they differ from Llama's; {} is
+            an expert's number.
+        gguf: what GGUF files call the architecture; "" where llama.cpp has none, or writes it as
+            Llama's.
     """
 
     model_type: str
@@ -127,18 +141,21 @@ class Family:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PictureFamily:
-    """An architecture of pictures and text, whose config.json holds the config of its language part.
+    """An architecture of pictures and text, whose config.json holds the config of its language
+    part.
 
     Attributes:
         model_type: the value of `model_type` that belongs to the architecture.
-        languages: which architecture the language part is, by the `model_type` that it may have; the first one where it
-            says none.
+        languages: which architecture the language part is, by the `model_type` that it may have;
+            the first one where it says none.
         flat: in older config.json the language part's fields stand beside those of the whole.
-        sectioned_rope: positions are triples of which every pair of channels takes one (M-RoPE, arXiv 2409.12191,
-            section 2.1). Those of text are equal, so that the rope is an ordinary one.
+        sectioned_rope: positions are triples of which every pair of channels takes one (M-RoPE,
+            arXiv 2409.12191, section 2.1). Those of text are equal, so that the rope is an ordinary
+            one.
         defaults: what the language part's config class has where config.json lacks a field.
         fixed: fields that the language part has regardless of config.json.
-        tied_by: where `tie_word_embeddings` counts: in the "whole", in the "text" part, or in "either".
+        tied_by: where `tie_word_embeddings` counts: in the "whole", in the "text" part, or in
+            "either".
     """
 
     model_type: str
@@ -226,7 +243,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         model_type="mistral",
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
@@ -259,7 +280,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "MinistralForCausalLM": Family(
         model_type="ministral",
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
         mixed_windows=True,
     ),
     "Ministral3ForCausalLM": Family(
@@ -337,7 +362,10 @@ FAMILIES: dict[str, Family] = {
             **{f"layers/{n}": "self_attn.kv_a_proj_with_mqa.weight" for n in "kv"},
             "layers/latent_norm": "self_attn.kv_a_layernorm.weight",
             **{f"layers/{n}_up": "self_attn.kv_b_proj.weight" for n in "kv"},
-            **{f"layers/shared_{n}": f"mlp.shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")},
+            **{
+                f"layers/shared_{n}": f"mlp.shared_experts.{n}_proj.weight"
+                for n in ("gate", "up", "down")
+            },
         },
     ),
     "MixtralForCausalLM": Family(
@@ -517,8 +545,14 @@ FAMILIES: dict[str, Family] = {
         tensor_names={
             "layers/router": "feed_forward.router.weight",
             **{f"layers/{n}": f"feed_forward.{n}_proj.weight" for n in ("gate", "up", "down")},
-            **{f"layers/experts_{n}": f"feed_forward.experts.{{}}.{n}_proj.weight" for n in ("gate", "up", "down")},
-            **{f"layers/shared_{n}": f"feed_forward.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
+            **{
+                f"layers/experts_{n}": f"feed_forward.experts.{{}}.{n}_proj.weight"
+                for n in ("gate", "up", "down")
+            },
+            **{
+                f"layers/shared_{n}": f"feed_forward.shared_expert.{n}_proj.weight"
+                for n in ("gate", "up", "down")
+            },
         },
     ),
 }
@@ -575,13 +609,21 @@ FAMILIES |= {
             "shared_expert_intermediate_size": 512,
         },
         mlp_width="moe_intermediate_size",
-        experts=ExpertFields(count="num_experts", shared_width="shared_expert_intermediate_size", in_every_layer=True),
+        experts=ExpertFields(
+            count="num_experts", shared_width="shared_expert_intermediate_size", in_every_layer=True
+        ),
         **_RECURRENT,
     ),
 }
 
-# Neither has a sliding window of its own; one that a config.json names beside `use_sliding_window` = false is idle.
-_QWEN2_VL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
+# Neither has a sliding window of its own; one that a config.json names beside `use_sliding_window`
+# = false is idle.
+_QWEN2_VL = {
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+}
 _QWEN3_VL = {"rope_theta": 5e5, "rms_norm_eps": 1e-6, "max_position_embeddings": 128000}
 
 PICTURE_FAMILIES: dict[str, PictureFamily] = {

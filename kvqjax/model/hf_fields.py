@@ -1,4 +1,5 @@
-"""Fields of config.json that stand by themselves: numbers and ids as they are read, what is accepted, what is refused.
+"""Fields of config.json that stand by themselves: numbers and ids as they are read, what is
+accepted, what is refused.
 
 Every refusal is one line that names the field and its value.
 """
@@ -10,22 +11,10 @@ from typing import Any, NoReturn, TypeGuard
 from kvqjax._errors import UserError
 from kvqjax.model.hf_families import Family
 
-__all__ = [
-    "LOGIT_CAP",
-    "SCORE_CAP",
-    "check_accepted",
-    "is_integer",
-    "read_bos_id",
-    "read_eos_ids",
-    "read_integer",
-    "read_number",
-    "read_softcap",
-    "refuse",
-]
-
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
-# Fields that change what a model computes, with the values that leave it as the decoder has it. Null is always fine.
+# Fields that change what a model computes, with the values that leave it as the decoder has it.
+# Null is always fine.
 _ACCEPTED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
@@ -67,7 +56,8 @@ def refuse(field: str, value: Any, reason: str) -> NoReturn:
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Say whether a value of a JSON file is an integer: Python takes true and false for integers too."""
+    """Say whether a value of a JSON file is an integer: Python takes true and false for integers
+    too."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -156,8 +146,8 @@ def check_accepted(raw: dict, family: Family):
         if value is not None and value not in accepted:
             choices = " or ".join(json.dumps(choice) for choice in accepted) or "null"
             refuse(field, value, f"wanted {choices}")
-    # In Llama and Qwen3 `attention_bias` also gives o_proj a bias. Qwen2 ignores it and always has biases on q, k and
-    # v, but its kind with experts has a flag of its own.
+    # In Llama and Qwen3 `attention_bias` also gives o_proj a bias. Qwen2 ignores it and always has
+    # biases on q, k and v, but its kind with experts has a flag of its own.
     if raw.get("qkv_bias", True) is not True and family.qkv_bias:
         refuse("qkv_bias", raw["qkv_bias"], "wanted true")
     if raw.get("attention_bias") and not family.qkv_bias:

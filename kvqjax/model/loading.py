@@ -1,4 +1,5 @@
-"""A model as one value, and where models come from: bundled, fetched, a folder, a GGUF file, or the Hugging Face hub.
+"""A model as one value, and where models come from: bundled, fetched, a folder, a GGUF file, or the
+Hugging Face hub.
 
 Configs of common models are shipped as JSON facts (assets/configs), so that planning works offline.
 """
@@ -18,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvqjax._arguments import check_counts, named
-from kvqjax._errors import UserError, suggest
-from kvqjax._files import path_of, read_object
+from kvqjax._errors import TooLong, UserError, suggest
+from kvqjax._files import FileState, path_of, read_object
 from kvqjax._options import named_options
 from kvqjax.model.checkpoint import fingerprint, fingerprint_parts
 from kvqjax.model.config import ModelConfig
@@ -27,36 +28,38 @@ from kvqjax.model.fetch import FETCHED, fetched
 from kvqjax.model.gguf_file import is_gguf, read_header
 from kvqjax.model.gguf_tokenizer import has_tokenizer
 from kvqjax.model.hf_config import read_config
-from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer
+from kvqjax.model.token_bytes import least_tokens
+from kvqjax.model.tokenizer import TOKENIZER_FILES, open_tokenizer, tokenizer_files
+from kvqjax.model.tokenizer_calls import encoded
 from kvqjax.model.weight_codes import CodedWeight
-from kvqjax.model.weight_trees import FORMS, LayerMatrices, Params, is_unrolled, layers_of, stack_of, stored_layers
+from kvqjax.model.weight_trees import (
+    FORMS,
+    LayerMatrices,
+    Params,
+    is_unrolled,
+    layers_of,
+    stack_of,
+    stored_layers,
+)
 from kvqjax.model.weights import ShardingRule, load_params
-
-__all__ = [
-    "BUNDLED",
-    "CODED_WEIGHTS",
-    "KNOWN",
-    "Model",
-    "Placement",
-    "compute_dtype",
-    "config_of",
-    "load",
-    "locate",
-    "name_of",
-    "read_sampling",
-]
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 _CONFIGS = _ASSETS / "configs"
 
 BUNDLED = ("demo", "recall")  # models whose weights come with the library
-KNOWN = tuple(sorted(file.stem for file in _CONFIGS.glob("*.json")))  # models whose configs come with it
+KNOWN = tuple(
+    sorted(file.stem for file in _CONFIGS.glob("*.json"))
+)  # models whose configs come with it
 CODED_WEIGHTS = {"int8": 8, "int4": 4}  # bits of a code
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-_HUB_IGNORED = ["consolidated*", "*/*"]  # Mistral's second copy of the weights, folders of other formats
-# Options of generation_config.json that draw a token, with their types. Without do_sample they do nothing.
+_HUB_IGNORED = [
+    "consolidated*",
+    "*/*",
+]  # Mistral's second copy of the weights, folders of other formats
+# Options of generation_config.json that draw a token, with their types. Without do_sample they do
+# nothing.
 _DRAWING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 
 
@@ -76,10 +79,14 @@ class Model(struct.PyTreeNode):
         constants: the constants of the artifact that was added last.
         others: those of the other artifacts.
         config: the config.
-        fingerprint: the checkpoint's digests (kvqjax/model/checkpoint.py); "" for a model that is not of a folder.
+        fingerprint: the checkpoint's digests (kvqjax/model/checkpoint.py); "" for a model that is
+            not of a folder.
         folder: the folder, or the GGUF file, with its tokenizer; "" likewise.
-        rules: how the model and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py); None: on one device.
+        rules: how the model and its caches lie on a mesh of devices (kvqjax/parallel/sharding.py);
+            None: on one device.
         calibrated: the methods of `constants` and `others`, in this order.
+        tokenizer_files: the states of the tokenizer's files when the model was loaded; (): the
+            tokenizer is that of now.
     """
 
     params: Params
@@ -90,23 +97,36 @@ class Model(struct.PyTreeNode):
     folder: str = struct.field(pytree_node=False, default="")
     rules: Any = struct.field(pytree_node=False, default=None)
     calibrated: tuple[Any, ...] = struct.field(pytree_node=False, default=())
+    tokenizer_files: tuple[FileState, ...] = struct.field(pytree_node=False, default=())
 
     def __repr__(self) -> str:
-        config, leaves = self.config, [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
+        config, leaves = (
+            self.config,
+            [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")],
+        )
         kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
         facts = [
             f"{config.depth} layers of width {config.width}",
-            *([f"{config.depth - config.num_layers} of them recurrent"] if config.recurrent else []),
+            *(
+                [f"{config.depth - config.num_layers} of them recurrent"]
+                if config.recurrent
+                else []
+            ),
             _heads_text(config),
             f"{config.vocab_size} tokens",
             f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
-            *(["with calibrated constants"] if jax.tree.leaves((self.constants, self.others)) else []),
+            *(
+                ["with calibrated constants"]
+                if jax.tree.leaves((self.constants, self.others))
+                else []
+            ),
             *([f"on a mesh of {self.rules.mesh.size} devices"] if self.rules else []),
         ]
         return f"Model({Path(self.folder).name or config.architecture}: {', '.join(facts)})"
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """How the checkpoint's generation_config.json would sample, as options of `generate` and `stream`. Only what
+        """How the checkpoint's generation_config.json would sample, as options of `generate` and
+        `stream`. Only what
         asks for it uses it: `generate(model, prompts, **model.sampling_defaults())`."""
         return read_sampling(self.folder) if self.folder else {}
 
@@ -115,49 +135,86 @@ class Model(struct.PyTreeNode):
         """Say whether there is a tokenizer: `generate` on token ids goes without one."""
         if self.folder and is_gguf(Path(self.folder)):
             return has_tokenizer(Path(self.folder))
-        return bool(self.folder) and any((Path(self.folder) / name).exists() for name in TOKENIZER_FILES)
+        return bool(self.folder) and any(
+            (Path(self.folder) / name).exists() for name in TOKENIZER_FILES
+        )
 
     @property
     def tokenizer(self):
-        """The tokenizer of the model's folder, with the calls of a Hugging Face tokenizer (kvqjax/model/tokenizer.py).
-        It is loaded at first use and kept outside the pytree."""
+        """The tokenizer of the model's folder, with the calls of a Hugging Face tokenizer
+        (kvqjax/model/tokenizer.py). It is loaded at first use and kept outside the pytree."""
         if not self.folder:
             raise UserError("this model has no folder, so it has no tokenizer; pass token ids")
-        return open_tokenizer(self.folder)
+        return open_tokenizer(self.folder, self.tokenizer_files)
 
     @property
     def weights(self) -> str:
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
         layers = self.params["layers"]
-        matrix = layers[layers_of(self.params, "attention")[0]]["q"] if is_unrolled(self.params) else layers["q"]
+        matrix = (
+            layers[layers_of(self.params, "attention")[0]]["q"]
+            if is_unrolled(self.params)
+            else layers["q"]
+        )
         matrix = stack_of(matrix)
         matrix = matrix.matrices[0] if isinstance(matrix, LayerMatrices) else matrix
         return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises UserError for what is no text, and for an id the model lacks: the tokenizer is
-        another model's."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: put the tokenizer's own tokens around it.
+            most: tokens that there is room for. A text that surely has more is refused before it is
+                encoded, which takes seconds for one of megabytes.
+
+        Returns:
+            The ids. They may be more than `most`.
+
+        Raises:
+            UserError: no text, one that surely has more than `most` tokens, one that the tokenizer
+                does not take, or an
+                id that the model lacks: the tokenizer is another model's.
+        """
         if not isinstance(text, str):
             raise UserError(f"encode takes one text, not a {type(text).__name__}")
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             reason = "half a surrogate pair, which is what bytes that are not UTF-8 become"
             raise UserError(f"the text has no character at place {error.start}: {reason}") from None
-        ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        if ids and max(ids) >= (size := self.config.vocab_size):
+        tokenizer = self.tokenizer
+        if most is not None and size > most:  # a token has a byte at least
+            least = least_tokens(tokenizer, size)
+            if least > most:
+                raise TooLong(
+                    least,
+                    most,
+                    f"a prompt of {size} bytes has {least} tokens or more, and {most} fit at most",
+                )
+        ids = encoded(tokenizer, text, add_special_tokens)
+        if ids and max(ids) >= (count := self.config.vocab_size):
             raise UserError(
-                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {size} ids; it may be another model's"
+                f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {count} ids; it may be another model's"  # noqa: E501
             )
         return ids
 
     def with_artifact(self, artifact) -> "Model":
-        """This model with the artifact's `constants` beside those of artifacts of other methods: each cache takes its
-        method's. Raises UserError when the artifact's `fingerprint` differs."""
-        model_parts, artifact_parts = (fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint))
+        """This model with the artifact's `constants` beside those of artifacts of other methods:
+        each cache takes its method's. Raises UserError when the artifact's `fingerprint`
+        differs."""
+        model_parts, artifact_parts = (
+            fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint)
+        )
         for field in dict.fromkeys([*model_parts, *artifact_parts]):
             if model_parts.get(field) != artifact_parts.get(field):
-                artifact_digest, model_digest = artifact_parts.get(field, "none"), model_parts.get(field, "none")
+                artifact_digest, model_digest = (
+                    artifact_parts.get(field, "none"),
+                    model_parts.get(field, "none"),
+                )
                 raise UserError(
                     f"artifact is for another model: fingerprint {field} is {artifact_digest}, "
                     f"the model's is {model_digest}"
@@ -186,8 +243,9 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
         folder: the folder of the model.
 
     Returns:
-        Options of `generate`: temperature, top_k, top_p and min_p where the file says do_sample, and repetition_penalty
-        in any case. A file with `do_sample` alone gives temperature 1. {} without the file.
+        Options of `generate`: temperature, top_k, top_p and min_p where the file says do_sample,
+        and repetition_penalty in any case. A file with `do_sample` alone gives temperature 1. {}
+        without the file.
 
     Raises:
         UserError: for an option that is no number.
@@ -201,7 +259,9 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
         if value is None or (name in _DRAWING and not samples):
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        number = number and abs(value) <= sys.float_info.max  # JSON spells infinities, and integers beyond any float
+        number = (
+            number and abs(value) <= sys.float_info.max
+        )  # JSON spells infinities, and integers beyond any float
         if not number or kind(value) != value:
             raise UserError(f"{file}: {name}={value!r} is not of type {kind.__name__}")
         options[name] = kind(value)
@@ -215,17 +275,21 @@ def locate(name: str | Path) -> Path:
     """Find the folder of a model, which is downloaded where only the hub has it.
 
     Args:
-        name: a bundled model ("demo"), one that `kvqjax fetch` brings ("smollm2"), a path ("./demo", "model.gguf"), or
-            a hub id ("owner/name", "owner/name/file.gguf"), looked for in this order.
+        name: a bundled model ("demo"), one that `kvqjax fetch` brings ("smollm2"), a path
+            ("./demo", "model.gguf"), or a hub id ("owner/name", "owner/name/file.gguf"), looked for
+            in this order.
 
     Returns:
         The folder, or the GGUF file.
 
     Raises:
-        UserError: for a name that is none of these, a model that is not installed or not fetched, or a failed download.
+        UserError: for a name that is none of these, a model that is not installed or not fetched,
+            or a failed download.
     """
     if not isinstance(name, str | os.PathLike):
-        raise UserError(f"model is {named(name)}; wanted a name, the path of a folder or of a .gguf file, or a hub id")
+        raise UserError(
+            f"model is {named(name)}; wanted a name, the path of a folder or of a .gguf file, or a hub id"
+        )
     if name in BUNDLED:
         return _bundled(str(name))
     if name in FETCHED:
@@ -233,7 +297,9 @@ def locate(name: str | Path) -> Path:
     folder = path_of(name)
     if folder.is_dir():
         return _single_file(folder)
-    hub_file = isinstance(name, str) and re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name)
+    hub_file = isinstance(name, str) and re.fullmatch(
+        r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*\.gguf)", name
+    )
     if hub_file and ".." not in name and not folder.exists():
         return _download_file(*hub_file.groups())
     if is_gguf(folder):
@@ -244,7 +310,9 @@ def locate(name: str | Path) -> Path:
     if isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and ".." not in name:
         return _download(name)
     bundled = ", ".join(BUNDLED)
-    raise UserError(f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})")
+    raise UserError(
+        f"{name}: no such folder, nor a hub id (owner/name) nor a bundled model ({bundled})"
+    )
 
 
 def _single_file(folder: Path) -> Path:
@@ -269,10 +337,13 @@ def _download(name: str) -> Path:
     try:
         folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
         return Path(folder)
-    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean "not reachable".
+    # The hub client raises its own, its HTTP library's and the system's errors; all of them mean
+    # "not reachable".
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{name!r} is no folder here and could not be had from the hub: {reason}") from error
+        raise UserError(
+            f"{name!r} is no folder here and could not be had from the hub: {reason}"
+        ) from error
 
 
 def _download_file(repository: str, file: str) -> Path:
@@ -284,15 +355,18 @@ def _download_file(repository: str, file: str) -> Path:
     except Exception as error:  # as in `_download`
         reason = " ".join(str(error).split())[:200]
         name = f"{repository}/{file}"
-        raise UserError(f"{name!r} is no file here and could not be had from the hub: {reason}") from error
+        raise UserError(
+            f"{name!r} is no file here and could not be had from the hub: {reason}"
+        ) from error
 
 
 def config_of(name: str) -> ModelConfig:
     """Read a model's config by its name, for planning.
 
     Args:
-        name: a bundled or fetched model, a folder, config.json or GGUF file, a known model ("llama-3.1-8b"; of a hub id
-            the part after the slash counts, in any case), or a hub id that is downloaded.
+        name: a bundled or fetched model, a folder, config.json or GGUF file, a known model
+            ("llama-3.1-8b"; of a hub id the part after the slash counts, in any case), or a hub id
+            that is downloaded.
 
     Returns:
         The config.
@@ -328,8 +402,8 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     """Read a compute policy.
 
     Args:
-        dtype: a short name ("bf16"), a full one, or whatever jnp.dtype reads. None: float32 on the CPU backend,
-            bfloat16 elsewhere.
+        dtype: a short name ("bf16"), a full one, or whatever jnp.dtype reads. None: float32 on the
+            CPU backend, bfloat16 elsewhere.
 
     Returns:
         The dtype.
@@ -363,22 +437,26 @@ def load(
     """Load a model. Code from a checkpoint is never run.
 
     Args:
-        name: a bundled or fetched name, a folder, a GGUF file or a hub id, looked for in this order; "./demo" is always
-            a folder.
-        dtype: the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16", "f16", "f32", or a
+        name: a bundled or fetched name, a folder, a GGUF file or a hub id, looked for in this
+            order; "./demo" is always a folder.
+        dtype: the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16",
+            "f16", "f32", or a
             jnp dtype. None: float32 on the CPU backend, bfloat16 elsewhere.
-        sharding: the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only what its devices hold.
-            Or `sharding(parameter name)` gives each parameter's placement alone (kvqjax.model.weights.load_params).
-        weights: "int8" or "int4" keeps the layers' matrices as integers with a scale per 128 inputs. The compute dtype
-            stays.
-        layers: "scan" keeps layers as stacks, which compile fast. "unroll" keeps each by itself, which XLA for GPUs
-            reads at half the cost; its caches are stored likewise. "switch" keeps each matrix by itself, which XLA for
-            CPUs reads at half the cost, and compiles in a third of the time of "unroll" (kvqjax/model/decoder.py).
+        sharding: the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only
+            what its devices hold. Or `sharding(parameter name)` gives each parameter's placement
+            alone (kvqjax.model.weights.load_params).
+        weights: "int8" or "int4" keeps the layers' matrices as integers with a scale per 128
+            inputs. The compute dtype stays.
+        layers: "scan" keeps layers as stacks, which compile fast. "unroll" keeps each by itself,
+            which XLA for GPUs reads at half the cost; its caches are stored likewise. "switch"
+            keeps each matrix by itself, which XLA for CPUs reads at half the cost, and compiles in
+            a third of the time of "unroll" (kvqjax/model/decoder.py).
             None: unroll on GPUs, switch on CPUs but for tiny models, scan on TPUs.
-        text_only: load the language part of a checkpoint of pictures and text, which is refused otherwise.
-        rope_length: how long texts may become. The kinds dynamic and longrope have other frequencies for texts longer
-            than the length that the model was first trained on. None: texts up to that length. Other kinds of rope
-            ignore it.
+        text_only: load the language part of a checkpoint of pictures and text, which is refused
+            otherwise.
+        rope_length: how long texts may become. The kinds dynamic and longrope have other
+            frequencies for texts longer than the length that the model was first trained on. None:
+            texts up to that length. Other kinds of rope ignore it.
 
     Returns:
         The model.
@@ -400,4 +478,4 @@ def load(
     layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
     provenance = {"fingerprint": fingerprint(folder, config), "folder": str(folder), "rules": rules}
-    return Model(params, config=config, **provenance)
+    return Model(params, config=config, tokenizer_files=tokenizer_files(str(folder)), **provenance)

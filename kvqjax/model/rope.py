@@ -1,4 +1,5 @@
-"""Rotary position embedding in the half-split layout: pair i of a head is (channel i, channel i + D/2)."""
+"""Rotary position embedding in the half-split layout: pair i of a head is (channel i, channel i +
+D/2)."""
 
 import math
 from collections.abc import Callable
@@ -12,22 +13,10 @@ from kvqjax._errors import UserError
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.xla_workarounds import made_once
 
-__all__ = [
-    "Waves",
-    "as_given",
-    "channel_order",
-    "check_length",
-    "following",
-    "in_halves",
-    "inverse_frequencies",
-    "pair_factors",
-    "positions_of_layer",
-    "rotate",
-]
-
 
 def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Yarn: interpolate slow pairs, keep fast ones, with a linear ramp between the two (arXiv 2309.00071)."""
+    """Yarn: interpolate slow pairs, keep fast ones, with a linear ramp between the two (arXiv
+    2309.00071)."""
 
     def correction(rotations: float) -> float:
         wavelength_ratio = rope.original_max_position / (rotations * 2 * math.pi)
@@ -42,16 +31,20 @@ def _yarn(freq: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth blend between."""
+    """Llama 3.1: wavelengths above the old context are interpolated, short ones kept, a smooth
+    blend between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_position / wavelength - rope.low_freq_factor
     span = rope.high_freq_factor - rope.low_freq_factor
-    blend = np.clip(turns / span, 0, 1) if span else (turns > 0).astype(freq.dtype)  # Llama 4: no span
+    blend = (
+        np.clip(turns / span, 0, 1) if span else (turns > 0).astype(freq.dtype)
+    )  # Llama 4: no span
     return (1 - blend) * freq / rope.factor + blend * freq
 
 
 def _dynamic(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """NTK by length: the base grows so that the slowest pair turns as far as before over the longer text."""
+    """NTK by length: the base grows so that the slowest pair turns as far as before over the longer
+    text."""
     ratio = max(rope.length, rope.original_max_position) / rope.original_max_position
     theta = rope.theta * (rope.factor * ratio - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
     return _plain(theta, head_dim)
@@ -62,7 +55,8 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _limits(config: KVShape) -> list[tuple[int, str]]:
-    """(most tokens, kind) of the ropes of a shape whose frequencies are for texts of a certain length."""
+    """(most tokens, kind) of the ropes of a shape whose frequencies are for texts of a certain
+    length."""
     return [(rope.limit, rope.kind) for rope in config.ropes if rope.limit is not None]
 
 
@@ -134,10 +128,13 @@ def channel_order(head_dim: int, turned: int, pairs: str) -> Int[np.ndarray, " D
 
 
 def _order_of(config: KVShape) -> Int[np.ndarray, " D"] | None:
-    """List the channels that another model's heads have, in the order of caches; None where the orders are equal."""
+    """List the channels that another model's heads have, in the order of caches; None where the
+    orders are equal."""
     if config.pairs == "halves":
         return None
-    return channel_order(config.head_dim, config.ropes[0].turned_channels(config.head_dim), config.pairs)
+    return channel_order(
+        config.head_dim, config.ropes[0].turned_channels(config.head_dim), config.pairs
+    )
 
 
 def in_halves(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
@@ -161,7 +158,8 @@ def as_given(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D
 
 
 class Waves(NamedTuple):
-    """The cos and sin of every pair's angle at some tokens' positions, which `rotate` takes in place of these."""
+    """The cos and sin of every pair's angle at some tokens' positions, which `rotate` takes in
+    place of these."""
 
     cos: Float[Array, "*B T P"]
     sin: Float[Array, "*B T P"]
@@ -179,17 +177,23 @@ def _waves(angles: Float[Array, "*B T P"], factor: Any) -> Waves:
     return Waves(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
 
 
-def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves | Int[Array, "B n"]]:
-    """Make the function from positions [B, size], which follow each other in every row, to what `rotate` takes in their
-    place. The waves of position p + i come of those of a row's first position p and of a table for i from 0 to
-    size - 1, by the addition formulas: on a CPU a cosine takes as long as twenty products."""
+def following(
+    size: int, config: KVShape
+) -> Callable[[Int[Array, "B n"]], Waves | Int[Array, "B n"]]:
+    """Make the function from positions [B, size], which follow each other in every row, to what
+    `rotate` takes in their place. The waves of position p + i come of those of a row's first
+    position p and of a table for i from 0 to size - 1, by the addition formulas: on a CPU a cosine
+    takes as long as twenty products."""
     if config.turning is None:
         return lambda positions: positions
     factor, table = pair_factors(config), _waves(_angles(jnp.arange(size)[None], config), 1.0)
 
     def waves(positions):
         first = _waves(_angles(positions[:, :1], config), factor)
-        cos, sin = first.cos * table.cos - first.sin * table.sin, first.sin * table.cos + first.cos * table.sin
+        cos, sin = (
+            first.cos * table.cos - first.sin * table.sin,
+            first.sin * table.cos + first.cos * table.sin,
+        )
         return Waves(cos, sin)
 
     return waves
@@ -198,8 +202,8 @@ def following(size: int, config: KVShape) -> Callable[[Int[Array, "B n"]], Waves
 def rotate(
     x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"] | Waves, config: KVShape
 ) -> Float[Array, "*B T N D"]:
-    """Rotate N heads of T tokens to their absolute positions; without a rope they stay as they are. Angles, cos and sin
-    in float32, the result in x.dtype."""
+    """Rotate N heads of T tokens to their absolute positions; without a rope they stay as they are.
+    Angles, cos and sin in float32, the result in x.dtype."""
     if isinstance(positions, Waves):
         return _turned(x, positions)
     rope = config.turning
@@ -211,17 +215,21 @@ def rotate(
 def positions_of_layer(
     positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:
-    """Give what `rotate` takes as positions in layer `index`. Where all layers have one rope it is the positions
-    themselves, else the waves of the layer's rope: a loop over stacked layers knows `index` as data alone, and cannot
-    choose a rope by it at trace time."""
+    """Give what `rotate` takes as positions in layer `index`. Where all layers have one rope it is
+    the positions themselves, else the waves of the layer's rope: a loop over stacked layers knows
+    `index` as data alone, and cannot choose a rope by it at trace time."""
     if not isinstance(config.rope, tuple):
         return positions
     if index is None:
         raise ValueError("layers have ropes of their own; say which layer this is")
     layers = [config.layer(number) for number in range(config.num_layers)]
     zeros = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
-    freq = np.stack([zeros if layer.rope is None else inverse_frequencies(layer) for layer in layers])
-    factor = np.stack([np.broadcast_to(pair_factors(layer), zeros.shape) for layer in layers]).astype(np.float32)
+    freq = np.stack(
+        [zeros if layer.rope is None else inverse_frequencies(layer) for layer in layers]
+    )
+    factor = np.stack(
+        [np.broadcast_to(pair_factors(layer), zeros.shape) for layer in layers]
+    ).astype(np.float32)
     angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
     return _waves(angles, jnp.asarray(factor)[index])
 
@@ -229,6 +237,9 @@ def positions_of_layer(
 def _turned(x: Float[Array, "*B T N D"], waves: Waves) -> Float[Array, "*B T N D"]:
     """Turn pair i of a token's heads by wave i (P = D/2) in float32. The result is in x.dtype."""
     cos, sin = (made_once(wave)[..., None, :] for wave in waves)
-    # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on TPUs.
+    # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on
+    # TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)

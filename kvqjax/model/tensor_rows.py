@@ -2,12 +2,13 @@
 
 A family whose queries are gated packs query and gate of a head into one matrix.
 
-A rope that turns a part of a head's channels turns the first ones in the checkpoint. Here they stand first in both
-halves of the head. So every rope turns channel i with channel i + D/2, and pairs of other channels have the frequency
+A rope that turns a part of a head's channels turns the first ones in the checkpoint. Here they
+stand first in both halves of the head. So every rope turns channel i with channel i + D/2, and
+pairs of other channels have the frequency
 0. Keys and queries are laid out alike, so that scores do not change.
 
-Recurrent layers pack their projections in two ways. Attention of latents packs the latent with the shared part of the
-keys, and a head's keys with its values.
+Recurrent layers pack their projections in two ways. Attention of latents packs the latent with the
+shared part of the keys, and a head's keys with its values.
 """
 
 from typing import NamedTuple
@@ -18,14 +19,12 @@ from jaxtyping import Int
 from kvqjax.model.config import ModelConfig, RecurrentConfig
 from kvqjax.model.rope import channel_order
 
-__all__ = ["Order", "TensorRows", "rows_of"]
-
 
 class Order(NamedTuple):
     """The order of the rows of a file's tensor, or of its columns.
 
-    From the row `first` on, groups of [outer, inner, size] rows lie as [inner, outer, size]. The two halves of a head
-    whose rotary pairs lie side by side are such a group (`Order(2, D // 2)`).
+    From the row `first` on, groups of [outer, inner, size] rows lie as [inner, outer, size]. The
+    two halves of a head whose rotary pairs lie side by side are such a group (`Order(2, D // 2)`).
 
     Attributes:
         outer: the parts of a group, in Hugging Face's order.
@@ -58,7 +57,8 @@ class TensorRows(NamedTuple):
 
 
 def _order_here(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
-    """The channels of a head in the order in which they lie here; None where they lie as in the checkpoint."""
+    """The channels of a head in the order in which they lie here; None where they lie as in the
+    checkpoint."""
     dim = config.head_dim
     turned = min((rope.turned_channels(dim) for rope in config.ropes), default=dim)
     return None if turned == dim else channel_order(dim, turned, "front")
@@ -66,7 +66,9 @@ def _order_here(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
 
 def _by_head(heads: int, size: int, first: int, order: Int[np.ndarray, " n"]) -> TensorRows:
     """Take from every head of `size` rows those from `first` on, in `order`."""
-    return TensorRows((np.arange(heads)[:, None] * size + first + order[None]).reshape(-1), heads * size)
+    return TensorRows(
+        (np.arange(heads)[:, None] * size + first + order[None]).reshape(-1), heads * size
+    )
 
 
 def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
@@ -75,9 +77,9 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     Args:
         config: the config of the model.
         name: the parameter ("layers/q").
-        packed: whether recurrent layers have two tensors of projections, packed key head by key head (Qwen3-Next).
-            Otherwise one tensor holds queries, keys and values after each other, and every other projection has its
-            own.
+        packed: whether recurrent layers have two tensors of projections, packed key head by key
+            head (Qwen3-Next). Otherwise one tensor holds queries, keys and values after each other,
+            and every other projection has its own.
 
     Returns:
         The rows; None where the tensor is the parameter.
@@ -113,7 +115,9 @@ def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
         head_order = np.concatenate([np.arange(sizes.key_dim), sizes.key_dim + halves])
         return _by_head(config.num_heads, len(head_order), 0, head_order)
     if name in ("layers/k", "layers/v"):
-        return TensorRows(latent + halves if name == "layers/k" else np.arange(latent), config.head_dim)
+        return TensorRows(
+            latent + halves if name == "layers/k" else np.arange(latent), config.head_dim
+        )
     spans = {"layers/k_up": (0, sizes.key_dim), "layers/v_up": (sizes.key_dim, sizes.value_dim)}
     if name not in spans:
         return None
@@ -129,10 +133,15 @@ def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:
 
 
 def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:
-    """Rows of a tensor that is packed key head by key head. A head's rows are its query, key, values and gates, or the
-    writes and decays of its value heads."""
+    """Rows of a tensor that is packed key head by key head. A head's rows are its query, key,
+    values and gates, or the writes and decays of its value heads."""
     group = shape.value_heads // shape.key_heads
-    sizes = {"q": shape.key_dim, "k": shape.key_dim, "v": group * shape.value_dim, "z": group * shape.value_dim}
+    sizes = {
+        "q": shape.key_dim,
+        "k": shape.key_dim,
+        "v": group * shape.value_dim,
+        "z": group * shape.value_dim,
+    }
     if part in "ab":
         sizes = {"b": group, "a": group}
     first = sum(sizes[name] for name in list(sizes)[: list(sizes).index(part)])

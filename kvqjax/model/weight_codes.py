@@ -1,9 +1,11 @@
-"""Weight-only quantisation: a matrix as symmetric integer codes with a scale per group of inputs and output.
+"""Weight-only quantisation: a matrix as symmetric integer codes with a scale per group of inputs
+and output.
 
     w_hat = scale * code,   scale = max |w| over the group / (2^(b-1) - 1),   code = round(w / scale)       (b = 8 or 4)
 
-Codes are computed against the scale as stored. Activations stay in the compute dtype: a layer's matrices are decoded
-when the layer runs (`kvqjax.model.decoder.layer`), so one layer at a time exists in the compute dtype.
+Codes are computed against the scale as stored. Activations stay in the compute dtype: a layer's
+matrices are decoded when the layer runs (`kvqjax.model.decoder.layer`), so one layer at a time
+exists in the compute dtype.
 """
 
 import functools
@@ -19,8 +21,6 @@ from jaxtyping import Array, Float, UInt
 
 from kvqjax._errors import UserError
 
-__all__ = ["WEIGHT_GROUP", "CodedWeight", "code_weight", "pack_nibbles", "place_codes", "unpack_nibbles"]
-
 Leaf = Any  # an array, or a value that a tree map or an abstract evaluation puts in its place
 WEIGHT_GROUP = 128  # inputs per scale at most
 LEAST_GROUP = 8  # inputs; with fewer, scales would take more than a quarter of the codes' bytes
@@ -31,7 +31,8 @@ WORD = 8  # 4-bit codes of a 32-bit word
 
 
 def pack_nibbles(codes: UInt[Array, "*L I O"]) -> UInt[Array, "*L P O"]:
-    """Pack 4-bit codes of eight consecutive inputs into a 32-bit word, the first in the lowest bits."""
+    """Pack 4-bit codes of eight consecutive inputs into a 32-bit word, the first in the lowest
+    bits."""
     *lead, inputs, outputs = codes.shape
     words = codes.astype(jnp.uint32).reshape(*lead, inputs // WORD, WORD, outputs)
     return (words << _shifts(len(lead))).sum(-2, dtype=jnp.uint32)
@@ -56,8 +57,10 @@ class CodedWeight(struct.PyTreeNode):
     """One stacked matrix [L, I, O].
 
     Attributes:
-        codes: of 8 bits Int8[L, I, O]; of 4 bits UInt32[L, ceil(I/8), O], eight to a word with 8 added to each.
-        scale: Float[L, N, O] in the compute dtype. One holds for ceil(I / N) inputs, the last for those that remain.
+        codes: of 8 bits Int8[L, I, O]; of 4 bits UInt32[L, ceil(I/8), O], eight to a word with 8
+            added to each.
+        scale: Float[L, N, O] in the compute dtype. One holds for ceil(I / N) inputs, the last for
+            those that remain.
         padding: how many codes at the end of the last word belong to no input.
     """
 
@@ -74,7 +77,9 @@ class CodedWeight(struct.PyTreeNode):
         if self.kind == "int8":
             codes = self.codes.astype(self.scale.dtype)
         else:
-            codes = unpack_nibbles(self.codes).astype(self.scale.dtype) - jnp.asarray(8, self.scale.dtype)
+            codes = unpack_nibbles(self.codes).astype(self.scale.dtype) - jnp.asarray(
+                8, self.scale.dtype
+            )
             codes = codes[..., : codes.shape[-2] - self.padding, :]
         *lead, inputs, outputs = codes.shape
         count = self.scale.shape[-2]
@@ -87,8 +92,8 @@ class CodedWeight(struct.PyTreeNode):
 def _group(inputs: int) -> int:
     """Choose how many inputs share a scale.
 
-    Their number divides 128 and the inputs. Where that would be less than `LEAST_GROUP`, groups are equal parts of at
-    most 128 inputs, of which the last may be shorter.
+    Their number divides 128 and the inputs. Where that would be less than `LEAST_GROUP`, groups are
+    equal parts of at most 128 inputs, of which the last may be shorter.
     """
     group = math.gcd(inputs, WEIGHT_GROUP)
     return group if group >= LEAST_GROUP else -(-inputs // -(-inputs // WEIGHT_GROUP))
@@ -152,7 +157,9 @@ def place_codes(weight: CodedWeight, sharding: NamedSharding) -> CodedWeight:
     parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
     rows = codes.shape[-2]
     if rows % parts or (parts > 1 and weight.padding):
-        raise UserError(f"{parts} devices cannot share out {rows} rows of codes of {weight.kind} weights")
+        raise UserError(
+            f"{parts} devices cannot share out {rows} rows of codes of {weight.kind} weights"
+        )
     if parts > 1:
         inputs = rows * (1 if weight.kind == "int8" else WORD)
         group = -(-inputs // scale.shape[-2])

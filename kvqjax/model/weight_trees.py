@@ -1,21 +1,27 @@
-"""The weights of a decoder as a pytree: their names and shapes, the forms of layers, and their tiles in memory.
+"""The weights of a decoder as a pytree: their names and shapes, the forms of layers, and their
+tiles in memory.
 
-    params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": stacks or a list}
+    params = {"embed": [V, E], "norm": [E], "head": [E, V] (absent when tied), "layers": stacks or a
+    list}
 
-Layers are stored as stacks, one array for each name with the layers in front, or as a list, one dict for each layer. A
-stacked matrix may be replaced by `LayerMatrices`, which have one array for each layer; a loop over layers chooses one
-of them. kvqjax/model/decoder.py says which form is for what.
+Layers are stored as stacks, one array for each name with the layers in front, or as a list, one
+dict for each layer. A stacked matrix may be replaced by `LayerMatrices`, which have one array for
+each layer; a loop over layers chooses one of them. kvqjax/model/decoder.py says which form is for
+what.
 
-Weights that only some layers have, or that are read expert by expert, are `Rows`, a stack of these layers alone:
+Weights that only some layers have, or that are read expert by expert, are `Rows`, a stack of these
+layers alone:
 
-    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F], layers=(1, 2, ...))}
+    {"q": [L, E, H*D], "gate": Rows([2, E, F], layers=(0, 3)), "experts_gate": Rows([L-2, X, E, F],
+    layers=(1, 2, ...))}
 
-Layers are of two kinds, attention and recurrent. In a model that has both, the weights of each kind are `Rows` as well.
-`layers_of` finds the layers of a kind by these weights.
+Layers are of two kinds, attention and recurrent. In a model that has both, the weights of each kind
+are `Rows` as well. `layers_of` finds the layers of a kind by these weights.
 
-A loop over stacked layers has the number of its layer as data. So a `Row` has, as data, the row of a stack that belongs
-to the layer, and whether there is one. The row's matrices are cut out of the stack where they are used, inside a branch
-or a loop over experts. Cutting out the whole row before would copy all experts of the layer.
+A loop over stacked layers has the number of its layer as data. So a `Row` has, as data, the row of
+a stack that belongs to the layer, and whether there is one. The row's matrices are cut out of the
+stack where they are used, inside a branch or a loop over experts. Cutting out the whole row before
+would copy all experts of the layer.
 """
 
 import functools
@@ -35,34 +41,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_codes import CodedWeight
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
-__all__ = [
-    "BY_EXPERT",
-    "CHOSEN",
-    "FORMS",
-    "KINDS",
-    "MATRICES",
-    "OF_EXPERTS",
-    "SPARSE",
-    "Layer",
-    "LayerMatrices",
-    "Params",
-    "Row",
-    "Rows",
-    "as_multiplied",
-    "init_params",
-    "is_coded",
-    "is_unrolled",
-    "layers_of",
-    "product",
-    "read_weight",
-    "stack_of",
-    "stacked",
-    "stored_layers",
-    "switched",
-    "tiles_of",
-    "unrolled",
-]
-
 Params = dict
 Layer = dict
 Leaf = Any  # an array, a CodedWeight, or a value that a tree map puts in its place
@@ -76,7 +54,8 @@ _SPARSE_BIASES = ("router_bias", *OF_EXPERTS[len(BY_EXPERT) :])
 # Matrices of layers of attention and of recurrent layers.
 _ATTENTION = ("q", "k", "v", "o", "q_gate", "q_latent", "k_up", "v_up")
 _RECURRENT = tuple(f"delta_{name}" for name in ("q", "k", "v", "z", "a", "b", "o"))
-# All parameters that only layers of one kind have. The first one of each kind is in all layers of the kind.
+# All parameters that only layers of one kind have. The first one of each kind is in all layers of
+# the kind.
 KINDS = {
     "attention": (
         *_ATTENTION,
@@ -90,16 +69,18 @@ KINDS = {
     ),
 }
 
-# The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table of rows. The kernels
-# of convolutions are [channels, tokens], as they are stored.
+# The parameters that are matrices [in, out]. The others are vectors, and the embedding is a table
+# of rows. The kernels of convolutions are [channels, tokens], as they are stored.
 MATRICES = frozenset({
     "head",
     *(f"layers/{name}" for name in (*_ATTENTION, *_RECURRENT, "gate", "up", "down", *SPARSE)),
 })  # fmt: skip
-# The matrices that are `LayerMatrices` in the form "switch". Experts are not: they are cut out of their stacks one by
-# one, which copies no more than is read. Up-projections of latents are not: their products are no plain products.
+# The matrices that are `LayerMatrices` in the form "switch". Experts are not: they are cut out of
+# their stacks one by one, which copies no more than is read. Up-projections of latents are not:
+# their products are no plain products.
 CHOSEN = frozenset({*_ATTENTION, *_RECURRENT, "gate", "up", "down"} - {"k_up", "v_up"})
-# Small matrices whose errors would cost most: they decide which experts compute, and what a recurrent state keeps.
+# Small matrices whose errors would cost most: they decide which experts compute, and what a
+# recurrent state keeps.
 _NEVER_CODED = ("layers/router", "layers/shared_router", "layers/delta_a", "layers/delta_b")
 
 
@@ -118,9 +99,10 @@ def _decoded(leaf: Leaf) -> Leaf:
 class LayerMatrices(struct.PyTreeNode):
     """The matrices of several layers, each an array of its own, in place of their stack.
 
-    XLA for CPUs copies a matrix out of a stack before it multiplies by it, which takes as long as the product. Here
-    every layer has a branch that multiplies by the layer's own array. Branches contain products alone, which compile
-    quickly; straight code over all layers compiles everything once for each layer.
+    XLA for CPUs copies a matrix out of a stack before it multiplies by it, which takes as long as
+    the product. Here every layer has a branch that multiplies by the layer's own array. Branches
+    contain products alone, which compile quickly; straight code over all layers compiles everything
+    once for each layer.
 
     A step of SmolLM2-135M with the exact cache, one row of 512 cached tokens, measured
     on two cores on 2026-11-27, takes 42.5 ms from stacks, 32.5 ms by straight code, and 32.0 ms
@@ -136,7 +118,9 @@ class LayerMatrices(struct.PyTreeNode):
         """Give `use(matrix, *operands)` for the matrix of this number."""
         if not isinstance(number, jax.core.Tracer):
             return use(self.matrices[int(number)], *operands)
-        return jax.lax.switch(number, [functools.partial(use, matrix) for matrix in self.matrices], *operands)
+        return jax.lax.switch(
+            number, [functools.partial(use, matrix) for matrix in self.matrices], *operands
+        )
 
 
 class Row(struct.PyTreeNode):
@@ -189,11 +173,13 @@ class Rows(struct.PyTreeNode):
     layers: tuple[int, ...] = struct.field(pytree_node=False)
 
     def row(self, layer: Int[Array, ""] | int) -> Row | None:
-        """Give the row of a layer. None where the layer has none and its number is known, not traced."""
+        """Give the row of a layer. None where the layer has none and its number is known, not
+        traced."""
         if not isinstance(layer, jax.core.Tracer):
             is_there = int(layer) in self.layers
             return Row(self.stack, self.layers.index(int(layer)), True) if is_there else None
-        # Tables over all layers up to the last one with a row: its row's number, and whether it has one.
+        # Tables over all layers up to the last one with a row: its row's number, and whether it has
+        # one.
         all_layers = np.arange(self.layers[-1] + 1)
         numbers = np.searchsorted(self.layers, all_layers).astype(np.int32)
         is_there = np.isin(all_layers, self.layers)
@@ -219,30 +205,36 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
         The products.
     """
     if isinstance(weight, Row) and isinstance(weight.stack, LayerMatrices):
-        return weight.stack.chosen(weight.number, lambda matrix, x: times_matrix(x, _decoded(matrix)), x)
+        return weight.stack.chosen(
+            weight.number, lambda matrix, x: times_matrix(x, _decoded(matrix)), x
+        )
     return times_matrix(x, read_weight(weight))
 
 
 # --- The forms of the layers ---
 
 FORMS = ("scan", "switch", "unroll")
-# Bytes of a layer's weights. Weights of smaller layers stay in a core's cache, so that copying them out of a stack
-# costs little, and stacks compile faster. It is an estimate from the size of these caches (2 MiB), not measured.
+# Bytes of a layer's weights. Weights of smaller layers stay in a core's cache, so that copying them
+# out of a stack costs little, and stacks compile faster. It is an estimate from the size of these
+# caches (2 MiB), not measured.
 LARGE_LAYER = 2**20
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def mlp(x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu") -> Float[Array, "*N E"]:
-    """Compute a gated MLP. The matrices may be `Row`s. Matrices with a part of the inner width, as devices of a mesh
-    have them, give one term of the output."""
+def mlp(
+    x: Float[Array, "*N E"], gate, up, down, *, activation: str = "silu"
+) -> Float[Array, "*N E"]:
+    """Compute a gated MLP. The matrices may be `Row`s. Matrices with a part of the inner width, as
+    devices of a mesh have them, give one term of the output."""
     inner = ACTIVATIONS[activation](product(x, gate)) * product(x, up)
     return product(few_rows(inner), down)
 
 
 def is_unrolled(params: Params) -> bool:
-    """Say whether the layers' weights are a list of one dict for each layer. A list has neither stacks nor `Row`s."""
+    """Say whether the layers' weights are a list of one dict for each layer. A list has neither
+    stacks nor `Row`s."""
     return isinstance(params["layers"], list | tuple)
 
 
@@ -253,7 +245,10 @@ def stack_of(leaf: Leaf) -> Leaf:
 
 def layers_of(params: Params, kind: str) -> tuple[int, ...]:
     """List the layers of a kind ("attention", "recurrent"), by their numbers among all layers."""
-    first, layers = KINDS[kind][0], params["layers"]  # a parameter that all layers of the kind have, and no others
+    first, layers = (
+        KINDS[kind][0],
+        params["layers"],
+    )  # a parameter that all layers of the kind have, and no others
     if is_unrolled(params):
         return tuple(index for index, weights in enumerate(layers) if first in weights)
     if first not in layers:
@@ -271,7 +266,8 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
         dtype: the compute dtype.
 
     Returns:
-        "scan" (stacks), "switch" (stacks, and `LayerMatrices` in place of most matrices' stacks) or "unroll" (a list).
+        "scan" (stacks), "switch" (stacks, and `LayerMatrices` in place of most matrices' stacks) or
+        "unroll" (a list).
     """
     if platform == "gpu":
         return "unroll"
@@ -286,8 +282,8 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
 def unrolled(params: Params) -> Params:
     """Make a list of the layers' weights.
 
-    Stacked matrices are taken apart one after the other. So all weights are never in memory twice, unless the caller
-    keeps `params`.
+    Stacked matrices are taken apart one after the other. So all weights are never in memory twice,
+    unless the caller keeps `params`.
 
     Args:
         params: the weights in any form.
@@ -309,7 +305,11 @@ def unrolled(params: Params) -> Params:
 
 def _row_count(stack: Leaf) -> int:
     """Count the rows of a stack."""
-    return len(stack.matrices) if isinstance(stack, LayerMatrices) else jax.tree.leaves(stack)[0].shape[0]
+    return (
+        len(stack.matrices)
+        if isinstance(stack, LayerMatrices)
+        else jax.tree.leaves(stack)[0].shape[0]
+    )
 
 
 def _rows_of(stack: Leaf) -> tuple[Leaf, ...]:
@@ -338,7 +338,11 @@ def switched(params: Params) -> Params:
         return LayerMatrices(_rows_of(stack))
 
     layers = stacked(params)["layers"] if is_unrolled(params) else params["layers"]
-    return params | {"layers": {name: _on_stacks(by_layer, x) if name in CHOSEN else x for name, x in layers.items()}}
+    return params | {
+        "layers": {
+            name: _on_stacks(by_layer, x) if name in CHOSEN else x for name, x in layers.items()
+        }
+    }
 
 
 def stacked(params: Params) -> Params:
@@ -355,13 +359,16 @@ def stacked(params: Params) -> Params:
         def joined(stack: Leaf) -> Leaf:
             return _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack
 
-        return params | {"layers": {name: _on_stacks(joined, x) for name, x in params["layers"].items()}}
+        return params | {
+            "layers": {name: _on_stacks(joined, x) for name, x in params["layers"].items()}
+        }
     layers, stacks = params["layers"], {}
     names = dict.fromkeys(name for weights in layers for name in weights)
     for name in names:
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
         stack = _joined([layers[index][name] for index in numbers])
-        # Weights of experts are `Rows` even if all layers have them, since they are read expert by expert.
+        # Weights of experts are `Rows` even if all layers have them, since they are read expert by
+        # expert.
         is_rows = name in (*SPARSE, *_SPARSE_BIASES) or len(numbers) < len(layers)
         stacks[name] = Rows(stack, numbers) if is_rows else stack
     return params | {"layers": stacks}
@@ -378,8 +385,9 @@ def _joined(rows: Sequence[Leaf]) -> Leaf:
 def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     """Draw random weights.
 
-    Matrices are normal with variance 1 / inputs. Those that write into the residual stream are divided by sqrt(2 L), so
-    that the stream's variance does not grow with depth. Norms are one, biases zero.
+    Matrices are normal with variance 1 / inputs. Those that write into the residual stream are
+    divided by sqrt(2 L), so that the stream's variance does not grow with depth. Norms are one,
+    biases zero.
 
     Args:
         key: the random key.
@@ -415,7 +423,8 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         return kinds.get(name, c.dense_layers)
 
     def of_kind(name: str, make: Callable):
-        """Make the stack of a vector, make(rows), for the layers of its kind, or for all if it belongs to no kind."""
+        """Make the stack of a vector, make(rows), for the layers of its kind, or for all if it
+        belongs to no kind."""
         numbers = kinds.get(name, tuple(range(count)))
         return make(len(numbers)) if len(numbers) == count else Rows(make(len(numbers)), numbers)
 
@@ -444,9 +453,15 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         x, rows = c.experts, len(c.sparse_layers)
         sizes = {"router_bias": (x.count,), "experts_gate_bias": (x.count, x.width)}
         sizes |= {"experts_up_bias": (x.count, x.width), "experts_down_bias": (x.count, c.width)}
-        layers |= {n: Rows(jnp.zeros((rows, *shape), dtype), c.sparse_layers) for n, shape in sizes.items()}
+        layers |= {
+            n: Rows(jnp.zeros((rows, *shape), dtype), c.sparse_layers) for n, shape in sizes.items()
+        }
     embedding = jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02
-    params = {"embed": embedding, "norm": jnp.full((c.width,), 1 - c.norm_offset, dtype), "layers": layers}
+    params = {
+        "embed": embedding,
+        "norm": jnp.full((c.width,), 1 - c.norm_offset, dtype),
+        "layers": layers,
+    }
     if not c.tied_embeddings:
         head = jax.random.normal(keys["head"], (c.width, c.vocab_size), dtype)
         params["head"] = head * c.width**-0.5
@@ -468,7 +483,12 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "o": (c.num_heads * sizes.value_dim, c.width),
         }
     outwards, inwards = (c.width, c.query_width), (c.width, c.kv_width)
-    shapes: dict[str, tuple[int, ...]] = {"q": outwards, "k": inwards, "v": inwards, "o": outwards[::-1]}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": outwards,
+        "k": inwards,
+        "v": inwards,
+        "o": outwards[::-1],
+    }
     return shapes | ({"q_gate": outwards} if c.output_gate else {})
 
 
@@ -490,15 +510,16 @@ def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c is None:
         return {}
     shapes: dict[str, tuple[int, ...]] = {
-        f"delta_{name}": (config.width, size) for name, size in (c.widths | {"z": c.widths["v"]}).items()
+        f"delta_{name}": (config.width, size)
+        for name, size in (c.widths | {"z": c.widths["v"]}).items()
     }
     shapes |= {f"delta_{name}": (config.width, c.value_heads) for name in "ab"}
     return shapes | {"delta_o": (c.widths["v"], config.width)}
 
 
 def _delta_vectors(config: ModelConfig) -> dict[str, tuple[Callable, tuple[int, ...]]]:
-    """Give, for every other parameter of a recurrent layer, the function that fills it, and its shape. A convolution
-    begins as a mean over its tokens."""
+    """Give, for every other parameter of a recurrent layer, the function that fills it, and its
+    shape. A convolution begins as a mean over its tokens."""
     c = config.recurrent
     if c is None:
         return {}
@@ -531,11 +552,12 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # --- Tiles ---
 #
-# XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but stores arrays in tiles of 8 x 128 by
-# default. Every call would then copy all weights into other tiles, and need memory for both copies. A jitted function
-# takes its arguments in the tiles in which they are stored. So matrices are stored in the tiles of products. The
-# embedding keeps the default tiles, from which its rows are read, and a head that is tied to it is copied at every
-# call. Arrays without 16-bit numbers keep the default tiles, too.
+# XLA for a TPU v7x multiplies by 16-bit matrices in tiles of 16 x 128 numbers, but stores arrays in
+# tiles of 8 x 128 by default. Every call would then copy all weights into other tiles, and need
+# memory for both copies. A jitted function takes its arguments in the tiles in which they are
+# stored. So matrices are stored in the tiles of products. The embedding keeps the default tiles,
+# from which its rows are read, and a head that is tied to it is copied at every call. Arrays
+# without 16-bit numbers keep the default tiles, too.
 
 CHIP = "TPU7x"  # the first letters of these chips' device kinds
 TALL = ((16, 128), (2, 1))  # tiles of 16 x 128 numbers, two rows to a 32-bit word
@@ -563,7 +585,8 @@ def as_multiplied(params: Params, put: Callable = jax.device_put) -> Params:
 
     Args:
         params: arrays, or shapes with a sharding.
-        put: put(x, place) gives an array the placement of `tiles_of`. It is called only where that is another one.
+        put: put(x, place) gives an array the placement of `tiles_of`. It is called only where that
+            is another one.
 
     Returns:
         The same weights.

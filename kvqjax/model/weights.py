@@ -2,11 +2,12 @@
 
 Hugging Face stores linear layers as [out, in]. Ours are [in, out] and stacked over layers.
 
-Parameters are read one after the other, some layers of one at a time. Every device reads only the slice that it holds.
-The layers are written into their place in the stack, in place (the stack is donated). So a load needs memory for the
-weights and `PIECE` bytes, or one layer's experts.
+Parameters are read one after the other, some layers of one at a time. Every device reads only the
+slice that it holds. The layers are written into their place in the stack, in place (the stack is
+donated). So a load needs memory for the weights and `PIECE` bytes, or one layer's experts.
 
-This file is in the order of a load: names, parameters and their tensors, the choice of tensors, reading and placing.
+This file is in the order of a load: names, parameters and their tensors, the choice of tensors,
+reading and placing.
 """
 
 import contextlib
@@ -53,8 +54,6 @@ from kvqjax.model.weight_trees import (
     tiles_of,
 )
 
-__all__ = ["Parameter", "ShardingRule", "load_params", "parameters"]
-
 ShardingRule = Callable[[str], jax.sharding.Sharding]
 
 PIECE = 2**28  # bytes of layers that are read before they are written into their stack
@@ -64,8 +63,8 @@ _PROGRESS_AFTER_SECONDS = 2.0  # a shorter load shows no bar
 
 # --- Names ---
 
-# Our names -> those of Hugging Face. Names under "layers/" exist once per layer, those with {} once per expert too.
-# Names that differ in one family are in kvqjax/model/hf_families.py.
+# Our names -> those of Hugging Face. Names under "layers/" exist once per layer, those with {} once
+# per expert too. Names that differ in one family are in kvqjax/model/hf_families.py.
 _NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -91,7 +90,8 @@ _NAMES = {
     **{f"layers/delta_conv_{n}": "linear_attn.conv1d.weight" for n in "qkv"},
 }
 
-# Prefixes in a checkpoint of pictures and text: of the language part -> of a language model alone; of the vision part.
+# Prefixes in a checkpoint of pictures and text: of the language part -> of a language model alone;
+# of the vision part.
 _LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -102,18 +102,27 @@ _VISION = tuple(
     for front in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 )
-_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")  # matrices whose products RoPE rotates
+_TURNED = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+)  # matrices whose products RoPE rotates
 _CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
 _DRAFTING = "mtp."  # prefix of layers that draft tokens, which are not computed here
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by data-parallel training and by torch.compile
 
-# Newer releases of transformers save one tensor for all experts of a layer; some families always do. It has the gate
-# and up matrices of every expert, one after the other or interleaved column by column.
+# Newer releases of transformers save one tensor for all experts of a layer; some families always
+# do. It has the gate and up matrices of every expert, one after the other or interleaved column by
+# column.
 _FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 _FUSED_NAME = re.compile(
     r"(model\.layers\.\d+\.)((?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj))(_scale_inv|_bias|_blocks|_scales)?"
 )
-_FUSED_PARTS = {"": ".weight", "_scale_inv": ".weight_scale_inv", "_blocks": ".blocks", "_scales": ".exponents"}
+_FUSED_PARTS = {
+    "": ".weight",
+    "_scale_inv": ".weight_scale_inv",
+    "_blocks": ".blocks",
+    "_scales": ".exponents",
+}
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 
@@ -131,10 +140,12 @@ class Parameter(NamedTuple):
         name: the name in the tree ("embed", "layers/q").
         layers: the layers that have it; None outside of layers.
         shape: the shape in one layer.
-        tensors: for each of these layers, the names of the tensors of its experts, or of the one tensor.
+        tensors: for each of these layers, the names of the tensors of its experts, or of the one
+            tensor.
         matrix: whether Hugging Face stores it with its last two axes swapped.
         rows: whether its stack is `Rows`.
-        picked: the rows of its tensors that it has, in its own order; None: all rows in the tensors' order.
+        picked: the rows of its tensors that it has, in its own order; None: all rows in the
+            tensors' order.
     """
 
     name: str
@@ -152,7 +163,8 @@ class Parameter(NamedTuple):
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """List all parameters of a model, from the one place that defines their shapes (`init_params`)."""
+    """List all parameters of a model, from the one place that defines their shapes
+    (`init_params`)."""
     tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
     layers = tree.pop("layers")
     outside_layers = [
@@ -170,7 +182,10 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
     numbers = leaf.layers if rows else tuple(range(shape[0]))
     hf_name = _hf_name(config, name)
     experts = range(shape[1] if "{}" in hf_name else 1)
-    tensors = tuple(tuple(f"model.layers.{index}.{hf_name.format(expert)}" for expert in experts) for index in numbers)
+    tensors = tuple(
+        tuple(f"model.layers.{index}.{hf_name.format(expert)}" for expert in experts)
+        for index in numbers
+    )
     family = FAMILIES.get(config.architecture)
     picked = rows_of(config, name, family is not None and family.packed_recurrence)
     return Parameter(name, numbers, shape[1:], tensors, name in MATRICES, rows, picked)
@@ -179,7 +194,9 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
 # --- A checkpoint's tensors under the names that transformers gives a language model alone ---
 
 
-def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool) -> Checkpoint:
+def _named_alike(
+    checkpoint: Checkpoint, config: ModelConfig, folder: Path, text_only: bool
+) -> Checkpoint:
     """Rename and cut a checkpoint's tensors to those of `_NAMES` (with the family's own names).
 
     Args:
@@ -192,7 +209,8 @@ def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text
         Tensors by name. None of their data is read.
 
     Raises:
-        UserError: for a vision part without `text_only`, and for tensors of experts in a shape that is not known.
+        UserError: for a vision part without `text_only`, and for tensors of experts in a shape that
+            is not known.
     """
     checkpoint = _without_wrappers(checkpoint)
     checkpoint = _language_part(checkpoint, folder, text_only)
@@ -202,15 +220,19 @@ def _named_alike(checkpoint: Checkpoint, config: ModelConfig, folder: Path, text
             if name.startswith(_DRAFTING):
                 continue
             if name.endswith(_CONVOLUTION) and len(tensor.shape) == 3:
-                tensor = tensor.part(name, (slice(None), 0))  # [channels, 1, tokens] -> [channels, tokens]
+                tensor = tensor.part(
+                    name, (slice(None), 0)
+                )  # [channels, 1, tokens] -> [channels, tokens]
             tensors[name] = tensor
         checkpoint = tensors
     family = FAMILIES.get(config.architecture)
     if family is not None and family.paired_rope:
-        # These families rotate channels 2i and 2i + 1, this library channels i and i + D/2. Rows of the matrices are
-        # read in another order, so that both are the same.
+        # These families rotate channels 2i and 2i + 1, this library channels i and i + D/2. Rows of
+        # the matrices are read in another order, so that both are the same.
         checkpoint = {
-            name: dataclasses.replace(tensor, order=_pairs(config) if name.endswith(_TURNED) else None)
+            name: dataclasses.replace(
+                tensor, order=_pairs(config) if name.endswith(_TURNED) else None
+            )
             for name, tensor in checkpoint.items()
         }
     return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
@@ -229,16 +251,21 @@ def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     # A decoder that was saved alone lacks the "model." of its names.
     if "embed_tokens.weight" in checkpoint:
         inner = ("embed_tokens.", "layers.", "norm.")
-        return {f"model.{name}" if name.startswith(inner) else name: tensor for name, tensor in checkpoint.items()}
+        return {
+            f"model.{name}" if name.startswith(inner) else name: tensor
+            for name, tensor in checkpoint.items()
+        }
     return checkpoint
 
 
 def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
-    """Give the tensors of the language model. With `text_only` those of a vision part are left out; without it they
-    raise UserError."""
+    """Give the tensors of the language model. With `text_only` those of a vision part are left out;
+    without it they raise UserError."""
     vision = sorted(name for name in checkpoint if name.startswith(_VISION))
     if vision and len(vision) == len(checkpoint):
-        raise UserError(f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model")
+        raise UserError(
+            f"{folder}: holds a vision model alone ({vision[0]!r} and its like), no language model"
+        )
     if vision and not text_only:
         raise UserError(
             f"{folder}: tensor {vision[0]!r} is of the vision part ({len(vision)} such), which is not computed here",
@@ -273,7 +300,8 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
 
 
 def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool:
-    """Say whether the matrices in a fused tensor of experts are [inputs, outputs]. Else they are [outputs, inputs]."""
+    """Say whether the matrices in a fused tensor of experts are [inputs, outputs]. Else they are
+    [outputs, inputs]."""
     fields, experts = FAMILIES[config.architecture].experts, config.experts
     assert fields is not None
     assert experts is not None
@@ -294,16 +322,18 @@ def _expert_matrices(
     """Cut a fused tensor into the matrices of single experts.
 
     Args:
-        tensor: [experts, inputs, matrices * outputs] if `inward`, else [experts, matrices * outputs, inputs]. Biases
-            are [experts, matrices * outputs].
+        tensor: [experts, inputs, matrices * outputs] if `inward`, else [experts, matrices *
+            outputs, inputs]. Biases are [experts, matrices * outputs].
         config: the model's.
         layer: prefix of the layer's names.
         fused: "gate_up_proj" or "down_proj".
-        part: what the tensor holds of the matrices: "" for their numbers, "_bias", or parts of codes.
+        part: what the tensor holds of the matrices: "" for their numbers, "_bias", or parts of
+            codes.
         inward: whether matrices are [inputs, outputs].
 
     Returns:
-        The matrices under the names that they have in files of single matrices. Biases stay together for all experts.
+        The matrices under the names that they have in files of single matrices. Biases stay
+        together for all experts.
 
     Raises:
         UserError: for another shape.
@@ -314,8 +344,12 @@ def _expert_matrices(
     axes = {"_bias": 2, "_blocks": 4}.get(part, 3)
     if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
         outputs = f"{len(names)} x outputs"
-        layout_text = f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
-        raise UserError(f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}")
+        layout_text = (
+            f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
+        )
+        raise UserError(
+            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}"
+        )
     size = tensor.shape[axis] // len(names)
     tensors = {}
     for number, matrix in enumerate(names):
@@ -327,7 +361,9 @@ def _expert_matrices(
             tensors[name] = tensor.part(name, (slice(None), span))
             continue
         for expert in range(tensor.shape[0]):
-            name = layer + _hf_name(config, f"layers/{matrix}").format(expert).removesuffix(".weight")
+            name = layer + _hf_name(config, f"layers/{matrix}").format(expert).removesuffix(
+                ".weight"
+            )
             name += _FUSED_PARTS[part]
             cut = (expert, slice(None), span) if axis == 2 else (expert, span)
             tensors[name] = tensor.part(name, cut, turned=axis == 2)
@@ -336,17 +372,20 @@ def _expert_matrices(
 
 # --- The choice of tensors: all that the model needs. A checkpoint with others is refused ---
 
-# Ends of names of tensors that are no weights: frequencies that the config has too, and scales of rounded activations.
+# Ends of names of tensors that are no weights: frequencies that the config has too, and scales of
+# rounded activations.
 _IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")
 
-Sources = list[list[StoredWeight]]  # the stored weights of a parameter: by row of its stack, then by expert
+Sources = list[
+    list[StoredWeight]
+]  # the stored weights of a parameter: by row of its stack, then by expert
 
 
 def _find_sources(
     checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None, folder: Path
 ) -> dict[str, Sources]:
-    """Find the stored weights of each parameter. Raises UserError for a checkpoint that lacks a tensor, and for a
-    tensor of another shape or dtype, or that no parameter needs."""
+    """Find the stored weights of each parameter. Raises UserError for a checkpoint that lacks a
+    tensor, and for a tensor of another shape or dtype, or that no parameter needs."""
     used, sources = set(), {}
     for parameter in parameters(config):
         rows = []
@@ -365,7 +404,8 @@ def _find_sources(
 def _find_source(
     checkpoint: Checkpoint, parameter: Parameter, name: str, scheme: Scheme | None, folder: Path
 ) -> StoredWeight:
-    """Find the stored weight `name` of a parameter. Raises UserError where it is missing or has another shape."""
+    """Find the stored weight `name` of a parameter. Raises UserError where it is missing or has
+    another shape."""
     shape = parameter.shape[1:] if parameter.by_expert else parameter.shape
     if parameter.matrix:
         shape = shape[::-1]
@@ -376,12 +416,15 @@ def _find_source(
         tied = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
         raise UserError(f"{folder}: tensor {name!r} is missing{tied}")
     if weight.shape != shape:
-        raise UserError(f"{weight.file}: {name!r} has shape {list(weight.shape)}, wanted {list(shape)}")
+        raise UserError(
+            f"{weight.file}: {name!r} has shape {list(weight.shape)}, wanted {list(shape)}"
+        )
     return weight if parameter.picked is None else weight.picked(parameter.picked.rows)
 
 
 def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
-    """Raise UserError for tensors that no parameter needs: without them the model would not be the checkpoint's."""
+    """Raise UserError for tensors that no parameter needs: without them the model would not be the
+    checkpoint's."""
     unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
     if config.tied_embeddings and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
@@ -393,7 +436,9 @@ def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, f
     # GPTQ's tools write biases of zeros for every matrix.
     unread = [name for name in unread if not _is_zero_bias(checkpoint, name)]
     if unread:
-        raise UserError(f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)")
+        raise UserError(
+            f"{folder}: tensor {unread[0]!r} is not part of {config.architecture} ({len(unread)} such)"
+        )
 
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
@@ -421,12 +466,13 @@ def load_params(
         folder: the folder. FP8, GPTQ and AWQ matrices are decoded (kvqjax/model/checkpoint.py).
         config: the config of its model.
         dtype: the dtype of the weights.
-        sharding: `sharding(name)` gives each parameter's placement. Names are those of the pytree joined by "/", such
-            as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L, in, out]). None: everything on the default
-            device.
-        bits: 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer by layer.
-        layers: "scan" gives stacks; "switch" gives stacks, and `LayerMatrices` in place of most matrices' stacks;
-            "unroll" gives a list.
+        sharding: `sharding(name)` gives each parameter's placement. Names are those of the pytree
+            joined by "/", such as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L,
+            in, out]). None: everything on the default device.
+        bits: 8 or 4 stores the layers' matrices as codes (kvqjax/model/weight_codes.py), made layer
+            by layer.
+        layers: "scan" gives stacks; "switch" gives stacks, and `LayerMatrices` in place of most
+            matrices' stacks; "unroll" gives a list.
         text_only: leave out a vision part.
 
     Returns:
@@ -450,7 +496,9 @@ def load_params(
             name = parameter.name.removeprefix("layers/")
             place = sharding and sharding(parameter.name)
             by_layer = layers == "unroll" or (layers == "switch" and name in CHOSEN)
-            pieces = _pieces(parameter, sources[parameter.name], dtype, place, bits, by_layer, advance)
+            pieces = _pieces(
+                parameter, sources[parameter.name], dtype, place, bits, by_layer, advance
+            )
             if parameter.layers is None:
                 _, piece = next(pieces)
                 params[name] = piece[0]
@@ -459,7 +507,9 @@ def load_params(
                     layer_list[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
             else:
                 if by_layer:
-                    stack = LayerMatrices(tuple(jax.tree.map(lambda a: a[0], piece) for _, piece in pieces))
+                    stack = LayerMatrices(
+                        tuple(jax.tree.map(lambda a: a[0], piece) for _, piece in pieces)
+                    )
                 else:
                     stack = _stack(pieces, len(parameter.layers), parameter.name)
                 stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
@@ -510,7 +560,8 @@ def _pieces(
 
 
 def _stack(pieces: Iterator, rows: int, name: str):
-    """Write the pieces of all layers into one stack of `rows` rows, in the tiles of the parameter `name`."""
+    """Write the pieces of all layers into one stack of `rows` rows, in the tiles of the parameter
+    `name`."""
     _, piece = next(pieces)
     if jax.tree.leaves(piece)[0].shape[0] == rows:
         return piece
@@ -545,7 +596,9 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
         return jax.device_put(fill((slice(None),) * len(shape)))
 
     @functools.cache
-    def fill_once(spans: tuple[tuple[int, int], ...]) -> np.ndarray:  # slices cannot be keys of a cache
+    def fill_once(
+        spans: tuple[tuple[int, int], ...],
+    ) -> np.ndarray:  # slices cannot be keys of a cache
         return fill(tuple(slice(*span) for span in spans))
 
     def of_device(index):
@@ -556,8 +609,8 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
 
 
 def _over_layers(sharding):
-    """Give the placement of a stack back. Raises UserError where it splits layers, which are written one after the
-    other."""
+    """Give the placement of a stack back. Raises UserError where it splits layers, which are
+    written one after the other."""
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
     return sharding
@@ -606,18 +659,23 @@ def _fill(
             rows = max(1, PART // max(1, math.prod(target.shape[1:])))
             for row in range(0, len(target), rows):
                 first = inner[0].start + row
-                numbers = decode_slice(weight, (slice(first, min(first + rows, inner[0].stop)), *inner[1:]))
+                numbers = decode_slice(
+                    weight, (slice(first, min(first + rows, inner[0].stop)), *inner[1:])
+                )
                 # An overflow to float16 is refused with the tensor's name, not warned of.
                 with np.errstate(over="ignore"):
                     target[row : row + rows] = numbers.astype(dtype)
             if dtype == np.float16 and not np.isfinite(place).all():
-                raise UserError(f"{weight.file}: {weight.name!r} exceeds float16's range; load as bf16 or f32")
+                raise UserError(
+                    f"{weight.file}: {weight.name!r} exceeds float16's range; load as bf16 or f32"
+                )
     return block
 
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr once loading has taken more than two seconds. Yields `advance(nbytes)`."""
+    """Show a progress bar on stderr once loading has taken more than two seconds. Yields
+    `advance(nbytes)`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -630,7 +688,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     visible = console.is_terminal or console.is_jupyter
-    bar = Progress("loading weights", *columns, console=console, transient=True, disable=not visible)
+    bar = Progress(
+        "loading weights", *columns, console=console, transient=True, disable=not visible
+    )
     task, begun = bar.add_task("", total=total), time.monotonic()
 
     def advance(nbytes: int):

@@ -1,1 +1,2 @@
-"""Operations on arrays that know nothing of models or methods: attention, packed storage, finite numbers."""
+"""Operations on arrays that know nothing of models or methods: attention, packed storage, finite
+numbers."""

@@ -1,7 +1,8 @@
-"""Attention over one segment of a sequence, and the log-sum-exp merge of segments (docs/design.md, idea 1).
+"""Attention over one segment of a sequence, and the log-sum-exp merge of segments (docs/design.md,
+idea 1).
 
-Softmax and accumulation run in float32 whatever the inputs' dtype. A query that sees no key of a segment gets
-out = 0 and lse = -inf there, so it merges as nothing.
+Softmax and accumulation run in float32 whatever the inputs' dtype. A query that sees no key of a
+segment gets out = 0 and lse = -inf there, so it merges as nothing.
 """
 
 from collections.abc import Callable
@@ -14,28 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax.ops.xla_workarounds import all_lanes, floor_divide, head_lanes, scores_of, sums_of
 
-__all__ = [
-    "Partial",
-    "Running",
-    "ScoreOptions",
-    "blockwise_attention",
-    "capped",
-    "combined",
-    "finish",
-    "grouped",
-    "merge",
-    "merge_over",
-    "merged",
-    "oldest_seen",
-    "segment_attention",
-    "total_lse",
-    "visible",
-    "with_sinks",
-]
-
 
 class Partial(NamedTuple):
-    """Normalised attention output of one segment and the log of its softmax denominator, both float32."""
+    """Normalised attention output of one segment and the log of its softmax denominator, both
+    float32."""
 
     out: Float[Array, "B T H D"]
     lse: Float[Array, "B T H"]
@@ -44,17 +27,19 @@ class Partial(NamedTuple):
 class ScoreOptions(NamedTuple):
     """Options of the softmax, apart from the scale of scores and the mask.
 
-    - `softcap`: a score s is replaced by softcap * tanh(s / softcap) before the mask (Gemma 2, arXiv 2408.00118,
-      section 2). It is static. Readers without it do not read the body.
-    - `sinks`: a logit for every query head, which takes part in the softmax with a value of 0 (gpt-oss). It is one more
-      segment in the merge of segments, so that no reader knows of it (`with_sinks`)."""
+    - `softcap`: a score s is replaced by softcap * tanh(s / softcap) before the mask (Gemma 2,
+      arXiv 2408.00118, section 2). It is static. Readers without it do not read the body.
+    - `sinks`: a logit for every query head, which takes part in the softmax with a value of 0
+      (gpt-oss). It is one more segment in the merge of segments, so that no reader knows of it
+      (`with_sinks`)."""
 
     softcap: float | None = None
     sinks: Float[Array, " H"] | None = None
 
 
 class Running(NamedTuple):
-    """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as [K, G]."""
+    """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as
+    [K, G]."""
 
     peak: Float[Array, "B K G T"]
     total: Float[Array, "B K G T"]
@@ -80,7 +65,8 @@ def oldest_seen(query, sliding: int, chunked: bool = False) -> Any:
     Args:
         query: the query's position.
         sliding: tokens of a sliding window, the query's own included, or of a chunk.
-        chunked: whether the query sees its chunk, which begins at a multiple of `sliding`, instead of a window.
+        chunked: whether the query sees its chunk, which begins at a multiple of `sliding`, instead
+            of a window.
 
     Returns:
         The position.
@@ -88,15 +74,19 @@ def oldest_seen(query, sliding: int, chunked: bool = False) -> Any:
     return floor_divide(query, sliding) * sliding if chunked else query - sliding + 1
 
 
-def visible(queries, keys, valid, sliding: int | None, chunked: bool = False) -> Bool[Array, "B T S"]:
-    """Make the causal, sliding-window or chunk mask by absolute position: queries [B,T], keys [B,S], valid [B,S]."""
+def visible(
+    queries, keys, valid, sliding: int | None, chunked: bool = False
+) -> Bool[Array, "B T S"]:
+    """Make the causal, sliding-window or chunk mask by absolute position: queries [B,T], keys
+    [B,S], valid [B,S]."""
     query, key = queries[:, :, None], keys[:, None, :]
     seen = (key <= query) & valid[:, None, :]
     return seen if sliding is None else seen & (key >= oldest_seen(query, sliding, chunked))
 
 
 def grouped(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
-    """Scale the queries by D^-1/2 and put the KV head in front, so that both products are batched matmuls."""
+    """Scale the queries by D^-1/2 and put the KV head in front, so that both products are batched
+    matmuls."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
     return q * jnp.asarray(dim**-0.5, q.dtype)
@@ -110,7 +100,8 @@ def _accumulate(
     mask: Bool[Array, "B T S"],
     softcap: float | None,
 ) -> Running:
-    """Fold one block of keys and values into the running softmax. With J = 1 all heads share the values."""
+    """Fold one block of keys and values into the running softmax. With J = 1 all heads share the
+    values."""
     # A value that no query sees may be infinite, and 0 x inf is NaN.
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
     scores = capped(scores_of(q, k), softcap)
@@ -120,7 +111,9 @@ def _accumulate(
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
-    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])  # [B, J, H / J, T, S]
+    by_value = weights.astype(v.dtype).reshape(
+        v.shape[0], v.shape[2], -1, *weights.shape[3:]
+    )  # [B, J, H / J, T, S]
     update = sums_of(by_value, v)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
     return Running(peak, state.total * decay + weights.sum(-1), acc)
@@ -129,14 +122,21 @@ def _accumulate(
 def _start(q: Float[Array, "B K G T D"], width: int) -> Running:
     """Make the online softmax of queries that have seen nothing, for values of `width` channels."""
     shape = q.shape[:-1]
-    return Running(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32))
+    return Running(
+        jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width), jnp.float32)
+    )
 
 
 def finish(state: Running) -> Partial:
-    """Divide the sums by the softmax denominator, and give them as [B, T, H, D] with their log-sum-exp."""
+    """Divide the sums by the softmax denominator, and give them as [B, T, H, D] with their
+    log-sum-exp."""
     batch, kv_heads, group, length, dim = state.acc.shape
     total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
-    out = (state.acc / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
+    out = (
+        (state.acc / total[..., None])
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(batch, length, kv_heads * group, dim)
+    )
     lse = jnp.where(state.total > 0, jnp.log(total) + state.peak, -jnp.inf)
     return Partial(out, lse.transpose(0, 3, 1, 2).reshape(batch, length, kv_heads * group))
 
@@ -165,21 +165,25 @@ def blockwise_attention(
     mix: np.ndarray | None = None,
     softcap: float | None = None,
 ) -> tuple[Partial, Any]:
-    """Attend to blocks one at a time, so that only one block of keys and values exists at any moment.
+    """Attend to blocks one at a time, so that only one block of keys and values exists at any
+    moment.
 
     Args:
         q: queries, not yet scaled.
         kv_heads: K, the number of KV heads.
-        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of block j.
+        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of
+            block j.
         first: the first block that is read.
         last: one past the last block.
         carry: what goes from block to block; any pytree.
-        width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output has this width.
-        lanes: treat all KV heads as one head of K*D channels. Queries are zero outside the channels of their own head,
-            so the products take K times the operations. In return, the channels of what is read
-            need not be separated by head. That pays with few queries, where a matrix unit is not
-            busy.
-        mix: with `lanes`, [K, K]: the keys' heads are this matrix times the heads that `read` gives.
+        width: if given, `read` gives values [B, S, 1, width] that all heads share, and the output
+            has this width.
+        lanes: treat all KV heads as one head of K*D channels. Queries are zero outside the channels
+            of their own head, so the products take K times the operations. In return, the channels
+            of what is read need not be separated by head. That pays with few queries, where a
+            matrix unit is not busy.
+        mix: with `lanes`, [K, K]: the keys' heads are this matrix times the heads that `read`
+            gives.
         softcap: caps the scores (`capped`); None: no cap.
 
     Returns:
@@ -187,7 +191,9 @@ def blockwise_attention(
     """
     by_head = grouped(q, kv_heads)
     if lanes:
-        by_head = all_lanes(by_head, mix).reshape(q.shape[0], 1, -1, q.shape[1], kv_heads * q.shape[3])
+        by_head = all_lanes(by_head, mix).reshape(
+            q.shape[0], 1, -1, q.shape[1], kv_heads * q.shape[3]
+        )
 
     def step(j, loop):
         state, carry = loop
@@ -204,13 +210,14 @@ def blockwise_attention(
 
 
 def _own_lanes(state: Running, heads: int, by_head: bool) -> Running:
-    """Split the state of queries that were multiplied with the channels of all heads (`all_lanes`) by KV head.
+    """Split the state of queries that were multiplied with the channels of all heads (`all_lanes`)
+    by KV head.
 
     Args:
         state: of one head, whose query rows are those of all KV heads, one head after the other.
         heads: K, the number of KV heads.
-        by_head: whether values lie head by head, so that a row's output is its own head's channels; else all heads
-            share the values.
+        by_head: whether values lie head by head, so that a row's output is its own head's channels;
+            else all heads share the values.
 
     Returns:
         The state by KV head.
@@ -225,8 +232,9 @@ def _own_lanes(state: Running, heads: int, by_head: bool) -> Running:
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
-    """Merge the parts of one segment that are on the devices along the mesh axes `axes`. Every device gets the result.
-    It works inside `shard_map` only. Without axes the part is returned as it is."""
+    """Merge the parts of one segment that are on the devices along the mesh axes `axes`. Every
+    device gets the result. It works inside `shard_map` only. Without axes the part is returned as
+    it is."""
     if not axes:
         return part
     peak = jax.lax.pmax(part.lse, axes)
@@ -244,10 +252,13 @@ def total_lse(*parts: Partial) -> Float[Array, "B T H"]:
 
 
 def merge(*parts: Partial) -> Float[Array, "B T H D"]:
-    """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i). Float32."""
+    """Combine segments: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i(lse_i).
+    Float32."""
     if len(parts) == 1:
         return parts[0].out
-    return combined(jnp.stack([part.lse for part in parts]), jnp.stack([part.out for part in parts]))
+    return combined(
+        jnp.stack([part.lse for part in parts]), jnp.stack([part.out for part in parts])
+    )
 
 
 def merged(*parts: Partial) -> Partial:
@@ -255,7 +266,9 @@ def merged(*parts: Partial) -> Partial:
     return Partial(merge(*parts), total_lse(*parts))
 
 
-def combined(lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]) -> Float[Array, "B T H D"]:
+def combined(
+    lse: Float[Array, "N B T H"], out: Float[Array, "N B T H D"]
+) -> Float[Array, "B T H D"]:
     """Combine N segments as `merge` does. Their results are stacked on the first axis."""
     peak = lse.max(0, keepdims=True)
     # A finite stand-in for a peak of -inf: exp(-inf - -inf) would be NaN.

@@ -1,8 +1,9 @@
-"""Attention of many queries by large products on a GPU, without a kernel of ours. The queries are in parts, and a
-part's queries all see the same keys.
+"""Attention of many queries by large products on a GPU, without a kernel of ours. The queries are
+in parts, and a part's queries all see the same keys.
 
-XLA for GPUs fuses the exponential into the product of queries and keys, but neither a mask nor a subtraction before the
-exponential. So mask and subtraction become channels of the product. Vectors have E = D + COLUMNS channels:
+XLA for GPUs fuses the exponential into the product of queries and keys, but neither a mask nor a
+subtraction before the exponential. So mask and subtraction become channels of the product. Vectors
+have E = D + COLUMNS channels:
 
                   D channels    P columns, one a part                  1 column             the rest
     query's row   the query     1 for its own part, 0 for the others   its peak, negated    0
@@ -11,12 +12,14 @@ exponential. So mask and subtraction become channels of the product. Vectors hav
                   D channels    1 column                               the rest
     value's row   the value     1 if any part sees the key, else 0     0
 
-The product of a query's row and a key's row is score - peak, or for a key that is not seen so low that its exponential
-is 0. The exponential is the softmax weight. So weights are written to memory in the inputs' dtype, and scores in
-float32 never are. The weighted sum of values' rows has the sum of the weights in the column behind the values.
+The product of a query's row and a key's row is score - peak, or for a key that is not seen so low
+that its exponential is 0. The exponential is the softmax weight. So weights are written to memory
+in the inputs' dtype, and scores in float32 never are. The weighted sum of values' rows has the sum
+of the weights in the column behind the values.
 
-A part is some consecutive queries. It sees a key if all its queries see the key. A peak is a query's running maximum,
-rounded to the queries' dtype. A tile is the keys that one turn of the loop reads.
+A part is some consecutive queries. It sees a key if all its queries see the key. A peak is a
+query's running maximum, rounded to the queries' dtype. A tile is the keys that one turn of the loop
+reads.
 """
 
 from collections.abc import Callable
@@ -30,10 +33,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvqjax.ops.attention import Partial, Running, finish, grouped
 from kvqjax.ops.xla_workarounds import zeros_by
 
-__all__ = ["tile_attention", "tiled_attention"]
-
-# Channels in addition to those of a head. A GPU's matrix unit takes 16 at once. One is for the peak, the others for
-# parts.
+# Channels in addition to those of a head. A GPU's matrix unit takes 16 at once. One is for the
+# peak, the others for parts.
 COLUMNS = 16
 
 
@@ -43,7 +44,8 @@ class _State(NamedTuple):
     Attributes:
         peak: of every query so far, in the queries' dtype; -inf before any key.
         rows: the queries' rows with these peaks.
-        sums: weighted sums of values' rows, float32: of the values, and behind them the sum of the weights.
+        sums: weighted sums of values' rows, float32: of the values, and behind them the sum of the
+            weights.
     """
 
     peak: Float[Array, "B K G T"]
@@ -58,12 +60,16 @@ def _with_columns(x: Float[Array, "*B D"], *columns: Shaped[Array, "*B _"]) -> F
     return jnp.concatenate([x, *(column.astype(x.dtype) for column in columns), padding], -1)
 
 
-def _rows(q: Float[Array, "B K G T D"], peak: Float[Array, "B K G T"], parts: int) -> Float[Array, "B K G T E"]:
+def _rows(
+    q: Float[Array, "B K G T D"], peak: Float[Array, "B K G T"], parts: int
+) -> Float[Array, "B K G T E"]:
     """Make the rows of queries that are in `parts` equal parts."""
     # A peak is -inf until a key raises it. Rows must be finite, so it counts as 0 until then.
     negated = jnp.where(jnp.isneginf(peak), 0, -peak)[..., None]
     part = jnp.arange(q.shape[3]) // (q.shape[3] // parts)
-    return _with_columns(q, jnp.broadcast_to(jax.nn.one_hot(part, parts), (*peak.shape, parts)), negated)
+    return _with_columns(
+        q, jnp.broadcast_to(jax.nn.one_hot(part, parts), (*peak.shape, parts)), negated
+    )
 
 
 def _add(
@@ -87,20 +93,25 @@ def _add(
     """
     # Half of the lowest number: a score and a peak are added to it, and the sum must stay finite.
     low = float(jnp.finfo(q.dtype).min) / 2
-    by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))  # [B, S, K, P]
+    by_part = jnp.broadcast_to(
+        jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1])
+    )  # [B, S, K, P]
     any_part = by_part.any(-1, keepdims=True)
     # Keys and values that no part sees may be infinite, and 0 x inf is NaN.
     k, v = (jnp.where(any_part, x, 0) for x in (k, v))
     k = _with_columns(k, jnp.where(by_part, 0, low), jnp.ones(any_part.shape))
     v = _with_columns(v, any_part)
-    # A first product finds by how much the tile's scores exceed the peaks. It may be rounded: any number near the
-    # maximum serves as a peak, as long as all weights of a query are taken relative to the same number.
+    # A first product finds by how much the tile's scores exceed the peaks. It may be rounded: any
+    # number near the maximum serves as a peak, as long as all weights of a query are taken relative
+    # to the same number.
     rise = jnp.einsum("bkgte,bske->bkgts", state.rows, k, preferred_element_type=q.dtype).max(-1)
     old = jnp.where(jnp.isneginf(state.peak), 0, state.peak)
     # The rise of a query that sees no key of the tile is about `low`. Its peak stays.
     peak = jnp.maximum(state.peak, jnp.where(rise > low / 2, old + rise, -jnp.inf))
     rows = _rows(q, peak, seen.shape[1])
-    weights = jnp.exp(jnp.einsum("bkgte,bske->bkgts", rows, k, preferred_element_type=jnp.float32)).astype(v.dtype)
+    weights = jnp.exp(
+        jnp.einsum("bkgte,bske->bkgts", rows, k, preferred_element_type=jnp.float32)
+    ).astype(v.dtype)
     sums = jnp.einsum("bkgts,bske->bkgte", weights, v, preferred_element_type=jnp.float32)
     # A query that has seen nothing has no sums to keep; -inf - -inf would be NaN.
     decay = jnp.where(jnp.isneginf(state.peak), 0, jnp.exp((state.peak - peak).astype(jnp.float32)))
@@ -121,16 +132,17 @@ def tile_attention(
     last: Int[Array, ""] | int,
     carry: Any = None,
 ) -> tuple[Partial, Any]:
-    """Attend to blocks one at a time, as `blockwise_attention` does, where all queries of a row see the same keys.
+    """Attend to blocks one at a time, as `blockwise_attention` does, where all queries of a row see
+    the same keys.
 
-    Peaks are of the queries' dtype, so scores must stay below 4e4 in bfloat16: the exponential of one that exceeds its
-    rounded peak by more than float32's exponent range would be infinite.
+    Peaks are of the queries' dtype, so scores must stay below 4e4 in bfloat16: the exponential of
+    one that exceeds its rounded peak by more than float32's exponent range would be infinite.
 
     Args:
         q: queries, not yet scaled.
         kv_heads: K, the number of KV heads.
-        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of block j. The masks of a
-            row's T queries are equal.
+        read: `read(j, carry)` gives (k [B, S, K, D], v [B, S, K, D], mask [B, T, S], carry) of
+            block j. The masks of a row's T queries are equal.
         first: the first block that is read.
         last: one past the last block.
         carry: what goes from block to block; any pytree.
@@ -167,12 +179,14 @@ def tiled_attention(
         q: queries of T tokens, not yet scaled.
         k: keys of S tokens.
         v: values of the same tokens.
-        seen: `seen(chunk, places)` marks the keys at `places` (of S) that each of the P parts of a chunk sees.
+        seen: `seen(chunk, places)` marks the keys at `places` (of S) that each of the P parts of a
+            chunk sees.
         tiles: the pairs (chunk of queries, tile of keys) that are computed, in this order.
         size: queries of a chunk, and keys of a tile; they divide T and S.
 
     Returns:
-        The output in the queries' dtype, and the log-sum-exp, float32. A query that sees nothing merges as nothing.
+        The output in the queries' dtype, and the log-sum-exp, float32. A query that sees nothing
+        merges as nothing.
     """
     queries, keys = size
     chunks = grouped(q, k.shape[2])
@@ -184,7 +198,8 @@ def tiled_attention(
         all_peaks, all_sums = loop
         chunk, tile = jnp.asarray(np.asarray(tiles, np.int32))[number]
         chunk_q, peak, sums = (
-            jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in (chunks, all_peaks, all_sums)
+            jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False)
+            for x in (chunks, all_peaks, all_sums)
         )
         tile_k, tile_v = (jax.lax.dynamic_slice_in_dim(x, tile * keys, keys, 1) for x in (k, v))
         visible = seen(chunk, tile * keys + jnp.arange(keys))

@@ -1,8 +1,9 @@
 """The fields of a cache body, one for every quantity of a codec.
 
-The field of a body is stored for every layer and row. What it stores is its kind; where the numbers lie in memory is
-its packing (`kvqjax.ops.packing`). A codec declares kinds, and a cache chooses packings for its chip. Codecs see tiles
-alone, whose shape follows from the kind. A tile has u tokens, and W is the field's width:
+The field of a body is stored for every layer and row. What it stores is its kind; where the numbers
+lie in memory is its packing (`kvqjax.ops.packing`). A codec declares kinds, and a cache chooses
+packings for its chip. Codecs see tiles alone, whose shape follows from the kind. A tile has u
+tokens, and W is the field's width:
 
 | kind | holds | tile |
 | --- | --- | --- |
@@ -24,8 +25,6 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kvqjax.ops.packing import PACKINGS, Packing
 from kvqjax.ops.packing.base import BLOCK
 
-__all__ = ["Field", "block_tokens"]
-
 USUAL_FORMS = {"codes": "planes", "plain": "rows", "group": "rows", "token": "tokens"}
 
 
@@ -39,7 +38,8 @@ class Field:
         role: the ledger's class: payload, scales, zeros or outliers.
         bits: of a code, 1 to 16.
         group: tokens that share the numbers of kind "group".
-        dtype: of the numbers of other kinds than codes; "compute" stands for the cache's compute dtype.
+        dtype: of the numbers of other kinds than codes; "compute" stands for the cache's compute
+            dtype.
         form: the packing's name in `kvqjax.ops.packing.PACKINGS`; "" is the usual one of the kind.
         heads: KV heads, where the form stores them apart, else 0.
     """
@@ -74,8 +74,8 @@ class Field:
         )
 
     def by_head(self, heads: int) -> "Field":
-        """Give the field as it is stored head by head: codes and vectors, whose channels are those of `heads` KV heads;
-        other fields stay as they are."""
+        """Give the field as it is stored head by head: codes and vectors, whose channels are those
+        of `heads` KV heads; other fields stay as they are."""
         wide = self.kind in ("codes", "plain")
         return dataclasses.replace(self, form="heads", heads=heads) if wide else self
 
@@ -85,7 +85,9 @@ class Field:
     def _tokens_last(self) -> bool:
         return self.kind == "token"
 
-    def cut_tile(self, tile: Shaped[Array, "rows lanes"], start: Int[Array, ""] | int, size: int) -> Array:
+    def cut_tile(
+        self, tile: Shaped[Array, "rows lanes"], start: Int[Array, ""] | int, size: int
+    ) -> Array:
         """Cut `size` tokens from token `start` on out of a tile, whole groups."""
         if self._tokens_last:
             return jax.lax.dynamic_slice_in_dim(tile, start, size, 1)
@@ -97,7 +99,9 @@ class Field:
             return jnp.moveaxis(tiles, 0, 1).reshape(self.width, -1)
         return tiles.reshape(-1, tiles.shape[-1])
 
-    def split_tiles(self, tiles: Shaped[Array, "B rows lanes"], size: int) -> Shaped[Array, "n r l"]:
+    def split_tiles(
+        self, tiles: Shaped[Array, "B rows lanes"], size: int
+    ) -> Shaped[Array, "n r l"]:
         """Split B tiles into tiles of `size` tokens, in their order."""
         if self._tokens_last:
             tiles = tiles.reshape(*tiles.shape[:2], -1, size).transpose(0, 2, 1, 3)
@@ -106,12 +110,13 @@ class Field:
         return tiles.reshape(-1, *tiles.shape[2:])
 
     def choose(self, tokens: Bool[Array, " u"], tile: Array, fallback: Array) -> Array:
-        """Take the numbers of `tokens` from `tile` and the others from `fallback`. A group goes by its first token."""
+        """Take the numbers of `tokens` from `tile` and the others from `fallback`. A group goes by
+        its first token."""
         mask = tokens[None] if self._tokens_last else tokens[:: self.group, None]
         return jnp.where(mask, tile, fallback)
 
 
 def block_tokens(fields: Iterable[Field]) -> int:
-    """Count the tokens after which every field starts a fresh block: what a body is allocated and read in multiples
-    of."""
+    """Count the tokens after which every field starts a fresh block: what a body is allocated and
+    read in multiples of."""
     return math.lcm(BLOCK, *(field.packing.block for field in fields))

@@ -5,11 +5,12 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-__all__ = ["attend_by_cudnn"]
-
 
 def attend_by_cudnn(
-    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], sliding: int | None
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    sliding: int | None,
 ) -> Float[Array, "B T H D"]:
     """Attend from every token of a prompt to itself and those before it.
 
@@ -22,7 +23,8 @@ def attend_by_cudnn(
         sliding: How many tokens a query sees, with its own; None: all before it.
 
     Returns:
-        The output, in the queries' dtype. A program that is not for an NVIDIA GPU computes it by XLA's products."""
+        The output, in the queries' dtype. A program that is not for an NVIDIA GPU computes it by
+        XLA's products."""
     window = None if sliding is None else (sliding - 1, 0)
 
     def attend(q, k, v, implementation):

@@ -5,14 +5,13 @@ import dataclasses
 from kvqjax._arguments import check_fields, whole_number
 from kvqjax._errors import UserError
 
-__all__ = ["MOST_DEVICES", "MeshSize"]
-
 MOST_DEVICES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSize:
-    """Devices along each direction: rows, blocks of the sequence, and heads with MLP and vocabulary."""
+    """Devices along each direction: rows, blocks of the sequence, and heads with MLP and
+    vocabulary."""
 
     data: int = 1
     seq: int = 1

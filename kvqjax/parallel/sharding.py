@@ -1,23 +1,26 @@
 """A step of a model and its cache on a mesh of devices, by the rules of kvqjax/parallel/rules.py.
 
-One `shard_map` runs the whole step. A device holds a part of every array and runs the code of a single device on it.
-`batch`, `width`, `sequence` and `kv_heads` are fields of `Rules`:
+One `shard_map` runs the whole step. A device holds a part of every array and runs the code of a
+single device on it. `batch`, `width`, `sequence` and `kv_heads` are fields of `Rules`:
 
-- Rows of the batch are split over `batch`; query heads, MLP, experts and vocabulary over `width`. A layer takes two
+- Rows of the batch are split over `batch`; query heads, MLP, experts and vocabulary over `width`. A
+  layer takes two
 sums
   over `width`: after the output projection and after the MLP.
-- Blocks of the body are dealt over `sequence` in turn. A device attends to its own blocks, which gives (out, lse). The
-  log-sum-exp merge over `sequence` is the only collective inside attention.
-- A device holds whole experts, and computes those of its rows' tokens that chose them. All devices along `width` hold
-  the same tokens and route them alike. A shared expert is split as an MLP is.
-- If a method's codecs see each KV head by itself, keys and values are split over `kv_heads`, the first part of `width`.
-  With more devices than KV heads, devices along the rest of `width` have the same KV heads and share their tokens: the
-  body is dealt over them too, their queries are gathered before attention, and each keeps the output of its own heads.
-- If a method mixes heads, a device needs all channels of a token. Then `kv_heads` is empty, and all devices along
-  `width` share tokens. The key and value projections are still split over `width`, and keys and values are gathered. A
-  method that rematerialises keys and values (XQuant) has whole projections on every device instead.
-- Sinks, window and new tokens are on every device that has a row's KV head. All these devices encode the tokens that
-  leave the window, and the device that owns their block stores them.
+- Blocks of the body are dealt over `sequence` in turn. A device attends to its own blocks, which
+  gives (out, lse). The log-sum-exp merge over `sequence` is the only collective inside attention.
+- A device holds whole experts, and computes those of its rows' tokens that chose them. All devices
+  along `width` hold the same tokens and route them alike. A shared expert is split as an MLP is.
+- If a method's codecs see each KV head by itself, keys and values are split over `kv_heads`, the
+  first part of `width`. With more devices than KV heads, devices along the rest of `width` have the
+  same KV heads and share their tokens: the body is dealt over them too, their queries are gathered
+  before attention, and each keeps the output of its own heads.
+- If a method mixes heads, a device needs all channels of a token. Then `kv_heads` is empty, and all
+  devices along `width` share tokens. The key and value projections are still split over `width`,
+  and keys and values are gathered. A method that rematerialises keys and values (XQuant) has whole
+  projections on every device instead.
+- Sinks, window and new tokens are on every device that has a row's KV head. All these devices
+  encode the tokens that leave the window, and the device that owns their block stores them.
 """
 
 import dataclasses
@@ -43,13 +46,12 @@ from kvqjax.model.weight_trees import as_multiplied
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules, shares_heads
 
-__all__ = ["lying_as", "of_constants", "on_parts", "over_mesh", "over_parts", "rules_for", "rules_on", "sent", "shard"]
-
 AxisNames = str | tuple[str, ...] | None
 
 
 def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
-    """Make the mesh of the first of `devices` (None: of jax.devices()). Raises UserError for too few."""
+    """Make the mesh of the first of `devices` (None: of jax.devices()). Raises UserError for too
+    few."""
     names = ("data", "seq", "kv", "group")
     devices = jax.devices() if devices is None else devices
     # Plans are made for chips that are not here.
@@ -61,13 +63,16 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
 
 
 def _divided(config: KVShape) -> dict[str, int]:
-    """List the numbers, by their names in messages, that a mesh's `model` must divide. KV heads are not among them."""
+    """List the numbers, by their names in messages, that a mesh's `model` must divide. KV heads are
+    not among them."""
     parts = {f"{config.num_heads} heads": config.num_heads}
     if not isinstance(config, ModelConfig):
         return parts
     experts = config.experts
     if config.recurrent is not None:
-        parts[f"{config.recurrent.key_heads} key heads of recurrent layers"] = config.recurrent.key_heads
+        parts[f"{config.recurrent.key_heads} key heads of recurrent layers"] = (
+            config.recurrent.key_heads
+        )
     if config.dense_layers:
         parts[f"MLP width {config.mlp_width}"] = config.mlp_width
     if experts is not None:
@@ -84,33 +89,42 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
         config: the model's, or the shape of a model of another library.
         method: of the caches.
         size: of the mesh.
-        devices: the first `size.devices` of these are used; None: of jax.devices(); empty: a plan without devices.
+        devices: the first `size.devices` of these are used; None: of jax.devices(); empty: a plan
+            without devices.
 
     Returns:
         The rules. A vocabulary that `size.model` does not divide is not split.
 
     Raises:
-        UserError: for heads, MLP or experts that cannot be split over `size.model`, and for too few devices.
+        UserError: for heads, MLP or experts that cannot be split over `size.model`, and for too few
+            devices.
     """
     kv, model, divided = config.num_kv_heads, size.model, _divided(config)
     if any(number % model for number in divided.values()) or (kv % model and model % kv):
         numbers = " and ".join(divided)
-        raise UserError(f"mesh model={model} must divide {numbers}, and divide or be a multiple of {kv} KV heads")
+        raise UserError(
+            f"mesh model={model} must divide {numbers}, and divide or be a multiple of {kv} KV heads"
+        )
     # More devices than KV heads: several of them have the same head, and share its tokens.
     parts = min(model, kv)
     rules = Rules(mesh=_mesh((size.data, size.seq, parts, model // parts), devices))
-    # A vocabulary that cannot be split evenly lies on every device: padding it would change the logits' shape.
+    # A vocabulary that cannot be split evenly lies on every device: padding it would change the
+    # logits' shape.
     if not isinstance(config, ModelConfig) or config.vocab_size % model:
         rules = dataclasses.replace(rules, vocabulary=())
     shape = config.kv_shape if isinstance(config, ModelConfig) else config.alone
     layout = CacheLayout(shape=shape, method=parse(method), capacity=1, dtype="float32")
     if not shares_heads(layout, parts):
-        # A method that mixes heads needs all channels of a token on one device. If it caches the projections' results,
-        # projections are split and results gathered. If it caches their input (XQuant), every device multiplies cached
-        # tokens by whole projections.
-        caches_results = all({"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout))
+        # A method that mixes heads needs all channels of a token on one device. If it caches the
+        # projections' results, projections are split and results gathered. If it caches their input
+        # (XQuant), every device multiplies cached tokens by whole projections.
+        caches_results = all(
+            {"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout)
+        )
         columns = rules.width if caches_results and config.kv_width % model == 0 else ()
-        rules = dataclasses.replace(rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group"))
+        rules = dataclasses.replace(
+            rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group")
+        )
     return rules
 
 
@@ -130,22 +144,28 @@ def rules_on(
         shape: the model's shape.
         method: of the caches.
         batch_axis: the mesh axis, or axes, that split rows.
-        head_axis: the mesh axis, or axes, that split KV heads. Only the first of them do so: as many as divide the
-            number of KV heads, and none for a method that mixes heads. The others split the body's tokens.
+        head_axis: the mesh axis, or axes, that split KV heads. Only the first of them do so: as
+            many as divide the number of KV heads, and none for a method that mixes heads. The
+            others split the body's tokens.
         sequence_axis: the mesh axis, or axes, that split the body's tokens.
 
     Returns:
         The rules, for `init_cache` and `load_cache`.
 
     Raises:
-        UserError: for a `mesh` that is none, an axis that it does not have, and an axis that is named twice.
+        UserError: for a `mesh` that is none, an axis that it does not have, and an axis that is
+            named twice.
     """
     if not isinstance(mesh, Mesh):
-        raise UserError(f"mesh is {named(mesh)}; wanted a jax.sharding.Mesh, such as jax.make_mesh gives")
+        raise UserError(
+            f"mesh is {named(mesh)}; wanted a jax.sharding.Mesh, such as jax.make_mesh gives"
+        )
     batch, heads, sequence = (_axes(mesh, x) for x in (batch_axis, head_axis, sequence_axis))
     for axis in (used := (*batch, *heads, *sequence)):
         if used.count(axis) > 1:
-            raise UserError(f"mesh axis {axis!r} is named twice; it splits rows, heads or the sequence")
+            raise UserError(
+                f"mesh axis {axis!r} is named twice; it splits rows, heads or the sequence"
+            )
     layout = CacheLayout(shape=shape.alone, method=parse(method), capacity=1, dtype="float32")
     rules = Rules(mesh=mesh, batch=batch, width=heads, projections=(), vocabulary=())
     # The largest number of head axes that can split KV heads; 0 always can.
@@ -157,7 +177,8 @@ def rules_on(
 
 
 def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
-    """Give the axes that one name, several or none stand for. Raises UserError for an axis that the mesh lacks."""
+    """Give the axes that one name, several or none stand for. Raises UserError for an axis that the
+    mesh lacks."""
     if names is None:
         axes = ()
     elif isinstance(names, str):
@@ -166,7 +187,9 @@ def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
         axes = tuple(names)
     for axis in axes:
         if axis not in mesh.axis_names:
-            raise UserError(f"the mesh has no axis {axis!r}; it has {', '.join(map(repr, mesh.axis_names))}")
+            raise UserError(
+                f"the mesh has no axis {axis!r}; it has {', '.join(map(repr, mesh.axis_names))}"
+            )
     return axes
 
 
@@ -176,12 +199,14 @@ def _restored(result, layout: CacheLayout):
     def is_cache(x) -> bool:
         return isinstance(x, Cache)
 
-    return jax.tree.map(lambda x: x.replace(layout=layout) if is_cache(x) else x, result, is_leaf=is_cache)
+    return jax.tree.map(
+        lambda x: x.replace(layout=layout) if is_cache(x) else x, result, is_leaf=is_cache
+    )
 
 
 def of_constants(rules: Rules, constants):
-    """Give the specs of calibrated constants. Rotations [L, K, D, D] are split by head; all others are on every
-    device."""
+    """Give the specs of calibrated constants. Rotations [L, K, D, D] are split by head; all others
+    are on every device."""
 
     def spec(path, _):
         is_rotation = any(getattr(key, "key", None) == ROTATIONS for key in path)
@@ -204,11 +229,14 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
     Returns:
         The results, whose caches have the layout of the whole.
     """
-    # Inside, a cache's layout is that of the device's part, so that code for one device runs unchanged.
+    # Inside, a cache's layout is that of the device's part, so that code for one device runs
+    # unchanged.
     layout = cache.layout
 
     def local(cache, *arguments):
-        return _restored(function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout)
+        return _restored(
+            function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout
+        )
 
     return over_parts(local, rules, cache, *arguments, specs=(rules.cache(cache), *specs), out=out)
 
@@ -220,14 +248,17 @@ def lying_as(x, like, rules: Rules):
 
 
 def over_parts(function: Callable, rules: Rules, *arguments, specs: tuple, out):
-    """Run `function(*arguments)` on every device's part of the arguments, which are first split as `specs` say."""
+    """Run `function(*arguments)` on every device's part of the arguments, which are first split as
+    `specs` say."""
     arguments = tuple(sent(x, rules, spec) for x, spec in zip(arguments, specs, strict=True))
-    return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(*arguments)
+    return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(
+        *arguments
+    )
 
 
 def sent(tree, rules: Rules, specs):
-    """Split the arrays of a program over the mesh's Explicit axes as `specs` say. `shard_map` itself splits its
-    arguments over Auto axes, but not over Explicit ones."""
+    """Split the arrays of a program over the mesh's Explicit axes as `specs` say. `shard_map`
+    itself splits its arguments over Auto axes, but not over Explicit ones."""
     explicit = rules.explicit
     if not explicit:
         return tree
@@ -243,7 +274,8 @@ def sent(tree, rules: Rules, specs):
 
 
 def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[str, ...]):
-    """Run `function(model, cache, *arguments)` on every device's part of model, cache and arguments.
+    """Run `function(model, cache, *arguments)` on every device's part of model, cache and
+    arguments.
 
     Args:
         function: a step for one device.
@@ -294,7 +326,9 @@ def _placed(parameter, sharding: NamedSharding):
     return jax.tree.map(place, parameter, is_leaf=is_coded)
 
 
-def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1) -> Model:
+def shard(
+    whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, model: int = 1
+) -> Model:
     """Place a model on a mesh of devices. Large models are better loaded in place:
     `load(name, sharding=rules_for(...))`.
 
@@ -318,4 +352,6 @@ def shard(whole: Model, method: MethodLike, *, data: int = 1, seq: int = 1, mode
 
     params = jax.tree.map(place, rules.parameters(whole.params), whole.params)
     constants, others = jax.device_put((whole.constants, whole.others), rules.everywhere)
-    return whole.replace(params=as_multiplied(params), constants=constants, others=others, rules=rules)
+    return whole.replace(
+        params=as_multiplied(params), constants=constants, others=others, rules=rules
+    )

@@ -1,1 +1,2 @@
-"""Serving a model: requests share a running batch (`engine`), and the OpenAI protocol over HTTP (`app`)."""
+"""Serving a model: requests share a running batch (`engine`), and the OpenAI protocol over HTTP
+(`app`)."""

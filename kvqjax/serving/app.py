@@ -1,6 +1,7 @@
 """The HTTP server: a starlette application over an engine, in the OpenAI protocol.
 
-The event loop reads and writes; the engine's thread owns the device; texts are encoded in threads of their own.
+The event loop reads and writes; the engine's thread owns the device; texts are encoded in threads
+of their own.
 """
 
 import asyncio
@@ -8,7 +9,6 @@ import contextlib
 import hmac
 import json
 import secrets
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvqjax._arguments import MOST_SEED
-from kvqjax._errors import UserError
-from kvqjax.generation.prompt_ids import TooLong, conversation_ids, encode_prompts
+from kvqjax._errors import TooLong, UserError
+from kvqjax.generation.prompt_ids import conversation_ids, encode_prompts, too_long
+from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.engine import Engine, EngineClosed
 from kvqjax.serving.protocol import (
     RequestBody,
@@ -35,6 +36,8 @@ from kvqjax.serving.protocol import (
 )
 from kvqjax.serving.refusals import Refused, refusal_of
 from kvqjax.serving.request import Answered, Handle, ServedPiece
+from kvqjax.serving.token_texts import AnswerScores
+from kvqjax.serving.tokenize import detokenized, tokenized
 
 try:
     from prometheus_client import CONTENT_TYPE_LATEST
@@ -48,9 +51,9 @@ try:
 
     from kvqjax.serving.metrics import Metrics
 except ImportError as error:
-    raise UserError(f"serving needs further packages ({error.name}): pip install '.[serve]'") from error
-
-__all__ = ["MOST_BYTES", "make_app"]
+    raise UserError(
+        f"serving needs further packages ({error.name}): pip install '.[serve]'"
+    ) from error
 
 PAGE = Path(__file__).parent.parent / "assets" / "serve" / "page.html"
 MOST_BYTES = 4 * 2**20  # of a body; a prompt of 128K tokens is about half a MiB of text
@@ -79,14 +82,15 @@ def make_app(
         name: of the model, as clients write it.
         api_key: what clients have to send as `Authorization: Bearer KEY`; None: nothing.
         most_bytes: the largest body that is read.
-        at_end: called when the engine is closed. Code after uvicorn's loop is no place for it: signals end the process
-            before that runs.
-        beyond_trained: let requests have more tokens than the model was trained for, as in `kvqjax.generate`.
+        at_end: called when the engine is closed. Code after uvicorn's loop is no place for it:
+            signals end the process before that runs.
+        beyond_trained: let requests have more tokens than the model was trained for, as in
+            `kvqjax.generate`.
         origins: of web pages elsewhere that may use the server, as "https://example.org"; "*": all.
 
     Returns:
-        An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /health, /ready, /metrics and, as
-        /, a page to chat.
+        An ASGI application with /v1/models, /v1/completions, /v1/chat/completions, /tokenize,
+        /detokenize, /health, /ready, /metrics and, as /, a page to chat.
 
     Raises:
         UserError: packages of the extra `serve` are missing, or no client can send the key.
@@ -110,19 +114,33 @@ def make_app(
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/metrics", server.metrics),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.models),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    handlers = {Refused: _refusal, UserError: _refusal, HTTPException: _no_such_path, Exception: _refusal}
-    about: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    handlers = {
+        Refused: _refusal,
+        UserError: _refusal,
+        HTTPException: _no_such_path,
+        Exception: _refusal,
+    }
+    about: dict[str, Any] = {
+        "allow_origins": origins,
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["*"],
+    }
     middleware = [Middleware(CORSMiddleware, **about)] if origins else []
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware
+    )
 
 
 async def _refusal(_: Request, error: Exception) -> Response:
-    """Answer an error. After a fault of the server starlette raises it again: its log has the traceback."""
+    """Answer an error. After a fault of the server starlette raises it again: its log has the
+    traceback."""
     refusal = refusal_of(error)
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
@@ -132,21 +150,31 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path} is not served here: {error.detail}"
     return JSONResponse(
-        error_object(message, "invalid_request_error", error.status_code), error.status_code, error.headers
+        error_object(message, "invalid_request_error", error.status_code),
+        error.status_code,
+        error.headers,
     )
 
 
 class _Server:
     """The endpoints. `warming` is the task that compiles the engine's programs."""
 
-    def __init__(self, engine: Engine, name: str, api_key: str | None, most_bytes: int, beyond_trained: bool):
+    def __init__(
+        self, engine: Engine, name: str, api_key: str | None, most_bytes: int, beyond_trained: bool
+    ):
         self.warming: asyncio.Task | None = None
-        self._engine, self._name, self._api_key, self._most_bytes = engine, name, api_key, most_bytes
+        self._engine, self._name, self._api_key, self._most_bytes = (
+            engine,
+            name,
+            api_key,
+            most_bytes,
+        )
         self._created = int(time.time())
         self._beyond_trained = beyond_trained
         trained = None if beyond_trained else engine.model.config.trained_length
-        self._most_tokens = min(engine.capacity, trained or engine.capacity)  # of a prompt and its answer
-        self._encoding = threading.Lock()  # a tokenizer is not safe in two threads at once
+        self._most_tokens = min(
+            engine.capacity, trained or engine.capacity
+        )  # of a prompt and its answer
         self._metrics = Metrics(engine)
 
     async def warm(self) -> None:
@@ -161,7 +189,8 @@ class _Server:
         return Response(ICON, media_type="image/svg+xml")
 
     async def health(self, _: Request) -> Response:
-        """Answer 200 while requests can be answered; 503 once the engine has failed, for only a restart helps."""
+        """Answer 200 while requests can be answered; 503 once the engine has failed, for only a
+        restart helps."""
         if self._engine.fault is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": f"failed: {type(self._engine.fault).__name__}"}, 503)
@@ -191,7 +220,9 @@ class _Server:
         if body.stream and (body.echo or body.new_tokens == 0):
             option = "echo" if body.echo else "max_tokens=0"
             raise Refused(
-                400, f"{option} is not served as a stream; leave one of them out", param=option.partition("=")[0]
+                400,
+                f"{option} is not served as a stream; leave one of them out",
+                param=option.partition("=")[0],
             )
         prompts, handles = await self._submitted(body)
         number = f"cmpl-{uuid.uuid4().hex}"
@@ -200,7 +231,8 @@ class _Server:
         answers = await self._answers(request, handles)
         if body.new_tokens == 0:  # the scores of a prompt alone
             answers = [_without_tokens(answer) for answer in answers]
-        return JSONResponse(completion_object(number, self._name, body, answers, prompts, self._say))
+        tellers = self._tellers(body, handles)
+        return JSONResponse(completion_object(number, self._name, body, answers, prompts, tellers))
 
     async def chat(self, request: Request) -> Response:
         body = read_chat(await self._body(request), self._name)
@@ -209,14 +241,26 @@ class _Server:
         if body.stream:
             return self._streamed(self._chat_events(number, body, handles), handles)
         answers = await self._answers(request, handles)
-        return JSONResponse(chat_object(number, self._name, body, answers, self._say))
+        return JSONResponse(
+            chat_object(number, self._name, body, answers, self._tellers(body, handles))
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return JSONResponse(await asyncio.to_thread(tokenized, self._engine, self._name, raw))
+
+    async def detokenize(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return JSONResponse(await asyncio.to_thread(detokenized, self._engine, self._name, raw))
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a key is right.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            key.strip().encode(), self._api_key.encode()
+        ):
             raise Refused(401, "wrong or missing API key", "authentication_error")
 
     async def _body(self, request: Request) -> bytes:
@@ -236,19 +280,22 @@ class _Server:
             raise Refused(408, f"the body did not come within {BODY_SECONDS} seconds") from None
         return b"".join(parts)
 
-    async def _submitted(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
-        """Submit a request for every choice: (text and ids of its prompt, its handle). Where one is refused, all are
-        given up."""
+    async def _submitted(
+        self, body: RequestBody
+    ) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
+        """Submit a request for every choice: (text and ids of its prompt, its handle). Where one is
+        refused, all are given up."""
         return await asyncio.to_thread(self._submit, body)
 
     def _submit(self, body: RequestBody) -> tuple[list[tuple[str, Sequence[int]]], list[Handle]]:
         count = len(body.prompts) * body.choices
         if count > self._engine.queue:  # 429 would say that it helps to ask again
             parameter = "n" if body.choices > 1 else body.prompt_field
-            cause = f"{count} answers are asked for at once; at most {self._engine.queue} may wait here"
+            cause = (
+                f"{count} answers are asked for at once; at most {self._engine.queue} may wait here"
+            )
             raise UserError(cause, parameter=parameter)
-        with self._encoding:
-            encoded = [self._encode(body, prompt) for prompt in body.prompts]
+        encoded = [self._encode(body, prompt) for prompt in body.prompts]
         handles: list[Handle] = []
         texts: list[tuple[str, Sequence[int]]] = []
         try:
@@ -263,7 +310,9 @@ class _Server:
         except UserError as error:
             _give_up(handles)
             if isinstance(error, TooLong):
-                error.parameter = body.prompt_field if error.prompt >= error.most else body.length_field
+                error.parameter = (
+                    body.prompt_field if error.prompt >= error.most else body.length_field
+                )
             raise
         return texts, handles
 
@@ -271,30 +320,33 @@ class _Server:
         """Give the ids of a prompt."""
         try:
             if body.chat:
-                return conversation_ids(self._engine.model, prompt, body.end)
-            return encode_prompts(self._engine.model, [prompt])[0]
+                return conversation_ids(self._engine.model, prompt, body.end, self._most_tokens)
+            return encode_prompts(self._engine.model, [prompt], most=self._most_tokens)[0]
         except UserError as error:
             error.parameter = error.parameter or body.prompt_field
             raise
 
     def _new_tokens(self, body: RequestBody, prompt: int) -> int:
-        """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which `completions` leaves out."""
+        """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which
+        `completions` leaves out."""
         if body.new_tokens is not None:
             return max(1, body.new_tokens)
         longest = self._most_tokens
         if prompt >= longest:
-            raise TooLong(prompt, 1, longest, f"do not fit a row of {longest}")
+            raise too_long(prompt, 1, longest, f"do not fit a row of {longest}")
         return longest - prompt
 
-    def _say(self, token: int) -> str:
-        """Give the text of a token by itself, special ones too."""
+    def _tellers(self, body: RequestBody, handles: list[Handle]) -> list[AnswerScores]:
+        """Make what says of every answer's tokens what they are."""
         model = self._engine.model
-        return model.tokenizer.decode([token]) if model.has_tokenizer else str(token)
+        return [
+            AnswerScores(model, handle.request.prompt, body.tokens_by_number) for handle in handles
+        ]
 
     def _text(self, ids: Sequence[int]) -> str:
         """Give the text of a prompt."""
         model = self._engine.model
-        return model.tokenizer.decode(list(ids), skip_special_tokens=True) if model.has_tokenizer else ""
+        return decoded(model.tokenizer, ids, True) if model.has_tokenizer else ""
 
     async def _answers(self, request: Request, handles: list[Handle]) -> list[Answered]:
         """Wait for every answer. Once the client has gone, the requests are given up."""
@@ -330,35 +382,39 @@ class _Server:
         return _EventStream(handles, lines(), media_type="text/event-stream", headers=headers)
 
     async def _completion_events(self, number: str, body: RequestBody, handles: list[Handle]):
-        places, blank = [0] * len(handles), _blank_usage(body)
+        tellers, blank = self._tellers(body, handles), _blank_usage(body)
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if body.scores else None
-            place = places[index]
-            chunk = completion_chunk(number, self._name, index, piece.text, reason, scores, self._say, place)
-            yield chunk | blank
-            places[index] += len(piece.text)
+            scores = tellers[index].completion(piece.scores) if body.scores else None
+            yield completion_chunk(number, self._name, index, piece.text, reason, scores) | blank
         if body.usage:
             yield completion_chunk(number, self._name, 0, "") | self._used(body, handles)
 
     async def _chat_events(self, number: str, body: RequestBody, handles: list[Handle]):
         blank = _blank_usage(body)
         for index in range(len(handles)):
-            yield chat_chunk(number, self._name, index, {"role": "assistant", "content": ""}) | blank
+            yield (
+                chat_chunk(number, self._name, index, {"role": "assistant", "content": ""}) | blank
+            )
+        tellers = self._tellers(body, handles)
         async for index, piece, reason in _merged(handles):
-            scores = piece.scores if body.scores else None
+            scores = tellers[index].chat(piece.scores) if body.scores else None
             delta = {"content": piece.text} if piece.text or piece.tokens else {}
-            yield chat_chunk(number, self._name, index, delta, reason, scores, self._say) | blank
+            yield chat_chunk(number, self._name, index, delta, reason, scores) | blank
         if body.usage:
             yield chat_chunk(number, self._name, 0, {}) | self._used(body, handles)
 
     def _used(self, body: RequestBody, handles: list[Handle]) -> dict[str, Any]:
         """Give the last event of a stream: no choices, and the count of tokens."""
-        return {"choices": [], "usage": usage_of([handle.result() for handle in handles], body.choices)}
+        return {
+            "choices": [],
+            "usage": usage_of([handle.result() for handle in handles], body.choices),
+        }
 
 
 class _EventStream(StreamingResponse):
-    """A stream of answers' events. Answers that have not ended with it are given up, whatever ended it: a client that
-    goes away before the first event leaves a generator that never runs, and so has no end of its own."""
+    """A stream of answers' events. Answers that have not ended with it are given up, whatever ended
+    it: a client that goes away before the first event leaves a generator that never runs, and so
+    has no end of its own."""
 
     def __init__(self, handles: Sequence[Handle], *arguments, **options):
         super().__init__(*arguments, **options)
@@ -372,13 +428,17 @@ class _EventStream(StreamingResponse):
 
 
 def _blank_usage(body: RequestBody) -> dict[str, None]:
-    """Give what the other events of a stream that ends with its usage say of it, as in the protocol."""
+    """Give what the other events of a stream that ends with its usage say of it, as in the
+    protocol."""
     return {"usage": None} if body.usage else {}
 
 
 def _seed_of(seed: int | None, choice: int) -> int:
-    """Choose the seed of an answer. Without a client's, every answer of a request draws for itself."""
-    return secrets.randbits(31) if seed is None else (seed + choice) % (MOST_SEED + 1)  # the engine takes no more
+    """Choose the seed of an answer. Without a client's, every answer of a request draws for
+    itself."""
+    return (
+        secrets.randbits(31) if seed is None else (seed + choice) % (MOST_SEED + 1)
+    )  # the engine takes no more
 
 
 def _give_up(handles: Iterable[Handle]) -> None:
@@ -388,12 +448,14 @@ def _give_up(handles: Iterable[Handle]) -> None:
 
 
 def _without_tokens(answer: Answered) -> Answered:
-    return Answered(**(vars(answer) | {"text": "", "tokens": [], "scores": [], "finish_reason": "length"}))
+    return Answered(
+        **(vars(answer) | {"text": "", "tokens": [], "scores": [], "finish_reason": "length"})
+    )
 
 
 async def _pieces(handle: Handle) -> AsyncIterator[ServedPiece]:
-    """Give the pieces of an answer. Raises EngineClosed where the server ends before the first: nothing is lost then if
-    the client asks again, and an empty answer would look like one."""
+    """Give the pieces of an answer. Raises EngineClosed where the server ends before the first:
+    nothing is lost then if the client asks again, and an empty answer would look like one."""
     async for piece in handle:
         yield piece
     answer = handle.result()
@@ -407,8 +469,8 @@ async def _ended(handle: Handle) -> None:
 
 
 async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece, str | None]]:
-    """Give the pieces of several answers as they come. After the last piece of an answer comes an empty one with the
-    reason why it ended."""
+    """Give the pieces of several answers as they come. After the last piece of an answer comes an
+    empty one with the reason why it ended."""
     pieces: asyncio.Queue[tuple[int, ServedPiece, str | None] | Exception] = asyncio.Queue()
 
     async def follow(index: int, handle: Handle) -> None:
@@ -416,7 +478,9 @@ async def _merged(handles: list[Handle]) -> AsyncIterator[tuple[int, ServedPiece
             async for piece in _pieces(handle):
                 await pieces.put((index, piece, None))
             await pieces.put((index, ServedPiece("", [], []), handle.result().finish_reason))
-        except Exception as error:  # a fault of the engine too: whoever reads the pieces would wait for ever
+        except (
+            Exception
+        ) as error:  # a fault of the engine too: whoever reads the pieces would wait for ever
             await pieces.put(error)
 
     tasks = [asyncio.create_task(follow(*pair)) for pair in enumerate(handles)]

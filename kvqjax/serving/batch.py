@@ -1,11 +1,12 @@
 """The running batch of an engine: its rows on the device, and the few programs that change them.
 
-A prompt is fed to a cache of one row. Its chunks begin at multiples of the chunk's length, whatever else runs, so that
-what a row holds, and its text, do not depend on its neighbours. When its first token is drawn the row joins the batch,
-which makes some tokens of all its rows per call.
+A prompt is fed to a cache of one row. Its chunks begin at multiples of the chunk's length, whatever
+else runs, so that what a row holds, and its text, do not depend on its neighbours. When its first
+token is drawn the row joins the batch, which makes some tokens of all its rows per call.
 
-Where rows have pages, all pages lie in one pool, the prompt's too. A row that joins or leaves the batch is copied
-without its pages. The host says before every call which pages a row has (kvqjax/cache/pages.py).
+Where rows have pages, all pages lie in one pool, the prompt's too. A row that joins or leaves the
+batch is copied without its pages. The host says before every call which pages a row has
+(kvqjax/cache/pages.py).
 """
 
 import functools
@@ -35,15 +36,13 @@ from kvqjax.generation.loop import (
     unbegun,
 )
 from kvqjax.generation.options import GenerateOptions
-from kvqjax.generation.prompt_ids import TooLong
+from kvqjax.generation.prompt_ids import too_long
 from kvqjax.generation.sampling import RowSampling, history_of, of_rows
 from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.serving.request import MOST_LIKELIEST, Request, TokenScore
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
-
-__all__ = ["MOST_ENDS", "RowOutput", "RunningBatch"]
 
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 NO_TOKEN = -1
@@ -102,7 +101,9 @@ def _joined(
 
 @jax.jit
 @jax.enable_x64(False)
-def _copied_row(state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]):
+def _copied_row(
+    state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]
+):
     """Copy a row out of the batch's state, without its pages, as `_joined` takes it."""
     changed, of_single = jax.tree.map(
         lambda x: x[row][None], ({name: getattr(state, name) for name in OF_ROWS}, (sampling, eos))
@@ -127,10 +128,16 @@ def _copied(cache: Cache) -> Cache:
 @functools.partial(jax.jit, static_argnames="likeliest", donate_argnames="cache")
 @jax.enable_x64(False)
 def _scored_feed(
-    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], following, cache: Cache, likeliest: int
+    model: Model,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    following,
+    cache: Cache,
+    likeliest: int,
 ) -> tuple[Float[Array, "B V"], tuple[Array, Array, Array], Cache]:
-    """Feed a chunk. Give the last logits, and of the token after each of its tokens the log probability, with the
-    likeliest tokens in its place. `following` [B, T] are these next tokens."""
+    """Feed a chunk. Give the last logits, and of the token after each of its tokens the log
+    probability, with the likeliest tokens in its place. `following` [B, T] are these next
+    tokens."""
     logits, cache = forward(model, tokens, counts, cache)
     last = jnp.take_along_axis(logits, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     every = jax.nn.log_softmax(logits, axis=-1)
@@ -140,8 +147,8 @@ def _scored_feed(
 
 
 class Parked(NamedTuple):
-    """A row that left the batch with its request unfinished. It lies in the host's memory, so that nothing has to be
-    computed again."""
+    """A row that left the batch with its request unfinished. It lies in the host's memory, so that
+    nothing has to be computed again."""
 
     cache: Cache
     changed: dict
@@ -181,8 +188,8 @@ class RunningBatch:
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
         cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
-        # The prompt's row borrows the batch's pages whenever it is fed. The copy also compiles `_copied`, by which rows
-        # are kept later.
+        # The prompt's row borrows the batch's pages whenever it is fed. The copy also compiles
+        # `_copied`, by which rows are kept later.
         single = init_cache(model, method, 1, capacity, kernels=kernels, pages=1 if pages else None)
         self._prompt: Cache = _copied(without_bodies(single.replace(layout=cache.layout)))
         self._state = self._unbegun(cache, [0] * rows)
@@ -198,8 +205,11 @@ class RunningBatch:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The lengths to which a chunk of a prompt is padded. Each compiles a program of its own."""
-        return tuple(sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk}))
+        """The lengths to which a chunk of a prompt is padded. Each compiles a program of its
+        own."""
+        return tuple(
+            sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk})
+        )
 
     def feed(
         self, prompt: Sequence[int], start: int, scored: bool, pages: Sequence[int] = ()
@@ -213,11 +223,15 @@ class RunningBatch:
             pages: of the prompt's row, as many as it needs with this chunk.
 
         Returns:
-            Logits of the chunk's last token, and the scores of the tokens that follow those of the chunk.
+            Logits of the chunk's last token, and the scores of the tokens that follow those of the
+            chunk.
         """
         piece = list(prompt[start : start + self.chunk])
         width = next(width for width in self.widths if width >= len(piece))
-        padded = lambda ids: np.asarray([[*ids, *[0] * (width - len(ids))]], np.int32)  # noqa: E731
+
+        def padded(ids):
+            return np.asarray([[*ids, *[0] * (width - len(ids))]], np.int32)
+
         tokens, counts = self._place((padded(piece), np.asarray([len(piece)], np.int32)))
         cache = bounded(self._lent(pages), bound_for(self._prompt.layout, [start]))
         if not scored:
@@ -232,7 +246,8 @@ class RunningBatch:
         return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
 
     def _lent(self, pages: Sequence[int]) -> Cache:
-        """Give the prompt's row its pages, and with them the pool. The batch is without the pool until `_returned`."""
+        """Give the prompt's row its pages, and with them the pool. The batch is without the pool
+        until `_returned`."""
         if self._table is None:
             return self._prompt
         table = np.full((1, self._table.shape[1]), NO_PAGE, np.int32)
@@ -301,26 +316,36 @@ class RunningBatch:
         cache, changed, of_single = self._row_state(row)
         content = [self.page_content(page) for page in pages]
         places = jax.tree.map(lambda x: x.sharding, cache)
-        parked = Parked(jax.device_get(cache), changed, of_single, content, places, self.row_length(row))
+        parked = Parked(
+            jax.device_get(cache), changed, of_single, content, places, self.row_length(row)
+        )
         self.drop_row(row)
         return parked
 
     def _row_state(self, row: int) -> tuple[Cache, dict, tuple]:
         """Copy what a row has beside its pages."""
-        return _copied_row(self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row)))
+        return _copied_row(
+            self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row))
+        )
 
     def _brought(self, row: Cache, places: Any) -> Cache:
         """Bring a row from the host to where its arrays lay."""
-        # Without a mesh the array is not committed to a device. A committed one would commit all that is computed from
-        # it, and every program would be compiled once more.
-        return jax.tree.map(jnp.asarray, row) if self._model.rules is None else jax.device_put(row, places)
+        # Without a mesh the array is not committed to a device. A committed one would commit all
+        # that is computed from it, and every program would be compiled once more.
+        return (
+            jax.tree.map(jnp.asarray, row)
+            if self._model.rules is None
+            else jax.device_put(row, places)
+        )
 
     def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
         """Let a row that left the batch go on, as `row` and in other pages."""
         for page, content in zip(pages, parked.pages, strict=False):
             self.fill_page(page, content)
         self._state = self._state.replace(scores=None)
-        single = self._unbegun(self._brought(parked.cache, parked.places), [0]).replace(**parked.changed)
+        single = self._unbegun(self._brought(parked.cache, parked.places), [0]).replace(
+            **parked.changed
+        )
         self._join(row, single, parked.of_single)
         self._lengths[row] = parked.held
         self.give_pages(row, pages)
@@ -332,8 +357,11 @@ class RunningBatch:
             self.fill_page(0, self.page_content(0))
             self.copy_page(0, 0)
 
-    def join(self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()) -> RowOutput:
-        """Draw the first token of the prompt that was fed, and let it join the batch as `row`, with its pages."""
+    def join(
+        self, row: int, request: Request, logits: Float[Array, "1 V"], pages: Sequence[int] = ()
+    ) -> RowOutput:
+        """Draw the first token of the prompt that was fed, and let it join the batch as `row`, with
+        its pages."""
         options = request.options
         state = self._unbegun(self._prompt, [options.seed])
         ends = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
@@ -343,7 +371,9 @@ class RunningBatch:
             "done": np.zeros((1,), bool),
             "history": history_of([request.prompt], self._model.config.vocab_size),
             "endless": np.asarray([options.min_tokens], np.int32),
-            "scores": None if request.likeliest is None else _scores_of(1, self.stride, self._likeliest),
+            "scores": None
+            if request.likeliest is None
+            else _scores_of(1, self.stride, self._likeliest),
         }
         changed, eos, sampling = self._place((changed, ends, of_rows([options], self._model)))
         single = first_token(state.replace(**changed), logits, sampling, eos)
@@ -365,9 +395,10 @@ class RunningBatch:
     def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[RowOutput]:
         """Make up to `stride` tokens of every running row.
 
-        One program computes all rows, however few run. A program of fewer rows would take less time, but it rounds
-        differently (seen on a CPU with SmolLM2-135M, between 4, 8 and 16 rows). Where two tokens are about equally
-        likely, a row's text would then depend on how many neighbours it has.
+        One program computes all rows, however few run. A program of fewer rows would take less
+        time, but it rounds differently (seen on a CPU with SmolLM2-135M, between 4, 8 and 16 rows).
+        Where two tokens are about equally likely, a row's text would then depend on how many
+        neighbours it has.
 
         Args:
             running: the rows that go on. The others stay as they are.
@@ -376,14 +407,22 @@ class RunningBatch:
         Returns:
             What every row got.
         """
-        bound = bound_for(self.cache.layout, np.where(running, self._lengths + self.stride, 0).tolist())
+        bound = bound_for(
+            self.cache.layout, np.where(running, self._lengths + self.stride, 0).tolist()
+        )
         scores = self._state.scores if scored else None
         if scored and scores is None:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
         # `running` is copied because both arrays are donated.
         idle_rows, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
-        cache = self.cache if self._table is None else self.cache.replace(pages=self._place(self._table.copy()))
-        state = self._state.replace(done=idle_rows, owed=owed, scores=scores, cache=bounded(cache, bound))
+        cache = (
+            self.cache
+            if self._table is None
+            else self.cache.replace(pages=self._place(self._table.copy()))
+        )
+        state = self._state.replace(
+            done=idle_rows, owed=owed, scores=scores, cache=bounded(cache, bound)
+        )
         state = decode_steps(self._model, state, self._sampling, self._eos, limit)
         self._state = state.replace(cache=bounded(state.cache, None))
         rows = self._read(self._state)
@@ -395,17 +434,26 @@ class RunningBatch:
         state = unbegun(cache, self.stride, self._place)
         history = history_of([()] * len(seeds), self._model.config.vocab_size)
         endless, idle_rows = np.zeros((len(seeds),), np.int32), np.ones((len(seeds),), bool)
-        history, endless, idle_rows, keys = self._place((history, endless, idle_rows, _row_key(seeds)))
-        return state.replace(done=idle_rows, history=history, endless=endless, key=jax.random.wrap_key_data(keys))
+        history, endless, idle_rows, keys = self._place(
+            (history, endless, idle_rows, _row_key(seeds))
+        )
+        return state.replace(
+            done=idle_rows, history=history, endless=endless, key=jax.random.wrap_key_data(keys)
+        )
 
     def _read(self, state: LoopState) -> list[RowOutput]:
         """Fetch what a call made of every row."""
-        counts, tokens, end_flags, broken = fetched(state.made, state.tokens, state.done, state.cache.nonfinite)
+        counts, tokens, end_flags, broken = fetched(
+            state.made, state.tokens, state.done, state.cache.nonfinite
+        )
         rows = [tokens[row, :count].tolist() for row, count in enumerate(counts)]
         scores: list[list[TokenScore]] = [[] for _ in rows]
         if state.scores is not None:
             arrays = fetched(state.scores.chosen, state.scores.ids, state.scores.likeliest)
-            scores = [_token_scores(ids, *(array[row] for array in arrays)) for row, ids in enumerate(rows)]
+            scores = [
+                _token_scores(ids, *(array[row] for array in arrays))
+                for row, ids in enumerate(rows)
+            ]
         parts = zip(rows, scores, end_flags.tolist(), broken.tolist(), strict=True)
         return [RowOutput(*part) for part in parts]
 
@@ -414,7 +462,8 @@ def _token_scores(tokens: Sequence[int], chosen, ids, likeliest) -> list[TokenSc
     """Pair tokens with their log probabilities."""
     rows = zip(tokens, chosen.tolist(), ids.tolist(), likeliest.tolist(), strict=False)
     return [
-        TokenScore(token, logprob, dict(zip(top_ids, values, strict=True))) for token, logprob, top_ids, values in rows
+        TokenScore(token, logprob, dict(zip(top_ids, values, strict=True)))
+        for token, logprob, top_ids, values in rows
     ]
 
 
@@ -422,7 +471,7 @@ def check_request(request: Request, capacity: int, vocab_size: int) -> None:
     """Raise UserError for a request that a row of `capacity` tokens cannot hold."""
     length, new = len(request.prompt), request.max_new_tokens
     if length + new > capacity:
-        raise TooLong(length, new, capacity, f"do not fit a row of {capacity}")
+        raise too_long(length, new, capacity, f"do not fit a row of {capacity}")
     if len(request.ends) > MOST_ENDS:
         raise UserError(f"{len(request.ends)} end tokens; a request may have {MOST_ENDS}")
     most = min(MOST_LIKELIEST, vocab_size)

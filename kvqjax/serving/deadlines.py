@@ -1,18 +1,19 @@
-"""Time limits for requests that come slowly or never whole: a connection that says nothing, headers without an end."""
+"""Time limits for requests that come slowly or never whole: a connection that says nothing, headers
+without an end."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-__all__ = ["HEAD_SECONDS", "ImpatientProtocol"]
-
-HEAD_SECONDS = 20  # from a connection, or from the first byte of a further request, to the end of its headers
+HEAD_SECONDS = (
+    20  # from a connection, or from the first byte of a further request, to the end of its headers
+)
 
 
 class ImpatientProtocol(AutoHTTPProtocol):
-    """uvicorn's protocol, which closes a connection whose headers do not come in time. uvicorn itself limits only how
-    long a connection may rest between two requests."""
+    """uvicorn's protocol, which closes a connection whose headers do not come in time. uvicorn
+    itself limits only how long a connection may rest between two requests."""
 
     transport: asyncio.Transport
     cycle: Any  # the newest request; None before the first

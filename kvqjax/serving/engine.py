@@ -1,12 +1,13 @@
 """Continuous batching: requests come and go, and one thread owns the device.
 
-Between two strides of tokens for the rows that run, the thread feeds about one chunk of the prompts that wait, so that
-no running request waits for a long prompt. While a quarter of the rows run or fewer, it feeds up to four chunks. A
-request's text depends on its own prompt, options and seed alone.
+Between two strides of tokens for the rows that run, the thread feeds about one chunk of the prompts
+that wait, so that no running request waits for a long prompt. While a quarter of the rows run or
+fewer, it feeds up to four chunks. A request's text depends on its own prompt, options and seed
+alone.
 
-Rows take pages of one pool as they grow, and share the pages of tokens that their prompts have in common. Where pages
-run out, kept prefixes of earlier prompts go first. Then the request that came last makes way: it moves to the host's
-memory, and goes on from there once there are pages again.
+Rows take pages of one pool as they grow, and share the pages of tokens that their prompts have in
+common. Where pages run out, kept prefixes of earlier prompts go first. Then the request that came
+last makes way: it moves to the host's memory, and goes on from there once there are pages again.
 """
 
 import atexit
@@ -55,10 +56,13 @@ MOST_BYTES = 2**50  # of the cache
 WAITING = "an open kvqjax.Engine ends; it waits for the compiler or the device"
 PATIENCE = 1.0  # seconds that the end of a program waits for an open engine before it says so
 QUEUE = 1024  # requests that wait
-# Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill idle rows first: 24
-# requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran (SmolLM2-135M, 2 cores).
+# Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill
+# idle rows first: 24 requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran
+# (SmolLM2-135M, 2 cores).
 MOST_CHUNKS = 4
-PREFIXES = 2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
+PREFIXES = (
+    2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
+)
 
 # What an engine counts from its beginning on: fields of `Stats`.
 COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted")
@@ -83,7 +87,9 @@ class Stats(NamedTuple):
     waiting: int  # requests that wait for a row, or whose prompt is being fed
     rows: int
     capacity: int  # tokens of a row
-    cache_bytes: int  # of the pages, of what rows and the prompt have beside them, and of kept prefixes
+    cache_bytes: (
+        int  # of the pages, of what rows and the prompt have beside them, and of kept prefixes
+    )
     bits: float  # per number of a key or value, with all that a row keeps beside its codes
     requests: int  # ended ones
     aborted: int  # of `requests`, those that were given up
@@ -112,8 +118,9 @@ class _Feeding:
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of this process
 
 
-# Not `threading._register_atexit`: by the time that functions of `atexit` run, threads of the user's that are waited
-# for have had their answers. Those that JAX registered run later, because it was imported before.
+# Not `threading._register_atexit`: by the time that functions of `atexit` run, threads of the
+# user's that are waited for have had their answers. Those that JAX registered run later, because it
+# was imported before.
 @atexit.register
 def _close_engines() -> None:
     """End the engines that a program leaves open. A thread that is inside XLA while Python ends
@@ -138,27 +145,32 @@ class Engine:
             handles = [engine.submit(text, max_new_tokens=64) for text in texts]
             answers = [handle.result().text for handle in handles]
 
-    A row may hold `capacity` tokens, and takes pages as it grows. Prompts enter the cache chunk by chunk, so that later
-    chunks see earlier ones compressed: the answer to one is that of `kvqjax.generate` with its options and the engine's
-    `chunk` and `capacity`.
+    A row may hold `capacity` tokens, and takes pages as it grows. Prompts enter the cache chunk by
+    chunk, so that later
+    chunks see earlier ones compressed: the answer to one is that of `kvqjax.generate` with its
+    options and the engine's `chunk` and `capacity`.
 
     Args:
-        model: what `kvqjax.load` gives, with the constants of a calibrated method. On a mesh, one without a data axis.
+        model: what `kvqjax.load` gives, with the constants of a calibrated method. On a mesh, one
+            without a data axis.
         method: of the cache, such as "kivi:bits=2"; None: exact.
-        rows: requests that make tokens at a time; default 8, or as many full rows as `pool_bytes` holds. A greater
+        rows: requests that make tokens at a time; default 8, or as many full rows as `pool_bytes`
+            holds. A greater
             number is allowed: a request for which there is no page makes way for the others.
-        capacity: tokens of a row, prompt and answer together; default 4096, or what the model was trained for.
-        pool_bytes: memory for the cache in bytes; default: what `rows` full rows, the prompt and `prefixes` take.
+        capacity: tokens of a row, prompt and answer together; default 4096, or what the model was
+            trained for.
+        pool_bytes: memory for the cache in bytes; default: what `rows` full rows, the prompt and
+            `prefixes` take.
         chunk: tokens of a prompt that are fed between two strides.
         stride: tokens of a row between two looks at the text, at most 1024.
         queue: requests that may wait; a further one is refused.
-        prefixes: memory for what prompts begin with, in full rows: chunks that are then not read again; 0: nothing is
-            kept.
+        prefixes: memory for what prompts begin with, in full rows: chunks that are then not read
+            again; 0: nothing is kept.
         kernels: as in `kvqjax.init_cache`.
 
     Raises:
-        UserError: a method, a capacity or a mesh that cannot be; memory for less than two rows, or more memory than
-            there is.
+        UserError: a method, a capacity or a mesh that cannot be; memory for less than two rows, or
+            more memory than there is.
     """
 
     @named_options
@@ -185,7 +197,9 @@ class Engine:
             check_integer("capacity", capacity, 2)  # a token of a prompt, and one of its answer
         if model.rules is not None and (devices := model.rules.size(model.rules.batch)) > 1:
             reason = "requests come and go one by one, so that no rows are shared out among devices"
-            raise UserError(f"{reason}; this mesh has {devices} along data, wanted 1", parameter="model")
+            raise UserError(
+                f"{reason}; this mesh has {devices} along data, wanted 1", parameter="model"
+            )
         self.model, self.method = model, parse("exact" if method is None else method)
         self.capacity = capacity or _capacity_of(model)
         chunk = min(chunk, self.capacity)  # no prompt is longer
@@ -233,19 +247,20 @@ class Engine:
     ) -> Handle:
         """Hand in a request. From any thread; it returns at once.
 
-        The other options are those of `kvqjax.generate`. A request may have 8 end tokens. Equal requests with equal
-        seeds have equal answers, whatever else runs.
+        The other options are those of `kvqjax.generate`. A request may have 8 end tokens. Equal
+        requests with equal seeds have equal answers, whatever else runs.
 
         Args:
             prompt: a string, token ids or, with `chat`, messages.
             max_new_tokens: of the answer.
             chat: put the prompt through the tokenizer's chat template.
             add_special_tokens: as in `kvqjax.generate`.
-            scores: give the log probability of every new token and of so many likeliest ones, at most 20. They follow
-                from the model's logits, before bias, penalties and temperature.
+            scores: give the log probability of every new token and of so many likeliest ones, at
+                most 20. They follow from the model's logits, before bias, penalties and
+                temperature.
             prompt_scores: score the prompt's tokens too (with `scores`).
-            priority: a whole number. Requests with a smaller one come first; among equal numbers, those submitted
-                first.
+            priority: a whole number. Requests with a smaller one come first; among equal numbers,
+                those submitted first.
 
         Returns:
             The handle by which the answer is read.
@@ -258,7 +273,8 @@ class Engine:
         check_counts(max_new_tokens=max_new_tokens)
         check_integer("priority", priority, -MOST)
         checked = GenerateOptions(**options)
-        ids = encode_prompts(self.model, [prompt], chat, add_special_tokens=add_special_tokens)[0]
+        encoding: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": self.capacity}
+        ids = encode_prompts(self.model, [prompt], chat, **encoding)[0]
         checked.check_tokenizer(self.model)
         checked.bias(self.model)
         request = Request(
@@ -310,8 +326,8 @@ class Engine:
             )
 
     def save_prefixes(self, path: str | os.PathLike) -> int:
-        """Write what is kept of prompts that begin alike, for `load_prefixes` of an engine that starts later. Requests
-        go on meanwhile; a closed engine can be asked too.
+        """Write what is kept of prompts that begin alike, for `load_prefixes` of an engine that
+        starts later. Requests go on meanwhile; a closed engine can be asked too.
 
         Args:
             path: of a new folder, which appears when it is complete.
@@ -328,33 +344,42 @@ class Engine:
         return len(prefixes)
 
     def load_prefixes(self, path: str | os.PathLike) -> int:
-        """Keep the prefixes that another engine has written, as if their prompts had been read here.
+        """Keep the prefixes that another engine has written, as if their prompts had been read
+        here.
 
         Args:
             path: of a folder of `save_prefixes`.
 
         Returns:
-            How many were added. Prefixes that are kept already stay. The saved ones are added from the most recently
-            used on, as long as there are pages and `prefixes` leaves room.
+            How many were added. Prefixes that are kept already stay. The saved ones are added from
+            the most recently used on, as long as there are pages and `prefixes` leaves room.
 
         Raises:
-            UserError: the folder is missing or damaged; another model, method, `capacity` or `chunk` wrote it, or a
-                chip that stores bodies in another form.
+            UserError: the folder is missing or damaged; another model, method, `capacity` or
+                `chunk` wrote it, or a chip that stores bodies in another form.
             EngineClosed: the engine's thread has failed.
         """
         saved, contents = read_prefixes(Path(path), self.model, self._owner, *self._shapes)
         return self._on_thread(lambda: self._prefixes.keep_saved(saved, contents, self._batch))
 
     def warm(self) -> None:
-        """Compile every program, so that no request waits for it. Requests of each width of a chunk run, with and
-        without scores, and pages are moved. `stats` does not count them. Other requests may come meanwhile."""
+        """Compile every program, so that no request waits for it. Requests of each width of a chunk
+        run, with and without scores, and pages are moved. `stats` does not count them. Other
+        requests may come meanwhile."""
         self._warming.set()
         room = min(2, self.capacity - 1)
-        options = {"max_new_tokens": room, "temperature": 1.0, "eos_ids": (), "beyond_trained": True}
+        options = {
+            "max_new_tokens": room,
+            "temperature": 1.0,
+            "eos_ids": (),
+            "beyond_trained": True,
+        }
         for width in self._batch.widths:
             ids = [0] * min(width, self.capacity - room)
             for scores in (None, 0):
-                answer = self._submit_patiently(ids, scores=scores, prompt_scores=True, **options).result()
+                answer = self._submit_patiently(
+                    ids, scores=scores, prompt_scores=True, **options
+                ).result()
                 reused, fed, new = answer.reused_tokens, answer.prompt_tokens, len(answer.tokens)
                 self._count(requests=-1, prompt_tokens=-fed, reused_tokens=-reused, tokens=-new)
 
@@ -370,14 +395,16 @@ class Engine:
         """Refuse further requests, and end.
 
         Args:
-            finish: first answer the requests that run or wait. Otherwise they end as aborted, with the tokens so far.
+            finish: first answer the requests that run or wait. Otherwise they end as aborted, with
+                the tokens so far.
         """
         self._refuse(finish)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _refuse(self, finish: bool) -> None:
-        """Take no further requests, and let the thread end once those that it has are answered or given up."""
+        """Take no further requests, and let the thread end once those that it has are answered or
+        given up."""
         with self._changed:
             self._closing = True
             if not finish:
@@ -497,7 +524,8 @@ class Engine:
         handle.told(piece or ServedPiece("", [], []), reason)
 
     def _feed_some(self) -> None:
-        """Feed about one chunk of prompts, or several while few rows run. A prompt that is complete joins the batch."""
+        """Feed about one chunk of prompts, or several while few rows run. A prompt that is complete
+        joins the batch."""
         running = sum(handle is not None for handle in self._rows)
         turns = len(self._rows) // (2 * max(1, running))
         budget = self._batch.chunk * min(MOST_CHUNKS, max(1, turns))
@@ -508,13 +536,17 @@ class Engine:
             count = min(self._batch.chunk, len(request.prompt) - feeding.start)
             if not self._grow(feeding.pages, feeding.start + count, feeding.handle):
                 return
-            logits, scores = self._batch.feed(request.prompt, feeding.start, request.prompt_scores, feeding.pages)
+            logits, scores = self._batch.feed(
+                request.prompt, feeding.start, request.prompt_scores, feeding.pages
+            )
             feeding.handle.prompt_scores += _at_most(scores, request.likeliest)
             feeding.start += count
             budget -= count
             self._count(prompt_tokens=count)
             if feeding.start in feeding.keep_at:
-                self._prefixes.keep(request.prompt, feeding.start, self._batch.prompt_row(), feeding.pages)
+                self._prefixes.keep(
+                    request.prompt, feeding.start, self._batch.prompt_row(), feeding.pages
+                )
             if feeding.start == len(request.prompt):
                 output = self._batch.join(feeding.row, request, logits, feeding.pages)
                 self._feeding = None
@@ -524,12 +556,12 @@ class Engine:
                     self._choose()  # a further prompt, while the turn's budget lasts
 
     def _begin(self, feeding: _Feeding) -> bool:
-        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep one. A prompt whose
-        tokens are to be scored is read from its first token on.
+        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep
+        one. A prompt whose tokens are to be scored is read from its first token on.
 
         Returns:
-            False while there are no pages for the whole prompt. To begin it anyway would be of no use: it would soon
-            have to make way.
+            False while there are no pages for the whole prompt. To begin it anyway would be of no
+            use: it would soon have to make way.
         """
         request = feeding.handle.request
         prefix = None if request.prompt_scores else self._prefixes.longest(request.prompt)
@@ -545,12 +577,15 @@ class Engine:
         if prefix is not None and self._take_over(prefix, feeding):
             length = feeding.start = feeding.handle.reused_tokens = prefix.length
             self._count(prompt_tokens=length, reused_tokens=length)
-        feeding.keep_at = {end for end in self._prefixes.worth_keeping(request.prompt) if end > length}
+        feeding.keep_at = {
+            end for end in self._prefixes.worth_keeping(request.prompt) if end > length
+        }
         return True
 
     def _take_over(self, prefix: Prefix, feeding: _Feeding) -> bool:
-        """Let the prompt's row go on from a prefix. The prefix's complete pages are shared, the last ones are copied,
-        because the row writes into them. False where there is no page for the copies."""
+        """Let the prompt's row go on from a prefix. The prefix's complete pages are shared, the
+        last ones are copied, because the row writes into them. False where there is no page for the
+        copies."""
         if self._pool is not None:
             complete = pages_complete(self._layout, prefix.length)
             shared = self._pool.share(prefix.pages)  # first, so that `_spare` cannot free them
@@ -571,8 +606,8 @@ class Engine:
         return pages_needed(self._layout, min(tokens, self.capacity))
 
     def _spare(self, count: int, handle: Handle) -> bool:
-        """Make `count` pages free for a request: prefixes go first, then requests that came after it. False where that
-        is not enough."""
+        """Make `count` pages free for a request: prefixes go first, then requests that came after
+        it. False where that is not enough."""
         while self._pool is not None and self._pool.free < count:
             if not self._prefixes.drop() and not self._make_way(handle):
                 return False
@@ -590,10 +625,16 @@ class Engine:
 
     def _make_way(self, handle: Handle) -> bool:
         """Take the pages of the request that came last. False where none came after this one."""
-        last = max((occupant.rank for occupant in self._rows if occupant is not None), default=handle.rank)
+        last = max(
+            (occupant.rank for occupant in self._rows if occupant is not None), default=handle.rank
+        )
         feeding = self._feeding
         if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
-            self._count(preempted=1, prompt_tokens=-feeding.start, reused_tokens=-feeding.handle.reused_tokens)
+            self._count(
+                preempted=1,
+                prompt_tokens=-feeding.start,
+                reused_tokens=-feeding.handle.reused_tokens,
+            )
             feeding.handle.prompt_scores.clear()
             feeding.handle.reused_tokens = 0  # the prefix may be gone when the prompt is read anew
             restart = _Feeding(feeding.handle, feeding.row)
@@ -603,7 +644,11 @@ class Engine:
         if last <= handle.rank:
             return False
         self._park(
-            next(row for row, occupant in enumerate(self._rows) if occupant is not None and occupant.rank == last)
+            next(
+                row
+                for row, occupant in enumerate(self._rows)
+                if occupant is not None and occupant.rank == last
+            )
         )
         return True
 
@@ -616,8 +661,8 @@ class Engine:
         self._give_back(row)
 
     def _bring_back(self) -> None:
-        """Let requests that made way go on, in the order of their ranks, as long as there are rows, and pages for one
-        more stride."""
+        """Let requests that made way go on, in the order of their ranks, as long as there are rows,
+        and pages for one more stride."""
         self._parked.sort(key=lambda entry: entry[0].rank)
         while self._parked and None in self._rows:
             handle, parked = self._parked[0]
@@ -627,7 +672,11 @@ class Engine:
             if self._pool is not None and not self._spare(count, handle):
                 return
             reserved = self._feeding.row if self._feeding is not None else None
-            row = next(row for row, occupant in enumerate(self._rows) if occupant is None and row != reserved)
+            row = next(
+                row
+                for row, occupant in enumerate(self._rows)
+                if occupant is None and row != reserved
+            )
             self._pages[row] = [] if self._pool is None else self._pool.take(count)
             self._batch.come_back(row, parked, self._pages[row])
             self._rows[row] = handle
@@ -653,13 +702,18 @@ class Engine:
         self._feeding = None
 
     def _page_rows(self) -> None:
-        """Give the rows pages for the next stride, the requests that came first before the others."""
-        running = sorted((handle.rank, row) for row, handle in enumerate(self._rows) if handle is not None)
+        """Give the rows pages for the next stride, the requests that came first before the
+        others."""
+        running = sorted(
+            (handle.rank, row) for row, handle in enumerate(self._rows) if handle is not None
+        )
         for _, row in running if self._pool is not None else ():
             handle = self._rows[row]
             if handle is None:  # it made way for an earlier row of this loop
                 continue
-            if self._grow(self._pages[row], self._batch.row_length(row) + self._batch.stride, handle):
+            if self._grow(
+                self._pages[row], self._batch.row_length(row) + self._batch.stride, handle
+            ):
                 self._batch.give_pages(row, self._pages[row])
             else:
                 self._park(row)
@@ -667,7 +721,9 @@ class Engine:
     def _step(self) -> None:
         self._page_rows()
         running = np.asarray([handle is not None for handle in self._rows])
-        scored = any(handle is not None and handle.request.likeliest is not None for handle in self._rows)
+        scored = any(
+            handle is not None and handle.request.likeliest is not None for handle in self._rows
+        )
         for row, output in enumerate(self._batch.step(running, scored)):
             if running[row]:
                 self._tell(row, output)
@@ -683,7 +739,9 @@ class Engine:
             handle.failed(RequestFailed("a key or value is NaN or infinite", hint, dtype="f32"))
             return
         request = handle.request
-        text, tokens, reason = read_row(handle.detokenizer, output.tokens, output.done, request.max_new_tokens)
+        text, tokens, reason = read_row(
+            handle.detokenizer, output.tokens, output.done, request.max_new_tokens
+        )
         piece = ServedPiece(text, tokens, _at_most(output.scores[: len(tokens)], request.likeliest))
         self._count(tokens=len(tokens))
         if reason is None:
@@ -697,7 +755,10 @@ def _at_most(scores: list[TokenScore], likeliest: int | None) -> list[TokenScore
     """Give as many likeliest tokens with each score as the request asked for."""
     if likeliest is None:
         return []
-    return [score._replace(likeliest=dict(itertools.islice(score.likeliest.items(), likeliest))) for score in scores]
+    return [
+        score._replace(likeliest=dict(itertools.islice(score.likeliest.items(), likeliest)))
+        for score in scores
+    ]
 
 
 def _capacity_of(model: Model) -> int:

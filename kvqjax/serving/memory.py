@@ -1,4 +1,5 @@
-"""How much memory an engine's cache takes: rows, the pages that they share, and kept prefixes of prompts.
+"""How much memory an engine's cache takes: rows, the pages that they share, and kept prefixes of
+prompts.
 
 pages          of the rows, of the prompt that is being fed, and of kept prefixes
 private bytes  windows, sinks, rings and states: of each row, of the prompt and of every kept prefix
@@ -17,19 +18,18 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
-__all__ = ["ROWS", "Memory", "memory_for"]
-
 ROWS = 8  # requests at a time where nobody says
-# A kept prefix needs a snapshot of a row's private bytes. In the memory of one row there are at most SNAPSHOTS
-# snapshots, which take at most 1 / SHARE of its bytes: the rest is for pages, which make up most of a prefix.
+# A kept prefix needs a snapshot of a row's private bytes. In the memory of one row there are at
+# most SNAPSHOTS snapshots, which take at most 1 / SHARE of its bytes: the rest is for pages, which
+# make up most of a prefix.
 SNAPSHOTS, SHARE = 8, 4
 
 
 class Memory(NamedTuple):
     """How the memory of an engine is shared out.
 
-    Rows cannot have pages where their body is a ring or loses tokens, or is dealt over devices. `pages` is then 0, and
-    a prefix is kept as a row."""
+    Rows cannot have pages where their body is a ring or loses tokens, or is dealt over devices.
+    `pages` is then 0, and a prefix is kept as a row."""
 
     rows: int
     pages: int
@@ -55,7 +55,9 @@ class _Sizes(NamedTuple):
 def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str) -> _Sizes:
     plain = jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels))
     if plain.layout.dealt == 1:
-        cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels, pages=1))
+        cache = jax.eval_shape(
+            lambda: init_cache(model, method, 1, capacity, kernels=kernels, pages=1)
+        )
         if cache.pages is not None:
             # Tables, of 4 bytes a page, are left out.
             private = array_bytes(without_bodies(cache).replace(pages=None))
@@ -79,9 +81,10 @@ def memory_for(
         model: that is served.
         method: of its cache.
         capacity: tokens of a row.
-        rows: requests that make tokens at a time; None: as many full rows as `pool_bytes` holds, or 8.
-        pool_bytes: memory of all, in bytes; None: as much as `rows` full rows take, with the prompt's and `prefixes`
-            more.
+        rows: requests that make tokens at a time; None: as many full rows as `pool_bytes` holds, or
+            8.
+        pool_bytes: memory of all, in bytes; None: as much as `rows` full rows take, with the
+            prompt's and `prefixes` more.
         prefixes: how many rows' memory kept prefixes take.
         kernels: as in `kvqjax.init_cache`.
 
@@ -89,14 +92,15 @@ def memory_for(
         The plan.
 
     Raises:
-        UserError: the memory is too little for so many rows, or for one row beside the prompt's and the kept ones; or
-            the devices do not hold it.
+        UserError: the memory is too little for so many rows, or for one row beside the prompt's and
+            the kept ones; or the devices do not hold it.
     """
     sizes, extra_rows = _sizes(model, method, capacity, kernels), 1 + prefixes
     if pool_bytes is None:
         rows = ROWS if rows is None else rows
         pool_bytes = (rows + extra_rows) * sizes.row
-    # There may be more rows than fit when all are full, because they share pages. Private bytes are needed for each.
+    # There may be more rows than fit when all are full, because they share pages. Private bytes are
+    # needed for each.
     if rows is None or not sizes.row_pages:
         least_bytes = ((rows or 1) + extra_rows) * sizes.row
     else:
@@ -117,13 +121,18 @@ def memory_for(
 
 
 def _require_room(model: Model, pool_bytes: int, asked: str) -> None:
-    """Raise UserError for a cache that the devices cannot hold: a CPU's system would kill the process instead."""
+    """Raise UserError for a cache that the devices cannot hold: a CPU's system would kill the
+    process instead."""
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
     if limit is not None and pool_bytes > limit * devices:
-        raise UserError(f"{asked}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}")
+        raise UserError(
+            f"{asked}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}"
+        )
 
 
-def _too_little(rows: int, prefixes: int, capacity: int, pool_bytes: int, least_bytes: int) -> UserError:
+def _too_little(
+    rows: int, prefixes: int, capacity: int, pool_bytes: int, least_bytes: int
+) -> UserError:
     """Make the error for memory that does not suffice."""
     kept = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
     cause = (

@@ -8,8 +8,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from kvqjax.serving.engine import Engine
 from kvqjax.serving.request import Handle
 
-__all__ = ["Metrics"]
-
 # Of the fields of `Engine.stats`.
 GAUGES = {
     "running": "requests whose answer is being made",
@@ -60,12 +58,17 @@ class Metrics:
         self._registry.register(_Counts(engine))
         text = "seconds from a request to the first token of its answer"
         options = {"registry": self._registry}
-        self._first = Histogram("kvqjax_time_to_first_token_seconds", text, buckets=FIRST, **options)
+        self._first = Histogram(
+            "kvqjax_time_to_first_token_seconds", text, buckets=FIRST, **options
+        )
         text = "seconds between two tokens of an answer, the mean of each answer"
-        self._later = Histogram("kvqjax_time_per_output_token_seconds", text, buckets=LATER, **options)
+        self._later = Histogram(
+            "kvqjax_time_per_output_token_seconds", text, buckets=LATER, **options
+        )
 
     def observe(self, handles: Sequence[Handle]) -> None:
-        """Count the times of answers that ended without an error. One of a single token has no later ones."""
+        """Count the times of answers that ended without an error. One of a single token has no
+        later ones."""
         for handle in handles:
             answer = handle.answer
             if answer is None or not answer.tokens:

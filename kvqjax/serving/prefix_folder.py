@@ -3,7 +3,8 @@
     description.json   the owner (model, method, constants, form), and each prefix's trace, length and pages
     arrays             what a row has beside its pages, one row after the other, and the pages, each of them once
 
-Words of codes can be read only with the model, the constants and the form that wrote them. All of these are compared.
+Words of codes can be read only with the model, the constants and the form that wrote them. All of
+these are compared.
 """
 
 import shutil
@@ -22,8 +23,6 @@ from kvqjax.model.loading import Model
 from kvqjax.serving.prefixes import TRACE, Contents, SavedPrefix
 from kvqjax.step.persist import owner_of, require_owner
 
-__all__ = ["newest_folder", "owner_of_engine", "read_prefixes", "write_newest", "write_prefixes"]
-
 PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
 
 
@@ -31,11 +30,18 @@ def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, 
     """Describe what must be equal in two engines for one to use the other's prefixes."""
     page = 0 if layout.pool is None else layout.pool.tokens
     form = {"layers": layout.layers, "form": layout.form, "dealt": layout.dealt, "page": page}
-    text = {"method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype, "chunk": chunk}
+    text = {
+        "method": spelled_out(layout.method),
+        "capacity": layout.capacity,
+        "dtype": layout.dtype,
+        "chunk": chunk,
+    }
     return text | form | owner_of(model, None, layout.method)
 
 
-def write_prefixes(path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix], contents: Contents) -> None:
+def write_prefixes(
+    path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix], contents: Contents
+) -> None:
     """Write prefixes as a new folder.
 
     Args:
@@ -49,14 +55,22 @@ def write_prefixes(path: Path, owner: dict[str, Any], prefixes: list[SavedPrefix
     """
     places = {page: place for place, page in enumerate(contents)}
     entries = [
-        {"trace": prefix.trace.hex(), "length": prefix.length, "pages": [places[page] for page in prefix.pages]}
+        {
+            "trace": prefix.trace.hex(),
+            "length": prefix.length,
+            "pages": [places[page] for page in prefix.pages],
+        }
         for prefix in prefixes
     ]
     arrays: dict[str, np.ndarray] = {}
     if prefixes:
         rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(prefix.row for prefix in prefixes))
         # A page is one place of the second axis, behind the layers.
-        pages = jax.tree.map(lambda *leaves: np.concatenate(leaves, 1), *contents.values()) if contents else ()
+        pages = (
+            jax.tree.map(lambda *leaves: np.concatenate(leaves, 1), *contents.values())
+            if contents
+            else ()
+        )
         arrays = flatten((rows, pages))
     write_folder(path, owner | {"kind": "prefixes", "prefixes": entries}, arrays)
 
@@ -77,7 +91,8 @@ def read_prefixes(
         As `write_prefixes` took them: prefixes, and contents of pages.
 
     Raises:
-        UserError: the folder is missing or damaged, or another model, method or form of engine wrote it.
+        UserError: the folder is missing or damaged, or another model, method or form of engine
+            wrote it.
     """
     text = read_description(path, "prefixes")
     require_owner(path, text, model, owner)
@@ -87,12 +102,17 @@ def read_prefixes(
     count = 1 + max((place for _, _, pages in entries for place in pages), default=-1)
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(entries), *x.shape), x.dtype), row)
     pages = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), page if count else ()
+        lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype),
+        page if count else (),
     )
     shapes = flatten((rows, pages))
     arrays = read_arrays(path, text, wanted=shapes)
-    rows, pages = jax.tree.unflatten(jax.tree.structure((rows, pages)), [arrays[name] for name in shapes])
-    contents = {place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)}
+    rows, pages = jax.tree.unflatten(
+        jax.tree.structure((rows, pages)), [arrays[name] for name in shapes]
+    )
+    contents = {
+        place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)
+    }
     prefixes = [
         SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), numbers)
         for number, (trace, length, numbers) in enumerate(entries)
@@ -104,7 +124,9 @@ def _prefix_entry(path: Path, entry: Any) -> tuple[bytes, int, list[int]]:
     """Check what a description says of one prefix."""
     try:
         trace, length, pages = bytes.fromhex(entry["trace"]), entry["length"], entry["pages"]
-        if len(trace) == TRACE and all(type(number) is int and number >= 0 for number in (length, *pages)):
+        if len(trace) == TRACE and all(
+            type(number) is int and number >= 0 for number in (length, *pages)
+        ):
             return trace, length, pages
     except (KeyError, TypeError, ValueError):
         pass

@@ -1,10 +1,11 @@
-"""Prompts that begin with the same tokens are read once: what a row holds at the end of a chunk is kept, and later
-prompts go on from there.
+"""Prompts that begin with the same tokens are read once: what a row holds at the end of a chunk is
+kept, and later prompts go on from there.
 
-Chunks begin at multiples of their length, so that a kept prefix is to the bit what reading the same tokens again would
-give. A prefix is kept as the numbers of its pages, which other rows go on using, and a snapshot of what the row has
-beside them. The prefixes form a tree: each is named by a trace of all its tokens, a hash of the chunk's tokens and of
-the trace of the chunk before.
+Chunks begin at multiples of their length, so that a kept prefix is to the bit what reading the same
+tokens again would give. A prefix is kept as the numbers of its pages, which other rows go on using,
+and a snapshot of what the row has
+beside them. The prefixes form a tree: each is named by a trace of all its tokens, a hash of the
+chunk's tokens and of the trace of the chunk before.
 """
 
 import hashlib
@@ -19,20 +20,19 @@ from kvqjax.cache import Cache
 from kvqjax.cache.pages import PagePool
 from kvqjax.serving.batch import RunningBatch
 
-__all__ = ["Contents", "Prefix", "Prefixes", "SavedPrefix"]
-
 Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
 
 TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
 REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
-# A prefix that several prompts began with is worth more than the end of the newest prompt, until so many prompts have
-# come without it. Otherwise, where there is room for one prefix, every request in between would displace a system
-# prompt of half of all requests.
+# A prefix that several prompts began with is worth more than the end of the newest prompt, until so
+# many prompts have come without it. Otherwise, where there is room for one prefix, every request in
+# between would displace a system prompt of half of all requests.
 PROVEN = 16
 
 
 class Prefix(NamedTuple):
-    """The first `length` tokens of some prompts: what a row holds beside its pages, and the pages."""
+    """The first `length` tokens of some prompts: what a row holds beside its pages, and the
+    pages."""
 
     length: int
     row: Cache
@@ -40,8 +40,9 @@ class Prefix(NamedTuple):
 
 
 class SavedPrefix(NamedTuple):
-    """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and its pages' numbers.
-    `Contents` has what a page holds, once, since several prefixes may share it."""
+    """A prefix on the host: its trace, how many tokens it has, what its row has beside pages, and
+    its pages' numbers. `Contents` has what a page holds, once, since several prefixes may share
+    it."""
 
     trace: bytes
     length: int
@@ -50,8 +51,8 @@ class SavedPrefix(NamedTuple):
 
 
 class Prefixes:
-    """The kept prefixes. Where room is needed, prefixes that only one of the latest prompts began with go first, and
-    among those the least recently used.
+    """The kept prefixes. Where room is needed, prefixes that only one of the latest prompts began
+    with go first, and among those the least recently used.
 
     Args:
         chunk: tokens of a chunk.
@@ -64,7 +65,9 @@ class Prefixes:
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
         self._begun = 0  # prompts
-        self._proven: dict[bytes, int] = {}  # by trace, the number of the last prompt that began as others had
+        self._proven: dict[
+            bytes, int
+        ] = {}  # by trace, the number of the last prompt that began as others had
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -82,9 +85,9 @@ class Prefixes:
         return self._kept[best]
 
     def worth_keeping(self, prompt: Sequence[int]) -> set[int]:
-        """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping. One is the last end
-        that an earlier prompt shares, behind which the two differ. The other is the prompt's last end, from which the
-        next turn of a conversation goes on."""
+        """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping.
+        One is the last end that an earlier prompt shares, behind which the two differ. The other is
+        the prompt's last end, from which the next turn of a conversation goes on."""
         ends = list(self._ends(prompt)) if self._most else []
         repeated, common = 0, b""
         self._begun += 1
@@ -100,8 +103,8 @@ class Prefixes:
         return {end for end in (repeated, ends[-1][0] if ends else 0) if end}
 
     def keep(self, prompt: Sequence[int], length: int, row: Cache, pages: Sequence[int]) -> None:
-        """Keep the first `length` tokens of a prompt, which lie in `pages`. With room for one prefix alone, it is kept
-        unless the present one is worth more."""
+        """Keep the first `length` tokens of a prompt, which lie in `pages`. With room for one
+        prefix alone, it is kept unless the present one is worth more."""
         trace = next(trace for end, trace in self._ends(prompt) if end == length)
         if trace in self._kept:
             self._kept.move_to_end(trace)
@@ -116,16 +119,20 @@ class Prefixes:
         self._kept[trace] = Prefix(length, row, shared)
 
     def saved(self, batch: RunningBatch) -> tuple[list[SavedPrefix], Contents]:
-        """Copy all to the host: the prefixes, the one used least recently first, and each of their pages once."""
+        """Copy all to the host: the prefixes, the one used least recently first, and each of their
+        pages once."""
         prefixes = [
-            SavedPrefix(trace, kept.length, jax.device_get(kept.row), kept.pages) for trace, kept in self._kept.items()
+            SavedPrefix(trace, kept.length, jax.device_get(kept.row), kept.pages)
+            for trace, kept in self._kept.items()
         ]
         numbers = dict.fromkeys(page for prefix in prefixes for page in prefix.pages)
         return prefixes, {number: batch.page_content(number) for number in numbers}
 
-    def keep_saved(self, saved: Sequence[SavedPrefix], contents: Contents, batch: RunningBatch) -> int:
-        """Add saved prefixes to those that are kept: as many as there is room for, from the most recently used on. They
-        take free pages; no request makes way for them.
+    def keep_saved(
+        self, saved: Sequence[SavedPrefix], contents: Contents, batch: RunningBatch
+    ) -> int:
+        """Add saved prefixes to those that are kept: as many as there is room for, from the most
+        recently used on. They take free pages; no request makes way for them.
 
         Returns:
             How many were added.
@@ -139,36 +146,46 @@ class Prefixes:
                 chosen.append(prefix)
                 page_numbers |= set(prefix.pages)
         numbers = sorted(page_numbers)
-        pages = dict(zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True))
+        pages = dict(
+            zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True)
+        )
         for number, page in pages.items():
             batch.fill_page(page, contents[number])
         for prefix in reversed(chosen):
             row_pages = [pages[number] for number in prefix.pages]
             if self._pool is not None:
                 self._pool.share(row_pages)
-            self._kept[prefix.trace] = Prefix(prefix.length, batch.row_from_host(prefix.row), row_pages)
+            self._kept[prefix.trace] = Prefix(
+                prefix.length, batch.row_from_host(prefix.row), row_pages
+            )
             self._remembered[prefix.trace] = None
         if self._pool is not None:
             self._pool.drop(pages.values())  # from now on the prefixes alone use them
         return len(chosen)
 
     def drop(self) -> bool:
-        """Drop one prefix, the one worth least among those with a page that only prefixes use: it becomes free now, or
-        when further prefixes are dropped. False where there is none, since pages that rows use stay in use."""
+        """Drop one prefix, the one worth least among those with a page that only prefixes use: it
+        becomes free now, or when further prefixes are dropped. False where there is none, since
+        pages that rows use stay in use."""
         users = Counter(page for prefix in self._kept.values() for page in prefix.pages)
         for trace in self._worst_first():
             pages = self._kept[trace].pages
-            if self._pool is not None and any(self._pool.users(page) == users[page] for page in pages):
+            if self._pool is not None and any(
+                self._pool.users(page) == users[page] for page in pages
+            ):
                 self._let_go(trace)
                 return True
         return False
 
     def _worst_first(self) -> list[bytes]:
         """Sort the traces of all prefixes by their worth, the least first."""
-        return sorted(self._kept, key=self._is_proven)  # a stable sort of what lies in the order of use
+        return sorted(
+            self._kept, key=self._is_proven
+        )  # a stable sort of what lies in the order of use
 
     def _is_proven(self, trace: bytes) -> bool:
-        """Say whether several prompts began with this prefix, the last of them one of the latest `PROVEN`."""
+        """Say whether several prompts began with this prefix, the last of them one of the latest
+        `PROVEN`."""
         return trace in self._proven and self._begun - self._proven[trace] <= PROVEN
 
     def _let_go(self, trace: bytes) -> None:
@@ -177,8 +194,8 @@ class Prefixes:
             self._pool.drop(prefix.pages)
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to it. No prefix holds
-        the last token, which is always read for its logits."""
+        """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to
+        it. No prefix holds the last token, which is always read for its logits."""
         trace = b""
         for end in range(self._chunk, len(prompt), self._chunk):
             tokens = np.asarray(prompt[end - self._chunk : end], np.int32)

@@ -1,40 +1,21 @@
 """The OpenAI protocol: what bodies of requests may say, and the objects that answers are.
 
-Fields follow https://platform.openai.com/docs/api-reference (completions, chat). A field that would change an answer
-and is not served is refused by name. A field that cannot change it is ignored.
+Fields follow https://platform.openai.com/docs/api-reference (completions, chat). A field that would
+change an answer and is not served is refused by name. A field that cannot change it is ignored.
 """
 
 import dataclasses
-import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvqjax._arguments import MOST
 from kvqjax._errors import UserError, suggest
 from kvqjax.generation.options import RANDOM
 from kvqjax.generation.prompt_ids import with_text
-from kvqjax.serving.request import MOST_LIKELIEST, Answered, TokenScore
-
-__all__ = [
-    "CHAT_FIELDS",
-    "COMPLETION_FIELDS",
-    "NotFound",
-    "RequestBody",
-    "chat_chunk",
-    "chat_object",
-    "check_api_key",
-    "completion_chunk",
-    "completion_object",
-    "error_object",
-    "json_kind",
-    "models_object",
-    "not_served",
-    "read_chat",
-    "read_completion",
-    "usage_of",
-]
+from kvqjax.serving.request import MOST_LIKELIEST, Answered
+from kvqjax.serving.token_texts import AnswerScores, Echoed
 
 # Ignored: they say who asks, or ask for what happens in any case.
 HARMLESS = {
@@ -55,7 +36,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "web_search_options": (None,),
 }
-# Fields that completions and chat share: options of `Engine.submit` of the same names, and their types in JSON.
+# Fields that completions and chat share: options of `Engine.submit` of the same names, and their
+# types in JSON.
 NUMBER = (int, float)
 SHARED: dict[str, type | tuple[type, ...]] = {
     "temperature": NUMBER,
@@ -74,7 +56,10 @@ SHARED: dict[str, type | tuple[type, ...]] = {
     "priority": int,
 }
 TEMPERATURE = 1.0  # of a request that says none, as in the protocol
-UNSERVED_OF_STREAMS = ("include_obfuscation", "continuous_usage_stats")  # refused in `stream_options` unless false
+UNSERVED_OF_STREAMS = (
+    "include_obfuscation",
+    "continuous_usage_stats",
+)  # refused in `stream_options` unless false
 ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
 MOST_CHOICES = 128  # answers of one request
 MOST_STOPS = 16  # stop strings of one request
@@ -87,13 +72,15 @@ class NotFound(UserError):
 
 def not_served(name: str, served: str) -> NotFound:
     """Make the error for a model's name that is not the served one's."""
-    return NotFound(f"model {name!r} is not served here; this server has {served!r}", parameter="model")
+    return NotFound(
+        f"model {name!r} is not served here; this server has {served!r}", parameter="model"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestBody:
-    """A checked body. Each of `prompts` (strings, token ids or conversations) is answered `choices` times, with
-    `options` of `Engine.submit`. `new_tokens` None: as many as fit."""
+    """A checked body. Each of `prompts` (strings, token ids or conversations) is answered `choices`
+    times, with `options` of `Engine.submit`. `new_tokens` None: as many as fit."""
 
     prompts: list[Any]
     choices: int
@@ -107,12 +94,16 @@ class RequestBody:
     echo: bool = False
     scores: bool = False
     end: str = "answer"  # where the text of a conversation ends, as in `conversation_ids`
+    tokens_by_number: bool = False  # tokens are named "token_id:123"
 
 
 def _body(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of more digits than Python reads
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no UTF-8, no JSON, a number of more digits than Python reads
         raise UserError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):
         raise UserError(f"the body is {json_kind(body)}; wanted an object")
@@ -120,9 +111,12 @@ def _body(raw: bytes) -> dict[str, Any]:
 
 
 def check_api_key(key: str | None) -> None:
-    """Raise UserError for a key that no client can send in a header: it would refuse every request. None passes."""
+    """Raise UserError for a key that no client can send in a header: it would refuse every request.
+    None passes."""
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
-        raise UserError("the API key must be printable ASCII characters, without blanks at its ends")
+        raise UserError(
+            "the API key must be printable ASCII characters, without blanks at its ends"
+        )
 
 
 # Types that JSON gives -> how messages call them.
@@ -151,12 +145,16 @@ def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], d
     kinds = types if isinstance(types, tuple) else (types,)
     # In Python True is a number.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        words = " or ".join(dict.fromkeys(WORDS[kind] for kind in kinds if not (kind is int and float in kinds)))
+        words = " or ".join(
+            dict.fromkeys(WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
+        )
         raise UserError(f"{name} is {json_kind(value)}; wanted {words}", parameter=name)
     return value
 
 
-def _count(body: Mapping[str, Any], name: str, default: int | None, least: int, most: int = MOST) -> int | None:
+def _count(
+    body: Mapping[str, Any], name: str, default: int | None, least: int, most: int = MOST
+) -> int | None:
     """Read a whole number from `least` to `most`."""
     value = _field(body, name, int, default)
     if value is not None and not least <= value <= most:
@@ -172,14 +170,20 @@ def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
             if not (value == 0 and 0 in UNSERVED[name]):  # 0.0
                 raise UserError(f"{name} is not served here; leave it out", parameter=name)
         elif name not in fields | HARMLESS | UNSERVED.keys():
-            raise UserError(f"unknown field {name!r}{suggest(name, sorted(fields))}", parameter=name)
+            raise UserError(
+                f"unknown field {name!r}{suggest(name, sorted(fields))}", parameter=name
+            )
+
+
+def _check_model(body: Mapping[str, Any], model: str) -> None:
+    model_name = _field(body, "model", str, model)
+    if model_name != model:
+        raise not_served(model_name, model)
 
 
 def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
-    model_name = _field(body, "model", str, model)
-    if model_name != model:
-        raise not_served(model_name, model)
+    _check_model(body, model)
     options: dict[str, Any] = {"temperature": TEMPERATURE, "seed": RANDOM, "stop": ()}
     for name, types in SHARED.items():
         value = _field(body, name, types, None)
@@ -187,21 +191,29 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
             options[name] = _real(name, value) if types is NUMBER else value
     options["stop"] = _stops(options["stop"])
     if not all(type(token) is int for token in options.get("stop_token_ids", ())):
-        raise UserError("stop_token_ids mixes types; wanted a list of token ids", parameter="stop_token_ids")
+        raise UserError(
+            "stop_token_ids mixes types; wanted a list of token ids", parameter="stop_token_ids"
+        )
     for token, bias in options.get("logit_bias", {}).items():
         if type(bias) not in NUMBER:
-            raise UserError(f"logit_bias of token {token[:20]} is no number", parameter="logit_bias")
+            raise UserError(
+                f"logit_bias of token {token[:20]} is no number", parameter="logit_bias"
+            )
     if options["seed"] == RANDOM:
         options["seed"] = None  # every answer draws by a seed of its own
     elif not 0 <= options["seed"] < MOST_SEED:
         raise UserError(
-            f"seed={options['seed']}; wanted -1 (a random one), or 0 or more, below 2**63", parameter="seed"
+            f"seed={options['seed']}; wanted -1 (a random one), or 0 or more, below 2**63",
+            parameter="seed",
         )
     choices = _field(body, "n", int, 1)
     if not 1 <= choices <= MOST_CHOICES:
         raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}", parameter="n")
     stream = _field(body, "stream", bool, False)
-    return {"choices": choices, "stream": stream, "usage": _with_usage(body, stream)}, options
+    fields = {"choices": choices, "stream": stream, "usage": _with_usage(body, stream)}
+    return fields | {
+        "tokens_by_number": _field(body, "return_tokens_as_token_ids", bool, False)
+    }, options
 
 
 def _with_usage(body: Mapping[str, Any], stream: bool) -> bool:
@@ -211,10 +223,14 @@ def _with_usage(body: Mapping[str, Any], stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        raise UserError(f"{name} is for streams; leave it out, or write stream=true", parameter=name)
+        raise UserError(
+            f"{name} is for streams; leave it out, or write stream=true", parameter=name
+        )
     for key in options:
         if key not in ("include_usage", *UNSERVED_OF_STREAMS):
-            raise UserError(f"unknown field {key!r} of {name}; known: include_usage", parameter=name)
+            raise UserError(
+                f"unknown field {key!r} of {name}; known: include_usage", parameter=name
+            )
     values = {key: _field(options, key, bool, False) for key in options}
     for key in UNSERVED_OF_STREAMS:
         if values.get(key):
@@ -238,7 +254,7 @@ def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
     return texts
 
 
-FIELDS = {*SHARED, "model", "n", "stream", "stream_options"}
+FIELDS = {*SHARED, "model", "n", "return_tokens_as_token_ids", "stream", "stream_options"}
 COMPLETION_FIELDS = FIELDS | {"prompt", "max_tokens", "logprobs", "echo"}
 CHAT_FIELDS = FIELDS | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt",
@@ -271,7 +287,13 @@ def read_completion(raw: bytes, model: str) -> RequestBody:
     names = {"prompt_field": "prompt", "length_field": "max_tokens"}
     scored = scores is not None
     return RequestBody(
-        prompts=prompts, new_tokens=new, options=options, echo=echo, scores=scored, **names, **choice_fields
+        prompts=prompts,
+        new_tokens=new,
+        options=options,
+        echo=echo,
+        scores=scored,
+        **names,
+        **choice_fields,
     )
 
 
@@ -289,7 +311,10 @@ def _completion_prompts(prompt: Any) -> list[Any]:
         return [prompt]
     if all(isinstance(part, str) for part in prompt):
         return prompt
-    if all(isinstance(part, list) and part and all(type(token) is int for token in part) for part in prompt):
+    if all(
+        isinstance(part, list) and part and all(type(token) is int for token in part)
+        for part in prompt
+    ):
         return prompt
     raise UserError(f"prompt mixes types; {wanted}", parameter="prompt")
 
@@ -305,14 +330,14 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
         raise UserError("top_logprobs needs logprobs=true", parameter="top_logprobs")
     options |= {"scores": likeliest if scored else None}
     new = _count(body, "max_completion_tokens", _count(body, "max_tokens", None, 1), 1)
-    messages = _field(body, "messages", list, [])
-    if not messages:
-        raise UserError("messages is missing; wanted a list of objects with role and content", parameter="messages")
-    conversation = [_message(number, message) for number, message in enumerate(messages)]
-    length_field = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    length_field = (
+        "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    )
     names = {"prompt_field": "messages", "length_field": length_field}
     choice_fields |= {"chat": True, "scores": scored, "end": _end_of_chat(body)}
-    return RequestBody(prompts=[conversation], new_tokens=new, options=options, **names, **choice_fields)
+    return RequestBody(
+        prompts=[_messages(body)], new_tokens=new, options=options, **names, **choice_fields
+    )
 
 
 def _end_of_chat(body: Mapping[str, Any]) -> str:
@@ -325,28 +350,98 @@ def _end_of_chat(body: Mapping[str, Any]) -> str:
     return "open" if open_end else "answer" if answer else "message"
 
 
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a conversation. Raises UserError for what is none, and for content that is no text."""
+    messages = _field(body, "messages", list, [])
+    if not messages:
+        raise UserError(
+            "messages is missing; wanted a list of objects with role and content",
+            parameter="messages",
+        )
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
 def _message(number: int, message: Any) -> dict[str, Any]:
     """Give a message whose content is text: parts of text are joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"message {number} has no role; wanted an object with role and content", parameter="messages")
+        raise UserError(
+            f"message {number} has no role; wanted an object with role and content",
+            parameter="messages",
+        )
     message = with_text(message)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
                 kind = part.get("type") if isinstance(part, dict) else None
                 named = f"of type {kind!r}" if isinstance(kind, str) else "of no type"
-                raise UserError(f"message {number} has content {named}; only text is served", parameter="messages")
+                raise UserError(
+                    f"message {number} has content {named}; only text is served",
+                    parameter="messages",
+                )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise UserError(f"the content of message {number} is {json_kind(content)}; wanted text", parameter="messages")
+        raise UserError(
+            f"the content of message {number} is {json_kind(content)}; wanted text",
+            parameter="messages",
+        )
     return {**message, "content": content}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextBody:
+    """A checked body of /tokenize: a text, or a conversation with or without what begins an
+    answer."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    with_strings: bool  # the vocabulary's spellings of the tokens are asked for
+
+
+def read_tokenize(raw: bytes, model: str) -> TextBody:
+    """Read the body of /tokenize: as `read_completion`. Its fields are vLLM's; the protocol has no
+    such request."""
+    body = _body(raw)
+    chat = body.get("messages") is not None
+    kind = {"messages", "add_generation_prompt"} if chat else {"prompt"}
+    _check_names(body, kind | {"model", "add_special_tokens", "return_token_strs"})
+    _check_model(body, model)
+    prompt = None if chat else _field(body, "prompt", str, None)
+    if prompt is None and not chat:
+        raise UserError("prompt is missing; wanted a string, or messages", parameter="prompt")
+    return TextBody(
+        prompt=prompt,
+        messages=_messages(body) if chat else None,
+        add_special_tokens=_field(
+            body, "add_special_tokens", bool, not chat
+        ),  # a template writes its own
+        add_generation_prompt=_field(body, "add_generation_prompt", bool, True),
+        with_strings=_field(body, "return_token_strs", bool, False),
+    )
+
+
+def read_detokenize(raw: bytes, model: str) -> list[int]:
+    """Read the token ids of the body of /detokenize: as `read_tokenize`."""
+    body = _body(raw)
+    _check_names(body, {"model", "tokens"})
+    _check_model(body, model)
+    tokens = _field(body, "tokens", list, None)
+    if tokens is None or not all(type(token) is int for token in tokens):
+        raise UserError("tokens are missing; wanted a list of token ids", parameter="tokens")
+    return tokens
 
 
 # --- Answers ---
 
-# Of an answer that a shutdown cut, "stop" would say that it is complete. The protocol has no word for it, and typed
-# clients take no further words; "length" is the one that says an answer is incomplete.
+# Of an answer that a shutdown cut, "stop" would say that it is complete. The protocol has no word
+# for it, and typed clients take no further words; "length" is the one that says an answer is
+# incomplete.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "aborted": "length"}
 
 
@@ -355,46 +450,18 @@ def _head(kind: str, number: str, model: str) -> dict[str, Any]:
 
 
 def usage_of(answers: Sequence[Answered], choices: int = 1) -> dict[str, Any]:
-    """Count the tokens of answers. `choices` of them, one after the other, have the same prompt, which counts once."""
+    """Count the tokens of answers. `choices` of them, one after the other, have the same prompt,
+    which counts once."""
     firsts = answers[::choices]
     prompt = sum(answer.prompt_tokens for answer in firsts)
     new_tokens = sum(len(answer.tokens) for answer in answers)
     reused = {"cached_tokens": sum(answer.reused_tokens for answer in firsts)}
-    counts = {"prompt_tokens": prompt, "completion_tokens": new_tokens, "total_tokens": prompt + new_tokens}
-    return {**counts, "prompt_tokens_details": reused}
-
-
-def _completion_scores(
-    scores: Sequence[TokenScore], say: Callable[[int], str], place: int, first: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Give log probabilities as completions have them. `first` are tokens without a score: the first of a prompt."""
-    texts = [say(token) for token in (*first, *(score.token for score in scores))]
-    offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=place)) if texts else []
-    unscored = [None] * len(first)
-    likeliest = [{say(token): value for token, value in _named(score)} for score in scores]
-    return {
-        "tokens": texts,
-        "token_logprobs": [*unscored, *(score.logprob for score in scores)],
-        "top_logprobs": [*unscored, *likeliest],
-        "text_offset": offsets,
+    counts = {
+        "prompt_tokens": prompt,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt + new_tokens,
     }
-
-
-def _named(score: TokenScore) -> list[tuple[int, float]]:
-    """Give the likeliest tokens, and the token itself where it is not among them: clients look it up there."""
-    pairs = list(score.likeliest.items())
-    return pairs if score.token in score.likeliest else [*pairs, (score.token, score.logprob)]
-
-
-def _chat_scores(scores: Sequence[TokenScore], say: Callable[[int], str]) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": say(token), "logprob": logprob, "bytes": list(say(token).encode())}
-
-    content = [
-        entry(score.token, score.logprob) | {"top_logprobs": [entry(*pair) for pair in score.likeliest.items()]}
-        for score in scores
-    ]
-    return {"content": content, "refusal": None}
+    return {**counts, "prompt_tokens_details": reused}
 
 
 def completion_object(
@@ -403,21 +470,27 @@ def completion_object(
     body: RequestBody,
     answers: Sequence[Answered],
     prompts: Sequence[tuple[str, Sequence[int]]],
-    say: Callable[[int], str],
+    tellers: Sequence[AnswerScores],
 ) -> dict[str, Any]:
-    """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's prompt."""
+    """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's
+    prompt, `tellers` say what its tokens are."""
     choices = []
-    for index, (answer, (text, ids)) in enumerate(zip(answers, prompts, strict=True)):
-        scores, first = (*answer.prompt_scores, *answer.scores) if body.echo else answer.scores, ids[:1]
+    for index, (answer, (text, ids), teller) in enumerate(
+        zip(answers, prompts, tellers, strict=True)
+    ):
+        echoed = Echoed(text, ids, answer.prompt_scores) if body.echo else None
         choices.append(
             {
                 "index": index,
                 "text": text + answer.text if body.echo else answer.text,
-                "logprobs": _completion_scores(scores, say, 0, first if body.echo else ()) if body.scores else None,
+                "logprobs": teller.completion(answer.scores, echoed) if body.scores else None,
                 "finish_reason": REASONS[answer.finish_reason],
             }
         )
-    return _head("text_completion", number, model) | {"choices": choices, "usage": usage_of(answers, body.choices)}
+    return _head("text_completion", number, model) | {
+        "choices": choices,
+        "usage": usage_of(answers, body.choices),
+    }
 
 
 def completion_chunk(
@@ -426,34 +499,40 @@ def completion_chunk(
     index: int,
     text: str,
     reason: str | None = None,
-    scores: Sequence[TokenScore] | None = None,
-    say: Callable[[int], str] = str,
-    place: int = 0,
+    scores: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make a piece of a streamed completion. `scores` None: they were not asked for."""
     choice = {
         "index": index,
         "text": text,
-        "logprobs": None if scores is None else _completion_scores(scores, say, place),
+        "logprobs": scores,
         "finish_reason": None if reason is None else REASONS[reason],
     }
     return _head("text_completion", number, model) | {"choices": [choice]}
 
 
 def chat_object(
-    number: str, model: str, body: RequestBody, answers: Sequence[Answered], say: Callable[[int], str]
+    number: str,
+    model: str,
+    body: RequestBody,
+    answers: Sequence[Answered],
+    tellers: Sequence[AnswerScores],
 ) -> dict[str, Any]:
-    """Make the answer of /v1/chat/completions."""
+    """Make the answer of /v1/chat/completions. `tellers` say what the tokens of every answer
+    are."""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _chat_scores(answer.scores, say) if body.scores else None,
+            "logprobs": teller.chat(answer.scores) if body.scores else None,
             "finish_reason": REASONS[answer.finish_reason],
         }
-        for index, answer in enumerate(answers)
+        for index, (answer, teller) in enumerate(zip(answers, tellers, strict=True))
     ]
-    return _head("chat.completion", number, model) | {"choices": choices, "usage": usage_of(answers, body.choices)}
+    return _head("chat.completion", number, model) | {
+        "choices": choices,
+        "usage": usage_of(answers, body.choices),
+    }
 
 
 def chat_chunk(
@@ -462,14 +541,13 @@ def chat_chunk(
     index: int,
     delta: dict[str, Any],
     reason: str | None = None,
-    scores: Sequence[TokenScore] | None = None,
-    say: Callable[[int], str] = str,
+    scores: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make a piece of a streamed chat answer."""
+    """Make a piece of a streamed chat answer. `scores` None: they were not asked for."""
     choice = {
         "index": index,
         "delta": delta,
-        "logprobs": None if scores is None else _chat_scores(scores, say),
+        "logprobs": scores,
         "finish_reason": None if reason is None else REASONS[reason],
     }
     return _head("chat.completion.chunk", number, model) | {"choices": [choice]}
@@ -477,10 +555,20 @@ def chat_chunk(
 
 def models_object(model: str, created: int, capacity: int) -> dict[str, Any]:
     """List the one model that is served, and how many tokens a request may have."""
-    entry = {"id": model, "object": "model", "created": created, "owned_by": "kvqjax", "max_model_len": capacity}
+    entry = {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": "kvqjax",
+        "max_model_len": capacity,
+    }
     return {"object": "list", "data": [entry]}
 
 
-def error_object(message: str, kind: str, code: int | str, param: str | None = None) -> dict[str, Any]:
+def error_object(
+    message: str, kind: str, code: int | str, param: str | None = None
+) -> dict[str, Any]:
     """Make the body of a refusal. `param` is the field that is wrong, where it is one."""
-    return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
+    return {
+        "error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
+    }

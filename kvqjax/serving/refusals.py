@@ -7,12 +7,9 @@ Clients look at the fields. litellm and langchain turn to another model where `c
 import json
 from typing import Any, NamedTuple
 
-from kvqjax._errors import UserError
-from kvqjax.generation.prompt_ids import TooLong
+from kvqjax._errors import TooLong, UserError
 from kvqjax.serving.engine import EngineClosed, EngineFull, RequestFailed
 from kvqjax.serving.protocol import CHAT_FIELDS, COMPLETION_FIELDS, NotFound, error_object
-
-__all__ = ["Refusal", "Refused", "refusal_of"]
 
 BUSY = 1  # seconds after which a client that was refused may ask again
 # Option of `Engine.submit` -> field of a body, where that has another name.
@@ -53,7 +50,8 @@ def refusal_of(error: Exception) -> Refusal:
     """Say an error over HTTP, in a stream and without one.
 
     Args:
-        error: `Refused`, a UserError, which a client can mend, or any other, which is the server's fault.
+        error: `Refused`, a UserError, which a client can mend, or any other, which is the server's
+            fault.
 
     Returns:
         The answer.

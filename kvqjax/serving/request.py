@@ -12,14 +12,13 @@ from kvqjax._errors import UserError
 from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.text import Detokenizer
 
-__all__ = ["MOST_LIKELIEST", "Answered", "Handle", "Request", "ServedPiece", "TokenScore"]
-
 MOST_LIKELIEST = 20  # tokens whose log probabilities come with a token, as in the OpenAI protocol
 
 
 class TokenScore(NamedTuple):
-    """How likely a token was: its log probability, and those of the likeliest tokens in its place, in falling order.
-    They follow from the model's logits, before bias, penalties and temperature."""
+    """How likely a token was: its log probability, and those of the likeliest tokens in its place,
+    in falling order. They follow from the model's logits, before bias, penalties and
+    temperature."""
 
     token: int
     logprob: float
@@ -27,7 +26,8 @@ class TokenScore(NamedTuple):
 
 
 class ServedPiece(NamedTuple):
-    """What a request got since its last piece. `scores` has an entry for each of `tokens` where they were asked for."""
+    """What a request got since its last piece. `scores` has an entry for each of `tokens` where
+    they were asked for."""
 
     text: str
     tokens: list[int]
@@ -38,9 +38,11 @@ class ServedPiece(NamedTuple):
 class Answered:
     """What became of a request.
 
-    - `finish_reason`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`) or "aborted".
+    - `finish_reason`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`) or
+      "aborted".
     - `reused_tokens` of the prompt were held by a kept row, and not read again.
-    - `scores` of the new tokens and `prompt_scores` of the prompt's tokens after its first, where they were asked for.
+    - `scores` of the new tokens and `prompt_scores` of the prompt's tokens after its first, where
+      they were asked for.
     - `seconds_to_first_token` and `seconds` count from the moment the request was submitted.
     """
 
@@ -57,8 +59,9 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked request. `ends` are the tokens that end it. `likeliest` counts the tokens whose log probabilities come
-    with each new token (None: no scores). Requests of a smaller `priority` come first."""
+    """A checked request. `ends` are the tokens that end it. `likeliest` counts the tokens whose log
+    probabilities come with each new token (None: no scores). Requests of a smaller `priority` come
+    first."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -70,8 +73,8 @@ class Request:
 
 
 class Handle:
-    """A request under way. Iterate over it for pieces, in a plain loop or with `async for`; `result()` waits for the
-    whole answer; `abort()` gives the request up.
+    """A request under way. Iterate over it for pieces, in a plain loop or with `async for`;
+    `result()` waits for the whole answer; `abort()` gives the request up.
 
         handle = engine.submit("The old house")
         for piece in handle:
@@ -83,7 +86,10 @@ class Handle:
         self.request = request
         self.prompt_scores: list[TokenScore] = []
         self.reused_tokens = 0
-        self.rank = (request.priority, 0)  # the request that comes first has the least; the engine sets it
+        self.rank = (
+            request.priority,
+            0,
+        )  # the request that comes first has the least; the engine sets it
         self._detokenizer = detokenizer
         self._submitted = time.perf_counter()
         self._first = self._last = 0.0  # seconds after that
@@ -113,7 +119,8 @@ class Handle:
         return self._aborted
 
     def abort(self) -> None:
-        """Give the request up: its row is free after the steps that run now. Nothing happens where it has ended."""
+        """Give the request up: its row is free after the steps that run now. Nothing happens where
+        it has ended."""
         self._aborted = True
 
     def __iter__(self) -> Iterator[ServedPiece]:
@@ -125,7 +132,9 @@ class Handle:
         number = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda number=number: number < len(self._pieces) or self.ended)
+                self._changed.wait_for(
+                    lambda number=number: number < len(self._pieces) or self.ended
+                )
                 piece = self._pieces[number] if number < len(self._pieces) else None
             if piece is None:
                 break
@@ -139,7 +148,8 @@ class Handle:
         loop, woken, number = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake():
-            # A closed loop raises RuntimeError. Nobody waits there any more, and the engine's thread must go on.
+            # A closed loop raises RuntimeError. Nobody waits there any more, and the engine's
+            # thread must go on.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(woken.set)
 

@@ -5,15 +5,17 @@
     kept_program, run_step             outside jit, run as one program, which is compiled once
     Padding                            where the valid tokens of every row stand
 
-Shapes and dtypes are static, so those of tracers are checked too. Numbers in `counts` are checked where they are known.
+Shapes and dtypes are static, so those of tracers are checked too. Numbers in `counts` are checked
+where they are known.
 
 Callers say in one of two ways which new tokens are valid:
 
     counts Int[B]       the first counts[b] tokens of row b
     a mask Bool[B, T]   any single run of tokens of each row, such as rows padded on the left
 
-Inside a step, every row begins with its first valid token, because positions follow what its cache holds. Rows that
-begin with padding are rolled by one gather on the way in, and their outputs are rolled back on the way out."""
+Inside a step, every row begins with its first valid token, because positions follow what its cache
+holds. Rows that begin with padding are rolled by one gather on the way in, and their outputs are
+rolled back on the way out."""
 
 import dataclasses
 import functools
@@ -49,8 +51,8 @@ class Padding(NamedTuple):
     Attributes:
         counts: How many valid tokens each row has.
         start: The place of the first valid token. None: all rows begin at place 0.
-        torn: Which rows have a mask that is not a single run. Of such a mask only the first run counts. None: there can
-            be no such row.
+        torn: Which rows have a mask that is not a single run. Of such a mask only the first run
+            counts. None: there can be no such row.
     """
 
     counts: Int[Array, " B"]
@@ -75,7 +77,8 @@ class Padding(NamedTuple):
 
 
 def _rolled(x: Shaped[Array, "B T ..."], by: Int[Array, " B"]) -> Shaped[Array, "B T ..."]:
-    """Roll every row to the left: the entry at place (t + by[b]) mod T of row b comes to place t."""
+    """Roll every row to the left: the entry at place (t + by[b]) mod T of row b comes to place
+    t."""
     length = x.shape[1]
     index = (jnp.arange(length)[None] + by[:, None]) % length
     index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
@@ -109,7 +112,9 @@ def check_accepted(counts: Any, given: Int[Array, " B"] | Bool[Array, "B T"]) ->
     stored, valid = known_counts(counts), known_counts(given)
     if (beyond := stored > valid).any():
         row = int(beyond.argmax())
-        raise UserError(f"counts: {stored[row]} tokens of row {row} would be stored; {valid[row]} were valid")
+        raise UserError(
+            f"counts: {stored[row]} tokens of row {row} would be stored; {valid[row]} were valid"
+        )
 
 
 def accepted_part(
@@ -122,8 +127,8 @@ def accepted_part(
         given: as there.
 
     Returns:
-        How many are stored, and which rows' flags are raised: those that were clipped, and those of which a mask is
-        not a single run.
+        How many are stored, and which rows' flags are raised: those that were clipped, and those of
+        which a mask is not a single run.
     """
     stored, valid = padding_of(counts), padding_of(given)
     beyond = stored.counts > valid.counts
@@ -133,13 +138,14 @@ def accepted_part(
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:
     """Raise UserError for counts of new tokens, or a mask of them, that cannot be.
 
-    Numbers that a trace hides are not checked. They are clipped where tokens are appended, and raise the row's flag
-    there.
+    Numbers that a trace hides are not checked. They are clipped where tokens are appended, and
+    raise the row's flag there.
 
     Args:
         counts: how many of each row's new tokens are valid, or a mask of the valid ones.
         batch: how many rows there are.
-        length: how many new tokens each row is given. None: that is not known yet, and counts are not compared with it.
+        length: how many new tokens each row is given. None: that is not known yet, and counts are
+            not compared with it.
     """
     if is_mask(counts) and counts.ndim != 1:
         _check_mask(counts, batch, counts.shape[-1] if length is None else length)
@@ -153,7 +159,9 @@ def _check_mask(mask: Any, batch: int, length: int) -> None:
     """Do `check_numbers` for a mask."""
     if mask.shape != (batch, length):
         meaning = "which of the new tokens of each row are valid"
-        raise UserError(f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {meaning}")
+        raise UserError(
+            f"counts is a mask of shape {list(mask.shape)}; wanted [{batch}, {length}]: {meaning}"
+        )
     if not is_known(mask):
         return
     valid = np.asarray(mask)
@@ -189,13 +197,17 @@ def check_model(model: Any, name: str = "model") -> None:
 def check_model_or_shape(model: Any) -> None:
     """Raise UserError for what is neither a Model nor a KVShape."""
     if not isinstance(model, Model | KVShape):
-        raise UserError(f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo'), or a KVShape")
+        raise UserError(
+            f"model is {named(model)}; wanted a Model, such as kvqjax.load('demo'), or a KVShape"
+        )
 
 
 def check_rules(sharding: Any) -> None:
     """Raise UserError for what are no rules of a mesh; None passes."""
     if not isinstance(sharding, Rules | None):
-        raise UserError(f"sharding is {named(sharding)}; wanted the rules of a mesh, such as cache.layout.rules")
+        raise UserError(
+            f"sharding is {named(sharding)}; wanted the rules of a mesh, such as cache.layout.rules"
+        )
 
 
 def check_both(model: Any, cache: Any) -> None:
@@ -205,22 +217,32 @@ def check_both(model: Any, cache: Any) -> None:
     if cache.layout.shape != model.config.kv_shape:
         raise UserError("the cache was made for a model of another config")
     if cache.layout.dtype != str(model.params["embed"].dtype):
-        raise UserError(f"the cache is kept in {cache.layout.dtype}, the model is {model.params['embed'].dtype}")
+        raise UserError(
+            f"the cache is kept in {cache.layout.dtype}, the model is {model.params['embed'].dtype}"
+        )
 
 
 def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
-    """Raise UserError unless these are T new tokens for every row of a cache of this model, and their counts."""
+    """Raise UserError unless these are T new tokens for every row of a cache of this model, and
+    their counts."""
     check_both(model, cache)
-    check_integers("tokens", tokens, (cache.batch, "T"), f"T new tokens for each of the cache's {cache.batch} rows")
+    check_integers(
+        "tokens",
+        tokens,
+        (cache.batch, "T"),
+        f"T new tokens for each of the cache's {cache.batch} rows",
+    )
     check_numbers(counts, cache.batch, tokens.shape[1])
     _check_valid(tokens, counts, model.config.vocab_size)
 
 
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
     """Raise UserError for a known id of a valid token outside the vocabulary."""
-    # Ids that a device is still computing are not waited for: a loop of eager steps could not run ahead of the device
-    # then. Such ids are clipped, and raise the row's flag, as inside jit.
-    if is_known(tokens, counts) and all(getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)):
+    # Ids that a device is still computing are not waited for: a loop of eager steps could not run
+    # ahead of the device then. Such ids are clipped, and raise the row's flag, as inside jit.
+    if is_known(tokens, counts) and all(
+        getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)
+    ):
         ids = np.asarray(tokens)
         ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
         check_ids("tokens", ids, vocabulary)
@@ -237,8 +259,8 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
     Args:
         model: wanted as a Model.
         cache: wanted as a cache of it.
-        pending: wanted as a tuple: the sources [L_run, B, T, W] of every run by name, then those of every stack of
-            recurrent layers.
+        pending: wanted as a tuple: the sources [L_run, B, T, W] of every run by name, then those of
+            every stack of recurrent layers.
         counts: how many of the T tokens each row stores, or a mask of them.
     """
     check_both(model, cache)
@@ -250,9 +272,13 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
         kind = "a dict of sources for every run"
         raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(stacks)}, {kind}")
     length = None
-    for number, ((layers, wanted_sources), sources) in enumerate(zip(stacks, pending, strict=False)):
+    for number, ((layers, wanted_sources), sources) in enumerate(
+        zip(stacks, pending, strict=False)
+    ):
         for name, width in wanted_sources.items():
-            source_shape = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+            source_shape = (
+                getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+            )
             # The first source that has four axes says what T is for all others.
             if length is None and source_shape is not None and len(source_shape) == 4:
                 length = source_shape[2]
@@ -260,16 +286,23 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
             if source_shape != stack_shape:
                 text = "nothing" if source_shape is None else f"shape {list(source_shape)}"
                 sizes = f"[{layers}, {cache.batch}, T, {width}]"
-                raise UserError(f"pending[{number}][{name!r}]: {text} given, wanted {sizes} with one T for all")
+                raise UserError(
+                    f"pending[{number}][{name!r}]: {text} given, wanted {sizes} with one T for all"
+                )
     check_numbers(counts, cache.batch, length or 0)
 
 
 def check_entries(constants: Any) -> None:
-    """Raise UserError for calibrated constants that are not a dict for each run of layers; None passes."""
-    if constants is None or (isinstance(constants, tuple | list) and all(isinstance(x, Mapping) for x in constants)):
+    """Raise UserError for calibrated constants that are not a dict for each run of layers; None
+    passes."""
+    if constants is None or (
+        isinstance(constants, tuple | list) and all(isinstance(x, Mapping) for x in constants)
+    ):
         return
     hint = "; write constants=artifact.constants" if isinstance(constants, Artifact) else ""
-    raise UserError(f"constants is {named(constants)}; wanted those of an artifact, a tuple of dicts{hint}")
+    raise UserError(
+        f"constants is {named(constants)}; wanted those of an artifact, a tuple of dicts{hint}"
+    )
 
 
 def _calibration(method: Method, model: str, group: str, shape: list[int]) -> str:
@@ -295,8 +328,8 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     """Give every run its calibrated constants.
 
     Args:
-        entries: constants of every run, or of every stack of layers, as an artifact holds them; empty where there are
-            none.
+        entries: constants of every run, or of every stack of layers, as an artifact holds them;
+            empty where there are none.
         layout: the cache's layout.
         model: what --model takes for the model, for the message.
 
@@ -309,8 +342,11 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     check_entries(entries)
     runs = runs_of(layout)
     entries = entries or tuple({} for _ in runs)
-    # Constants of stacked layers also serve a cache that stores each layer by itself: they are cut into layers.
-    stacks = runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
+    # Constants of stacked layers also serve a cache that stores each layer by itself: they are cut
+    # into layers.
+    stacks = (
+        runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
+    )
     if len(entries) == len(stacks) != len(runs):
         entries = tuple(
             jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
@@ -318,16 +354,22 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
             for index in range(stack.count)
         )
     if len(entries) != len(runs):
-        raise UserError(f"constants for {len(entries)} runs of layers given, the method has {len(runs)}")
+        raise UserError(
+            f"constants for {len(entries)} runs of layers given, the method has {len(runs)}"
+        )
     for run, constants in zip(runs, entries, strict=True):
         for group, names in run.wiring.wanted().items():
             for name, shape in names.items():
                 array = constants.get(group, {}).get(name)
                 if array is None:
                     missing = f"layer {run.first} needs the calibrated constant {group}.{name}"
-                    raise UserError(f"{missing}: {_calibration(layout.method, model, group, [run.count, *shape])}")
+                    raise UserError(
+                        f"{missing}: {_calibration(layout.method, model, group, [run.count, *shape])}"
+                    )
                 if array.shape != (run.count, *shape):
-                    raise UserError(f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}")
+                    raise UserError(
+                        f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}"
+                    )
     return entries
 
 
@@ -339,14 +381,18 @@ def with_own_constants(model: Model, method: Method) -> Model:
         method: that of the cache.
 
     Returns:
-        The model with the constants of the method's own artifact. Without one, those of the newest artifact that was
-        calibrated for the same codecs and layers; else none.
+        The model with the constants of the method's own artifact. Without one, those of the newest
+        artifact that was calibrated for the same codecs and layers; else none.
     """
     if not model.others:
         return model
     artifacts = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
     part = functools.partial(calibrated_part, config=model.config)
-    by_part = [constants for artifact_method, constants in artifacts if part(artifact_method) == part(method)]
+    by_part = [
+        constants
+        for artifact_method, constants in artifacts
+        if part(artifact_method) == part(method)
+    ]
     by_method = [constants for artifact_method, constants in artifacts if artifact_method == method]
     return model.replace(constants=[*by_method, *by_part, ()][0], others=(), calibrated=())
 
@@ -376,12 +422,15 @@ def kept_program(
         static_argnames: as for `jax.jit`.
 
     Returns:
-        A function that does the same. Outside a trace it is compiled once for its shapes and static arguments. Inside a
-        trace it is called as it is. It raises UserError where a gradient is asked for.
+        A function that does the same. Outside a trace it is compiled once for its shapes and static
+        arguments. Inside a trace it is called as it is. It raises UserError where a gradient is
+        asked for.
     """
 
     @functools.wraps(function)
-    @jax.enable_x64(False)  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
+    @jax.enable_x64(
+        False
+    )  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
     def plain(*arguments, **options):
         fixed = [x if i in static_argnums else _for_inference(x) for i, x in enumerate(arguments)]
         return function(*fixed, **options)
@@ -390,17 +439,21 @@ def kept_program(
 
     @functools.wraps(function)
     def call(*arguments, **options):
-        in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options)))
+        in_trace = any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options))
+        )
         return (plain if in_trace else compiled)(*arguments, **options)
 
     return call
 
 
 def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], **options):
-    """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of the model's mesh.
-    `out` names what it returns, for the mesh."""
+    """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of
+    the model's mesh. `out` names what it returns, for the mesh."""
     model = with_own_constants(model, cache.layout.method)
-    arguments = jax.tree.map(lambda x: x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x, arguments)
+    arguments = jax.tree.map(
+        lambda x: x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x, arguments
+    )
     step = functools.partial(step, **options)
     if model.rules is None:
         return step(model, cache, *arguments)

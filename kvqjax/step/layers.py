@@ -1,13 +1,15 @@
-"""A cache as part of any model: one layer attends at a time, then all layers' new tokens are appended at once.
+"""A cache as part of any model: one layer attends at a time, then all layers' new tokens are
+appended at once.
 
     cache = init_cache(KVShape(...), "kivi:bits=2", batch=2, capacity=4096)
     out, new[l] = attend_layer(cache, l, q, k, v, counts)       for every layer; the cache stays as it is
     cache = append(cache, new, counts)
 
-`attend_layer` and `append` have three steps, a function each. The public function checks its arguments. The next one
-finds the calibrated constants and, on a mesh, runs the rest on every device's part. The last one (`..._here`) does the
-work of one device. Where layers depend on each other, `below` takes to a layer what the layer beneath computed for it
-(`Flow`). Views (kvqjax/step/views.py) call these functions.
+`attend_layer` and `append` have three steps, a function each. The public function checks its
+arguments. The next one finds the calibrated constants and, on a mesh, runs the rest on every
+device's part. The last one (`..._here`) does the work of one device. Where layers depend on each
+other, `below` takes to a layer what the layer beneath computed for it (`Flow`). Views
+(kvqjax/step/views.py) call these functions.
 """
 
 import functools
@@ -46,14 +48,13 @@ from kvqjax.step.checks import (
 )
 from kvqjax.step.forward import Call, Flow, attend_one, begin, check_capacity, first_flow
 
-__all__ = ["New", "append", "append_accepted", "attend_layer", "below_first", "placed_layer", "ready_queries"]
-
 
 class New(struct.PyTreeNode):
     """One layer's new tokens. What a scan over layers returns has the layers' axis in front.
 
     Attributes:
-        sources: what `append` stores, by name. Each row begins with its first valid token, however the row was padded.
+        sources: what `append` stores, by name. Each row begins with its first valid token, however
+            the row was padded.
         flow: what the layer hands to the layer above.
     """
 
@@ -64,11 +65,13 @@ class New(struct.PyTreeNode):
 def below_first(
     cache: Cache, counts: Int[Array, " B"] | Bool[Array, "B T"], length: int, within: str = "chunk"
 ) -> Flow:
-    """Make the `below` of the first layer: what a scan over layers starts with where layers depend on each other.
+    """Make the `below` of the first layer: what a scan over layers starts with where layers depend
+    on each other.
 
     Args:
         cache: any cache.
-        counts: how many of each row's new tokens are valid, or a mask of the valid ones, as in `attend_layer`.
+        counts: how many of each row's new tokens are valid, or a mask of the valid ones, as in
+            `attend_layer`.
         length: the number T of new tokens.
         within: as in `attend_layer`.
 
@@ -76,8 +79,8 @@ def below_first(
         Zeros in the place of what a layer hands on. On a mesh they lie as the cache does.
 
     Raises:
-        UserError: for a length below 1, for counts outside 0 to `length` and for a mask as `attend_layer` does. Counts
-            that a trace hides are clipped.
+        UserError: for a length below 1, for counts outside 0 to `length` and for a mask as
+            `attend_layer` does. Counts that a trace hides are clipped.
     """
     check_cache(cache)
     length = check_integer("length", length)
@@ -87,7 +90,10 @@ def below_first(
 
 def _first(cache: Cache, counts, *, length: int, within: str) -> Flow:
     """Do `below_first` on one device, or on every device's part of the cache's mesh."""
-    first = lambda cache, counts: first_flow(begin(cache, padding_of(counts).counts, length, (), within))  # noqa: E731
+
+    def first(cache, counts):
+        return first_flow(begin(cache, padding_of(counts).counts, length, (), within))
+
     rules = cache.layout.rules
     if rules is None:
         return first(cache, counts)
@@ -113,9 +119,11 @@ def attend_layer(
     sinks: Float[Array, " sinks"] | None = None,
     mask: Bool[Array, "B T T"] | None = None,
     return_lse: bool = False,
-) -> tuple[Float[Array, "B T H D"], New] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], New]:
-    """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is. Pure; works inside
-    and outside jit.
+) -> (
+    tuple[Float[Array, "B T H D"], New] | tuple[Float[Array, "B T H D"], Float[Array, "B T H"], New]
+):
+    """Attend to what one layer of the cache holds and to its new tokens. The cache stays as it is.
+    Pure; works inside and outside jit.
 
     Args:
         cache: any cache.
@@ -123,59 +131,76 @@ def attend_layer(
         q: queries of T new tokens; unrotated where the cache's shape has a rope, else rotated.
         k: their keys, likewise.
         v: their values.
-        counts: how many of each row's tokens are valid, from the first on; their positions follow what the row holds.
-            A mask Bool[B, T] in its place marks any single run of each row, so that rows padded on the left come as
+        counts: how many of each row's tokens are valid, from the first on; their positions follow
+            what the row holds. A mask Bool[B, T] in its place marks any single run of each row, so
+            that rows padded on the left come as
             they are: q, k and v are rolled inside, and the output is rolled back.
-        below: what the layer beneath returned; methods whose layers depend on each other need it, such as AQUA-KV.
+        below: what the layer beneath returned; methods whose layers depend on each other need it,
+            such as AQUA-KV.
         constants: an artifact's.
-        within: "chunk": new tokens attend to each other exactly. "step": each sees what decoding one token at a time
-            would have shown it.
-        softcap: caps the scores, by default as the cache's shape says: s counts as softcap * tanh(s / softcap)
-            (Gemma 2).
-        sinks: a logit of each query head, which takes its share of the softmax and gives nothing (gpt-oss).
-        mask: which new tokens each new query sees, in place of those up to itself: query t of row b sees token s where
-            `mask[b, t, s]` is True and s is valid. All queries see what the cache holds. A sliding window stays, and
-            hides on both sides what is as far away as it is long. The mask changes no position and nothing that is
-            stored.
-        return_lse: also return the logarithm of the softmax's denominator, natural, with the sinks' share: what it
-            takes to merge the output with attention to other tokens, such as a prefix that lies elsewhere. With o1,
+        within: "chunk": new tokens attend to each other exactly. "step": each sees what decoding
+            one token at a time would have shown it.
+        softcap: caps the scores, by default as the cache's shape says: s counts as softcap * tanh(s
+            / softcap) (Gemma 2).
+        sinks: a logit of each query head, which takes its share of the softmax and gives nothing
+            (gpt-oss).
+        mask: which new tokens each new query sees, in place of those up to itself: query t of row b
+            sees token s where `mask[b, t, s]` is True and s is valid. All queries see what the
+            cache holds. A sliding window stays, and hides on both sides what is as far away as it
+            is long. The mask changes no position and nothing that is stored.
+        return_lse: also return the logarithm of the softmax's denominator, natural, with the sinks'
+            share: what it takes to merge the output with attention to other tokens, such as a
+                prefix that lies elsewhere. With o1,
             l1 and o2, l2 the whole output is (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2).
 
     Returns:
-        The output in q's dtype; outputs of tokens that are not valid mean nothing. With `return_lse` float32
-        logarithms [B, T, H]. Then the new tokens for `append`.
+        The output in q's dtype; outputs of tokens that are not valid mean nothing. With
+        `return_lse` float32 logarithms [B, T, H]. Then the new tokens for `append`.
 
     Raises:
-        UserError: for shapes or types that do not fit, missing constants, a missing `below`, a layer that does not
-            exist, counts outside 0 to T and a row with several runs of valid tokens; for a `mask` within "step" and in
-            a layer that attends in chunks. A layer or count that a trace hides is clipped, of several runs the first
-            counts; `append` of the same counts then raises the flag `cache.overflow[b]`.
+        UserError: for shapes or types that do not fit, missing constants, a missing `below`, a
+            layer that does not exist, counts outside 0 to T and a row with several runs of valid
+            tokens; for a `mask` within "step" and in a layer that attends in chunks. A layer or
+            count that a trace hides is clipped, of several runs the first counts; `append` of the
+            same counts then raises the flag `cache.overflow[b]`.
     """
     check_cache(cache)
     check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
-    options = {"below": below, "constants": constants, "within": within, "softcap": softcap, "sinks": sinks}
+    options = {
+        "below": below,
+        "constants": constants,
+        "within": within,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
     partial, new = attend_checked(cache, layer, q, k, v, counts, **options, mask=mask)
     return (*partial, new) if typed("return_lse", return_lse, bool) else (partial.out, new)
 
 
-def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks, mask):
-    """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as there.
+def attend_checked(
+    cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks, mask
+):
+    """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as
+    there.
 
-    Only the layer's run is read, and the counts of the first run: a view is a cache without the other runs.
+    Only the layer's run is read, and the counts of the first run: a view is a cache without the
+    other runs.
 
     Returns:
         Attention with its output in q's dtype, and the layer's new tokens.
 
     Raises:
-        UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than one logit a head, a
-            mask that cannot be, missing constants and a missing `below`.
+        UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than
+            one logit a head, a mask that cannot be, missing constants and a missing `below`.
     """
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
     softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
     check_softcap(softcap)
     if sinks is not None and getattr(sinks, "shape", None) != (q.shape[2],):
-        raise UserError(f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head")
+        raise UserError(
+            f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head"
+        )
     if mask is not None:
         _check_mask(cache, layer, mask, (cache.batch, q.shape[1], q.shape[1]), within)
     check_entries(constants)
@@ -184,9 +209,12 @@ def attend_checked(cache: Cache, layer, q, k, v, counts, *, below, constants, wi
 
 
 def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: str) -> None:
-    """Raise UserError for a mask of new tokens that has another shape or type, and where it has no meaning."""
+    """Raise UserError for a mask of new tokens that has another shape or type, and where it has no
+    meaning."""
     if not is_mask(mask) or mask.shape != shape:
-        raise UserError(f"mask is {named(mask)}; wanted bool{list(shape)}: rows, queries, the new tokens that they see")
+        raise UserError(
+            f"mask is {named(mask)}; wanted bool{list(shape)}: rows, queries, the new tokens that they see"
+        )
     if within == "step":
         raise UserError(
             'a mask says which new tokens see each other; within="step" shows them what decoding one token at a time '
@@ -200,9 +228,23 @@ def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: 
         )
 
 
-def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, layer, within: str, softcap: float | None):
-    """Do `attend_layer` after its checks, on one device or on every device's part of the cache's mesh. Arguments and
-    results as in `attend_checked`."""
+def _attend(
+    cache: Cache,
+    q,
+    k,
+    v,
+    counts,
+    below,
+    constants,
+    sinks,
+    mask,
+    *,
+    layer,
+    within: str,
+    softcap: float | None,
+):
+    """Do `attend_layer` after its checks, on one device or on every device's part of the cache's
+    mesh. Arguments and results as in `attend_checked`."""
     attend = functools.partial(_attend_here, within=within, softcap=softcap)
     rules = cache.layout.rules
     below = below.flow if isinstance(below, New) else below
@@ -212,7 +254,8 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, lay
         return attend(layer, cache, *sources)
     runs = runs_of(cache.layout)
     run = runs[placed_layer(runs, layer)[0]]
-    # Where every argument and result lies on the mesh. What is None has no arrays, so that its spec does not matter.
+    # Where every argument and result lies on the mesh. What is None has no arrays, so that its spec
+    # does not matter.
     heads = PartitionSpec(rules.batch, None, rules.kv_heads)
     new = _specs(rules, run.wiring.storage.sources)
     flow = PartitionSpec() if below is None else new.flow
@@ -220,16 +263,21 @@ def _attend(cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, lay
     rows = PartitionSpec(rules.batch)
     mask_rows = PartitionSpec() if mask is None else rows
     specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, mask_rows
-    # A plain number is not made an array: layers that are stored one by one are found by it at trace time. A
-    # traced number is an argument of `shard_map`, as every array is.
+    # A plain number is not made an array: layers that are stored one by one are found by it at
+    # trace time. A traced number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
         partial, new_tokens = on_parts(
             functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new)
         )
     else:
-        traced = lambda cache, layer, *sources: attend(layer, cache, *sources)  # noqa: E731
+
+        def traced(cache, layer, *sources):
+            return attend(layer, cache, *sources)
+
         specs = PartitionSpec(), *specs
-        partial, new_tokens = on_parts(traced, rules, cache, layer, *sources, specs=specs, out=(heads, new))
+        partial, new_tokens = on_parts(
+            traced, rules, cache, layer, *sources, specs=specs, out=(heads, new)
+        )
     # The output lies where the queries lay: the model goes on from there.
     return partial._replace(out=lying_as(partial.out, q, rules)), new_tokens
 
@@ -240,46 +288,72 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     Args:
         rules: those of the cache.
         names: of the sources.
-        lead: one None for the layers' axis of new tokens that are stacked; nothing for those of one layer.
+        lead: one None for the layers' axis of new tokens that are stacked; nothing for those of one
+            layer.
 
     Returns:
         A `New` with specs in place of arrays.
     """
-    tokens = PartitionSpec(*lead, rules.batch, None, rules.kv_heads)  # [B, T, W], as the window lies
+    tokens = PartitionSpec(
+        *lead, rules.batch, None, rules.kv_heads
+    )  # [B, T, W], as the window lies
     # The type checker knows `Flow` with arrays alone.
-    body: Any = PartitionSpec(*lead, rules.batch, rules.sequence)  # [B, slots, W], dealt as the body is
+    body: Any = PartitionSpec(
+        *lead, rules.batch, rules.sequence
+    )  # [B, slots, W], dealt as the body is
     rows: Any = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows))
 
 
 def _attend_here(
-    layer, cache: Cache, q, k, v, counts, below, constants, sinks, mask, *, within: str, softcap: float | None
+    layer,
+    cache: Cache,
+    q,
+    k,
+    v,
+    counts,
+    below,
+    constants,
+    sinks,
+    mask,
+    *,
+    within: str,
+    softcap: float | None,
 ):
-    """Do `_attend` on one device's part, where the cache's layout is that of the part. Arguments and results are those
-    of `attend_checked`."""
+    """Do `_attend` on one device's part, where the cache's layout is that of the part. Arguments
+    and results are those of `attend_checked`."""
     padding = padding_of(counts)
-    # Channels of a RoPE pair stand half a head apart from here on. Rows are rolled to begin with their first valid
-    # token: everything below counts places from it, as positions and the cache do.
+    # Channels of a RoPE pair stand half a head apart from here on. Rows are rolled to begin with
+    # their first valid token: everything below counts places from it, as positions and the cache
+    # do.
     q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
     q, k, v = (padding.begun(x) for x in (q, k, v))
     mask = None if mask is None else padding.begun_mask(mask)
     call = begin(cache, padding.counts, q.shape[1], constants, within, mask)
     number, index = placed_layer(call.runs, layer)
     flow = _flow_below(call, layer, below)
-    # The layer's input (`x`, `h`) is not known here. Methods that cache it refuse shapes of other models.
-    projected = Projected(ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None)
+    # The layer's input (`x`, `h`) is not known here. Methods that cache it refuse shapes of other
+    # models.
+    projected = Projected(
+        ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None
+    )
     options = ScoreOptions(softcap, sinks)
     partial, new, flow = attend_one(call, number, index, {}, projected, flow, options)
     # Attention is float32. What float16 cannot hold becomes its largest number (`saturated`).
-    attention = Partial(padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse))
-    # Sources that depend on nothing are ready before attention has read the body, which XLA then copies for `append`.
+    attention = Partial(
+        padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse)
+    )
+    # Sources that depend on nothing are ready before attention has read the body, which XLA then
+    # copies for `append`.
     return attention, New(depending_on(partial.out, new), flow)
 
 
 _attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))
 
 
-def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape) -> Float[Array, "B T H D"]:
+def ready_queries(
+    q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shape: KVShape
+) -> Float[Array, "B T H D"]:
     """Scale and rotate one layer's queries for our attention, which multiplies scores by D^-1/2.
 
     Args:
@@ -294,27 +368,33 @@ def ready_queries(q: Float[Array, "B T H D"], positions: Int[Array, "B T"], shap
 
 
 def check_new(cache: Cache, q, k, v, counts) -> None:
-    """Raise UserError unless q, k and v are T new tokens of one layer for every row, in floating point numbers, and
-    `counts` fits them.
+    """Raise UserError unless q, k and v are T new tokens of one layer for every row, in floating
+    point numbers, and `counts` fits them.
 
     Args:
         cache: any cache, whose shape says how many heads there are.
         q: queries, wanted as [B, T, H, D].
         k: keys, wanted as [B, T, K, D].
         v: values, wanted as [B, T, K, D].
-        counts: how many of each row's tokens are valid, or a mask of the valid ones. Numbers are checked where they
-            are known.
+        counts: how many of each row's tokens are valid, or a mask of the valid ones. Numbers are
+            checked where they are known.
     """
     shape = cache.layout.shape
     if any(getattr(x, "ndim", None) != 4 for x in (q, k, v)):
         shapes = [list(getattr(x, "shape", ())) for x in (q, k, v)]
         raise UserError(f"q, k and v have shapes {shapes}; wanted arrays [B, T, heads, head_dim]")
-    for name, x, heads in (("q", q, shape.num_heads), ("k", k, shape.num_kv_heads), ("v", v, shape.num_kv_heads)):
+    for name, x, heads in (
+        ("q", q, shape.num_heads),
+        ("k", k, shape.num_kv_heads),
+        ("v", v, shape.num_kv_heads),
+    ):
         expected_shape = (cache.batch, q.shape[1], heads, shape.head_dim)
         if x.shape != expected_shape:
             text = f"{name} has shape {x.shape}, wanted {expected_shape}: rows, new tokens, heads, head_dim"
             other_width = name == "v" and x.shape[:3] == expected_shape[:3]
-            raise UserError(text + (_of_one_width(shape.head_dim, x.shape[3]) if other_width else ""))
+            raise UserError(
+                text + (_of_one_width(shape.head_dim, x.shape[3]) if other_width else "")
+            )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise UserError(f"{name} is of type {x.dtype}; wanted floating point numbers")
     if not q.shape[1]:
@@ -343,11 +423,14 @@ def placed_layer(runs: tuple[RunLayout, ...], layer) -> tuple[int, Int[Array, ""
         The number of the layer's run, and the layer's number in that run.
 
     Raises:
-        UserError: for a traced number where there are several runs: the run's arrays must be known at trace time.
+        UserError: for a traced number where there are several runs: the run's arrays must be known
+            at trace time.
     """
     if isinstance(layer, jax.core.Tracer):
         if len(runs) > 1:
-            raise UserError(f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number")
+            raise UserError(
+                f"layers of this cache are stored as {len(runs)} stacks, so `layer` must be a plain number"
+            )
         return 0, clipped(layer, 0, runs[0].count - 1)[0]
     number = next(number for number, run in enumerate(runs) if layer < run.first + run.count)
     return number, int(layer) - runs[number].first
@@ -365,7 +448,8 @@ def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
         The flow, whose parts are empty where layers do not depend on each other.
 
     Raises:
-        UserError: where layers depend on each other, and nothing was given for a layer that may not be the first.
+        UserError: where layers depend on each other, and nothing was given for a layer that may not
+            be the first.
     """
     if below is not None:
         return below
@@ -391,23 +475,27 @@ def append(
 
     Args:
         cache: the cache that `attend_layer` was given.
-        new: one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T, W]}; or what a scan
-            over layers stacked. Tokens begin with a row's first valid one, however `attend_layer` was given them.
-        counts: how many of them are stored, from the first on, such as the accepted part of a draft. Of a mask only
-            their number counts.
+        new: one entry a layer, as `attend_layer` returns them or only their sources {name: [B, T,
+            W]}; or what a scan over layers stacked. Tokens begin with a row's first valid one,
+            however `attend_layer` was given them.
+        counts: how many of them are stored, from the first on, such as the accepted part of a
+            draft. Of a mask only their number counts.
         constants: an artifact's.
 
     Returns:
         The cache that holds them.
 
     Raises:
-        UserError: for a cache with recurrent layers, new tokens that do not fit the cache and, outside jit, for counts
-            outside 0 to T and where a row would exceed the capacity. Inside jit such counts are clipped, the excess is
-            not stored, and the row's flag `cache.overflow[b]` is raised.
+        UserError: for a cache with recurrent layers, new tokens that do not fit the cache and,
+            outside jit, for counts outside 0 to T and where a row would exceed the capacity. Inside
+            jit such counts are clipped, the excess is not stored, and the row's flag
+            `cache.overflow[b]` is raised.
     """
     if not isinstance(cache, Cache):
         kind = type(cache).__name__
-        raise UserError(f"append takes the cache first, not a {kind}; with a model in front it is commit")
+        raise UserError(
+            f"append takes the cache first, not a {kind}; with a model in front it is commit"
+        )
     check_cache(cache)
     check_stateless(cache, "append")
     check_entries(constants)
@@ -435,7 +523,8 @@ def append_accepted(cache: Cache, new: New | Sequence[New], counts, given, const
         constants: as in `append`.
 
     Returns:
-        The cache that holds them. The flag `overflow[b]` is raised of a row whose counts a trace hides and which are
+        The cache that holds them. The flag `overflow[b]` is raised of a row whose counts a trace
+        hides and which are
         more than were valid: the others are not stored.
 
     Raises:
@@ -452,13 +541,16 @@ def append_accepted(cache: Cache, new: New | Sequence[New], counts, given, const
         stored, clipped_rows = accepted_part(counts, given)
     else:
         rows = PartitionSpec(rules.batch)
-        stored, clipped_rows = over_parts(accepted_part, rules, counts, given, specs=(rows, rows), out=(rows, rows))
+        stored, clipped_rows = over_parts(
+            accepted_part, rules, counts, given, specs=(rows, rows), out=(rows, rows)
+        )
     cache = append(cache, new, stored, constants=constants)
     return cache.replace(overflow=cache.overflow | clipped_rows)
 
 
 def check_stateless(cache: Cache, caller: str) -> None:
-    """Raise UserError for a cache with states of recurrent layers, which would fall behind those of attention."""
+    """Raise UserError for a cache with states of recurrent layers, which would fall behind those of
+    attention."""
     if cache.states:
         raise UserError(
             f"{caller}: this cache also holds the states of a model's recurrent layers, which take in the same tokens; "
@@ -471,15 +563,15 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
 
     Args:
         cache: the cache that is to hold them.
-        new: one `New` with the layers' axis in front of every array; or one entry a layer, a `New` or a dict of
-            sources.
+        new: one `New` with the layers' axis in front of every array; or one entry a layer, a `New`
+            or a dict of sources.
 
     Returns:
         The number T of new tokens.
 
     Raises:
-        UserError: for a wrong number of layers, for no tokens, and for a source that is missing, has another shape, or
-            is no floating point number.
+        UserError: for a wrong number of layers, for no tokens, and for a source that is missing,
+            has another shape, or is no floating point number.
     """
     layers = cache.layout.shape.num_layers
     if not isinstance(new, New) and len(new) != layers:
@@ -490,7 +582,9 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
             entry = new if isinstance(new, New) else new[layer]
             sources = entry.sources if isinstance(entry, New) else entry
             for name, width in run.wiring.storage.sources.items():
-                source_shape = getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+                source_shape = (
+                    getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
+                )
                 if isinstance(new, New) and source_shape is not None:
                     if len(source_shape) != 4 or source_shape[0] != layers:
                         raise UserError(
@@ -520,7 +614,8 @@ def _check_new(cache: Cache, new: New | tuple) -> int:
 def _append(cache: Cache, sources, counts, constants) -> Cache:
     """Do `append` after its checks, on one device or on every device's part of the cache's mesh.
 
-    `sources` has those of all layers as stacks, {name: [L, B, T, W]}, or a dict {name: [B, T, W]} for each layer."""
+    `sources` has those of all layers as stacks, {name: [L, B, T, W]}, or a dict {name: [B, T, W]}
+    for each layer."""
     fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
     if rules is None:
         return _append_here(cache, sources, counts, fixed)
@@ -529,11 +624,14 @@ def _append(cache: Cache, sources, counts, constants) -> Cache:
     else:
         new_specs = tuple(_specs(rules, layer_sources).sources for layer_sources in sources)
     specs = new_specs, PartitionSpec(rules.batch), of_constants(rules, fixed)
-    return on_parts(_append_here, rules, cache, sources, counts, fixed, specs=specs, out=rules.cache(cache))
+    return on_parts(
+        _append_here, rules, cache, sources, counts, fixed, specs=specs, out=rules.cache(cache)
+    )
 
 
 def _append_here(cache: Cache, sources, counts, fixed) -> Cache:
-    """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has several runs."""
+    """Do `_append` on one device's part. The overflow flag is also raised where a row's mask has
+    several runs."""
     padding = padding_of(counts)
     pending = [_of_run(sources, run) for run in runs_of(cache.layout)]
     new_cache = caches.commit(cache, tuple(pending), padding.counts, fixed)

@@ -1,10 +1,10 @@
 """Saving and loading a cache as it is, packed.
 
-A saved cache is a folder: arrays written by Orbax, and description.json, which says what they are and which model and
-constants filled the cache (`owner_of`). Another model refuses to read it.
+A saved cache is a folder: arrays written by Orbax, and description.json, which says what they are
+and which model and constants filled the cache (`owner_of`). Another model refuses to read it.
 
-Arrays are saved in one form (`CANONICAL`), whatever the chip. `load_cache` deals their blocks over the reader's devices
-and turns them into the form that its chip reads best."""
+Arrays are saved in one form (`CANONICAL`), whatever the chip. `load_cache` deals their blocks over
+the reader's devices and turns them into the form that its chip reads best."""
 
 import dataclasses
 import functools
@@ -38,24 +38,39 @@ from kvqjax.pallas_kernels.chips import target_of
 from kvqjax.pallas_kernels.forms import BY_TABLE, Kernels
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import on_parts
-from kvqjax.step.checks import check_both, check_entries, check_model_or_shape, check_rules, with_own_constants
+from kvqjax.step.checks import (
+    check_both,
+    check_entries,
+    check_model_or_shape,
+    check_rules,
+    with_own_constants,
+)
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
-__all__ = ["load_cache", "owner_of", "require_owner", "save_cache"]
-
-
 # Fields that are younger than the format, with the value that they have in older files.
-_LATER = {"chunked": False, "norm_offset": 0.0, "recurrent": None, "fraction": 1.0, "pairs": "halves", "latent": None}
+_LATER = {
+    "chunked": False,
+    "norm_offset": 0.0,
+    "recurrent": None,
+    "fraction": 1.0,
+    "pairs": "halves",
+    "latent": None,
+}
 
 
 def _without_later(value):
-    """Leave out the fields of a shape, of its ropes and of its recurrent layers that are younger than the format and
-    have the value which older files imply. The digest of an old file then still fits."""
+    """Leave out the fields of a shape, of its ropes and of its recurrent layers that are younger
+    than the format and have the value which older files imply. The digest of an old file then still
+    fits."""
     if isinstance(value, tuple):
         return tuple(map(_without_later, value))
     if not isinstance(value, dict):
         return value
-    return {name: _without_later(x) for name, x in value.items() if name not in _LATER or x != _LATER[name]}
+    return {
+        name: _without_later(x)
+        for name, x in value.items()
+        if name not in _LATER or x != _LATER[name]
+    }
 
 
 def _digest(shape: KVShape) -> str:
@@ -65,7 +80,8 @@ def _digest(shape: KVShape) -> str:
 
 
 def _constants(constants) -> str:
-    """Digest the calibrated constants: words mean nothing without the very ones they were encoded with."""
+    """Digest the calibrated constants: words mean nothing without the very ones they were encoded
+    with."""
     digest = hashlib.sha256()
     for name, leaf in sorted(flatten(constants or ()).items()):
         array = np.asarray(leaf)
@@ -90,8 +106,14 @@ def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str
     check_entries(constants)
     if isinstance(model, KVShape):
         return {"config": _digest(model.alone), "constants": _constants(constants)}
-    digest = _constants(with_own_constants(model, method).constants if constants is None else constants)
-    return {"fingerprint": model.fingerprint, "config": _digest(model.config.kv_shape), "constants": digest}
+    digest = _constants(
+        with_own_constants(model, method).constants if constants is None else constants
+    )
+    return {
+        "fingerprint": model.fingerprint,
+        "config": _digest(model.config.kv_shape),
+        "constants": digest,
+    }
 
 
 def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Cache:
@@ -111,14 +133,18 @@ def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Ca
         return changed(cache)
     layout = dataclasses.replace(cache.layout, layers=layers, form=form)
     out = rules.cache(jax.eval_shape(functools.partial(allocate_cache, layout, cache.batch)))
-    out = out.replace(layout=cache.layout)  # what comes from a mesh carries the layout that went there
+    out = out.replace(
+        layout=cache.layout
+    )  # what comes from a mesh carries the layout that went there
     parts = jax.jit(lambda cache: on_parts(changed, rules, cache, specs=(), out=out))
     return parts(cache).replace(layout=layout)
 
 
-def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None) -> None:
-    """Write a cache as a new folder, with method, capacity, dtype, and which model and constants filled it. All saved
-    caches have one form, whatever the chip.
+def save_cache(
+    path: str | os.PathLike, cache: Cache, model: Model | KVShape, *, constants=None
+) -> None:
+    """Write a cache as a new folder, with method, capacity, dtype, and which model and constants
+    filled it. All saved caches have one form, whatever the chip.
 
     Args:
         path: the folder.
@@ -127,8 +153,8 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
         constants: an artifact's; by default those of the model. A KVShape has none.
 
     Raises:
-        UserError: when `path` exists or cannot be written, for a cache of another model or KVShape, and for one that
-            was donated or lies on several hosts.
+        UserError: when `path` exists or cannot be written, for a cache of another model or KVShape,
+            and for one that was donated or lies on several hosts.
     """
     check_cache(cache)
     check_model_or_shape(model)
@@ -141,15 +167,21 @@ def save_cache(path: str | os.PathLike, cache: Cache, model: Model | KVShape, *,
     rules = layout.rules if isinstance(model, KVShape) else model.rules
     if not cache.lengths.is_fully_addressable:
         raise UserError(f"{path}: a cache that lies on several hosts cannot be saved")
-    text = {"kind": "cache", "method": spelled_out(layout.method), "capacity": layout.capacity, "dtype": layout.dtype}
+    text = {
+        "kind": "cache",
+        "method": spelled_out(layout.method),
+        "capacity": layout.capacity,
+        "dtype": layout.dtype,
+    }
     text |= {"batch": cache.batch, "dealt": layout.dealt}
     text |= owner_of(model, constants, layout.method)
     write_folder(Path(path), text, flatten((_held_as(cache, rules, **CANONICAL),)))
 
 
 def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
-    """Give the layout of the stored arrays: that of a cache of `model`, in the form of saved caches, with blocks dealt
-    over as many devices as when it was saved. `text` is the folder's description."""
+    """Give the layout of the stored arrays: that of a cache of `model`, in the form of saved
+    caches, with blocks dealt over as many devices as when it was saved. `text` is the folder's
+    description."""
     dealt = text.get("dealt", 1)
     if type(dealt) is not int or dealt < 1:
         raise UserError(f"{path}: description.json has no usable 'dealt'")
@@ -167,8 +199,8 @@ def _layout(path: Path, text: dict, model: Model | KVShape) -> CacheLayout:
 
 
 def _home(model: Model | KVShape, sharding: Rules | None) -> tuple[jax.Array, Rules | None, str]:
-    """Find where a cache of this model goes: an array that lies there, the mesh's rules, and how its layers are
-    stored."""
+    """Find where a cache of this model goes: an array that lies there, the mesh's rules, and how
+    its layers are stored."""
     if isinstance(model, KVShape):
         return jnp.zeros(()), sharding, "scan"
     if sharding is not None:
@@ -191,7 +223,9 @@ def require_owner(path: Path, text: dict, model: Model | KVShape, owner: dict[st
         raise UserError(f"{path}: dtype {text['dtype']!r} is unknown")
     for field, value in owner.items():
         if text.get(field) != value:
-            raise UserError(f"{path}: written for another {field}: {text.get(field)}, this model has {value}")
+            raise UserError(
+                f"{path}: written for another {field}: {text.get(field)}, this model has {value}"
+            )
 
 
 def load_cache(
@@ -202,8 +236,8 @@ def load_cache(
     kernels: str | Kernels = "auto",
     sharding: Rules | None = None,
 ) -> Cache:
-    """Read a cache that was saved by `save_cache`, on whatever chip or mesh. It comes back as `init_cache` would lay it
-    out for `model`, dealt over its devices.
+    """Read a cache that was saved by `save_cache`, on whatever chip or mesh. It comes back as
+    `init_cache` would lay it out for `model`, dealt over its devices.
 
     On as many devices along the sequence as before, every shard is read straight into its own.
 
@@ -218,8 +252,8 @@ def load_cache(
         The cache.
 
     Raises:
-        UserError: when the folder is missing or damaged, or was written for another model, other constants or another
-            compute dtype. The message names the field.
+        UserError: when the folder is missing or damaged, or was written for another model, other
+            constants or another compute dtype. The message names the field.
     """
     check_model_or_shape(model)
     check_rules(sharding)
@@ -231,7 +265,10 @@ def load_cache(
     if rules is not None:
         layout = rules.cache_layout(layout, text["batch"])
     # The cache as it was saved, and as it is to lie here, without arrays.
-    saved, target = (jax.eval_shape(functools.partial(allocate_cache, x, text["batch"])) for x in (stored, layout))
+    saved, target = (
+        jax.eval_shape(functools.partial(allocate_cache, x, text["batch"]))
+        for x in (stored, layout)
+    )
     places = None if rules is None else rules.places(target)
     part_places = flatten((places,)) if stored == layout and places is not None else None
     arrays = read_arrays(path, text, wanted=flatten((saved,)), places=part_places)
@@ -245,4 +282,6 @@ def load_cache(
     )
     shared = {} if rules is None else over_devices(rules, home_layout)
     home_layout = choose(home_layout, kernels, array, **shared)
-    return _held_as(cache, rules, layers=home_layout.layers, form=home_layout.form).replace(layout=home_layout)
+    return _held_as(cache, rules, layers=home_layout.layers, form=home_layout.form).replace(
+        layout=home_layout
+    )

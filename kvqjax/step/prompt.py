@@ -1,21 +1,24 @@
-"""Exact prefill: a prompt attends to itself exactly, layer by layer, and is encoded into an empty cache.
+"""Exact prefill: a prompt attends to itself exactly, layer by layer, and is encoded into an empty
+cache.
 
 The order of one layer of attention (`_prefill_run`, `exact_layer` of kvqjax/step/prompt.py):
 
-    recurrent layers before it -> sources, keys and values of all tokens -> encode what goes into the body
-    -> the other tokens into sinks and window -> queries attend to the exact keys and values -> hidden states
+    recurrent layers before it -> sources, keys and values of all tokens -> encode what goes into
+    the body -> the other tokens into sinks and window -> queries attend to the exact keys and
+    values -> hidden states
 
-So later tokens of the prompt see exact keys and values, and never what was encoded. Encoding comes before attention,
-so that sources need no memory while queries attend. The prompt is padded to whole chunks; a chunk is what is projected
-and attends together.
+So later tokens of the prompt see exact keys and values, and never what was encoded. Encoding comes
+before attention, so that sources need no memory while queries attend. The prompt is padded to whole
+chunks; a chunk is what is projected and attends together.
 
     path_of              chooses, once for all layers, how queries attend and how many tokens a chunk has
     exact_layer          runs one layer, in two loops over the chunks of the prompt:
                            1. sources, keys and values of all tokens
-                           2. queries of a chunk attend to all keys, and the chunk's hidden states are computed
+                           2. queries of a chunk attend to all keys, and the chunk's hidden states
+                           are computed
 
-Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants those of the whole
-prompt at once. A chunk attends to the prompt in one of these ways:
+Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants
+those of the whole prompt at once. A chunk attends to the prompt in one of these ways:
 
     by_blocks    block by block, on CPUs and wherever there is nothing else
     far, near    in large tiles, on GPUs: `far` to the keys that all queries of a piece see, `near` to the others
@@ -80,7 +83,8 @@ class Prompt(NamedTuple):
         counts: How many tokens of each row are valid.
         sliding: How many tokens a query sees, its own included; None: all before it.
         softcap: The cap of the scores, if there is one.
-        chunked: Whether a query sees the tokens of its own chunk, `sliding` tokens long, instead of the newest ones."""
+        chunked: Whether a query sees the tokens of its own chunk, `sliding` tokens long, instead of
+        the newest ones."""
 
     k: Float[Array, "B T K D"]
     v: Float[Array, "B T K D"]
@@ -90,7 +94,8 @@ class Prompt(NamedTuple):
     chunked: bool = False
 
     def mask(self, queries: Int[Array, " t"], keys: Int[Array, " s"]):
-        """Mark which keys the queries see, [B, t, s]. Both are given by their places in the prompt."""
+        """Mark which keys the queries see, [B, t, s]. Both are given by their places in the
+        prompt."""
         rows = len(self.counts)
         queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
         return visible(queries, keys, keys < self.counts[:, None], self.sliding, self.chunked)
@@ -101,10 +106,11 @@ class Prompt(NamedTuple):
 
 
 def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
-    """Attend, in large tiles, to the keys that all queries of a piece see. `near` attends to the other keys.
+    """Attend, in large tiles, to the keys that all queries of a piece see. `near` attends to the
+    other keys.
 
-    A piece is one PARTS-th of a chunk of queries. It begins at place p and has P tokens. All its queries see the keys
-    before p, and under a sliding window of W those from p + P - W on.
+    A piece is one PARTS-th of a chunk of queries. It begins at place p and has P tokens. All its
+    queries see the keys before p, and under a sliding window of W those from p + P - W on.
 
     Args:
         q: The queries of the whole prompt.
@@ -118,7 +124,8 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
     # A tile is one chunk of queries and some chunks of keys, whole ones that divide the prompt.
     largest = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
     keys = chunk * max(n for n in range(1, max(1, largest) + 1) if chunks % n == 0)
-    # By chunk and piece, [chunks, PARTS]: the first key that all queries of the piece see, and one past the last.
+    # By chunk and piece, [chunks, PARTS]: the first key that all queries of the piece see, and one
+    # past the last.
     stop = np.arange(0, length, part).reshape(chunks, PARTS)
     start = np.maximum(0, stop + part - (prompt.sliding or length))
 
@@ -126,10 +133,12 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
         """Mark which keys each piece of chunk `number` sees, [B, PARTS, keys]."""
         first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (start, stop))
         places = places[None]
-        return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[:, None]
+        return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[
+            :, None
+        ]
 
-    # All pairs (chunk of queries, tile of keys) in which any piece sees a key. A chunk's first piece reaches back
-    # furthest, its last piece furthest ahead.
+    # All pairs (chunk of queries, tile of keys) in which any piece sees a key. A chunk's first
+    # piece reaches back furthest, its last piece furthest ahead.
     tiles = []
     for number in range(chunks):
         first_tile, end_tile = start[number, 0] // keys, -(-stop[number, -1] // keys)
@@ -140,8 +149,8 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
 def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
     """Attend, for every piece of a chunk, to the keys that only some of its queries see.
 
-    They are the piece's own tokens, and under a sliding window as many tokens at its other end, which it hides from one
-    query after the other.
+    They are the piece's own tokens, and under a sliding window as many tokens at its other end,
+    which it hides from one query after the other.
 
     Args:
         q: The queries of the chunk.
@@ -155,13 +164,19 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
     keys = places = first + jnp.arange(part)[None]  # [PARTS, part]
     mask = jax.vmap(prompt.mask, out_axes=1)(places, places)  # [B, PARTS, part, part]
     if prompt.sliding is not None:
-        # The oldest key that each query sees. It is left out where it lies before the prompt, among the piece's own
-        # tokens, or where `far` has it: the last query's is the first that all queries of the piece see.
+        # The oldest key that each query sees. It is left out where it lies before the prompt, among
+        # the piece's own tokens, or where `far` has it: the last query's is the first that all
+        # queries of the piece see.
         edge = places + 1 - prompt.sliding
         edge_mask = (edge >= 0) & (edge < first) & (edge < first + part - prompt.sliding)
         keys = jnp.concatenate([places, jnp.maximum(edge, 0)], 1)
-        mask = jnp.concatenate([mask, jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]], 3)
-    by_part = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+        mask = jnp.concatenate(
+            [mask, jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]], 3
+        )
+
+    def by_part(x):
+        return x.reshape(-1, *x.shape[2:])
+
     rows = q.reshape(-1, part, *q.shape[2:])
     k, v = (by_part(x[:, keys]) for x in (prompt.k, prompt.v))
     partial = segment_attention(rows, k, v, by_part(mask))
@@ -187,7 +202,9 @@ def by_blocks(q, start, prompt: Prompt) -> Partial:
     first = jnp.int32(0)
     if prompt.sliding is not None:
         first = jnp.maximum(oldest_seen(start, prompt.sliding, prompt.chunked), 0) // chunk
-    partial, _ = blockwise_attention(q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap)
+    partial, _ = blockwise_attention(
+        q, prompt.k.shape[2], read, first, start // chunk + 1, softcap=prompt.softcap
+    )
     return partial
 
 
@@ -208,9 +225,13 @@ def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     newest = jnp.where(places < prompt.counts.max(), places, -1)
 
     def kernel(q, newest, k, v, interpret):
-        return splash.splash_attention(q, k, v, newest, prompt.sliding, interpret, None, prompt.softcap, prompt.chunked)
+        return splash.splash_attention(
+            q, k, v, newest, prompt.sliding, interpret, None, prompt.softcap, prompt.chunked
+        )
 
-    plain = lambda q, *_: by_blocks(q, start, prompt)  # noqa: E731
+    def plain(q, *_):
+        return by_blocks(q, start, prompt)
+
     return by_splash(kernels, kernel, plain, q, newest, *by_head)
 
 
@@ -225,9 +246,10 @@ class Path(NamedTuple):
     """How a prompt attends to itself.
 
     Attributes:
-        kernels: "off": to blocks of keys as long as a chunk. "tiles": to few large tiles of keys, on GPUs. "cudnn": all
-            queries at once by cuDNN's kernel, on GPUs whose check it passed. "splash": by splash attention, on TPUs.
-            "interpret": by splash attention in Pallas' interpreter.
+        kernels: "off": to blocks of keys as long as a chunk. "tiles": to few large tiles of keys,
+            on GPUs. "cudnn": all queries at once by cuDNN's kernel, on GPUs whose check it passed.
+            "splash": by splash attention, on TPUs. "interpret": by splash attention in Pallas'
+            interpreter.
         chunk: How many tokens are projected, and attend, at a time."""
 
     kernels: str
@@ -235,7 +257,8 @@ class Path(NamedTuple):
 
 
 def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = False) -> Path:
-    """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that a cache is for.
+    """Choose how `batch` prompts, padded to `length` tokens, attend to themselves on the chip that
+    a cache is for.
 
     Args:
         layout: The cache's layout.
@@ -246,8 +269,8 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
     Returns:
         The kernels and the chunk."""
     blocks, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
-    # Large tiles have no place for a cap of scores, and none for layers that attend in chunks: a border between two
-    # chunks may lie inside a piece of queries (`far`).
+    # Large tiles have no place for a cap of scores, and none for layers that attend in chunks: a
+    # border between two chunks may lie inside a piece of queries (`far`).
     is_special = layout.shape.softcap is not None or layout.shape.chunked is not False
     if kernels == "off" or length <= CHUNK or (kernels == "tiles" and is_special):
         return blocks
@@ -255,7 +278,9 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
         return Path("cudnn", _even(length, LARGEST))
     if kernels == "tiles":
         # A tile of one chunk of queries and as many keys takes no more than SCORES bytes.
-        scores_per_head = SCORES // (jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads)
+        scores_per_head = SCORES // (
+            jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads
+        )
         longest_chunk = min(LARGEST, math.isqrt(scores_per_head))
     else:
         longest_chunk = LARGE
@@ -268,14 +293,16 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
 def _even(length: int, longest_chunk: int) -> int:
     """Choose the tokens of a chunk for a prompt of `length` tokens.
 
-    There are as few chunks as `longest_chunk` allows. They are as even as multiples of CHUNK can be."""
+    There are as few chunks as `longest_chunk` allows. They are as even as multiples of CHUNK can
+    be."""
     count = -(-length // longest_chunk)
     return -(-length // count // CHUNK) * CHUNK
 
 
 def _by_cudnn(layout: CacheLayout) -> bool:
     """Say whether cuDNN's kernel passed the check on this chip, or is forced."""
-    # The table of kernels is not asked: a program that is compiled for a GPU that is not here cannot contain cuDNN's.
+    # The table of kernels is not asked: a program that is compiled for a GPU that is not here
+    # cannot contain cuDNN's.
     return layout.kernels.forms is not None and CUDNN in layout.kernels.forms
 
 
@@ -285,22 +312,28 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
     Args:
         make: Gives a tree of arrays [B, chunk, ..] for the chunk from `start` on.
         starts: Where the chunks begin.
-        h: The hidden states of the prompt. Of them only the shape is needed, and a number to fill arrays with
-            (`filled_by`).
+        h: The hidden states of the prompt. Of them only the shape is needed, and a number to fill
+            arrays with (`filled_by`).
 
     Returns:
         The tree with arrays [B, T, ..]."""
 
     def step(results, start):
-        put = lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)  # noqa: E731
+        def put(x, part):
+            return jax.lax.dynamic_update_slice_in_dim(x, part, start, 1)
+
         return jax.tree.map(put, results, make(start)), None
 
-    prompt_shape = lambda x: jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)  # noqa: E731
+    def prompt_shape(x):
+        return jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)
+
     blank = filled_by(h, jax.tree.map(prompt_shape, jax.eval_shape(make, starts[0])))
     return jax.lax.scan(step, blank, starts)[0]
 
 
-def _captured(run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config):
+def _captured(
+    run: RunLayout, constants, weights, projected: Projected, positions: Int[Array, "B t"], config
+):
     """Take from a chunk what the cache stores and what queries attend to.
 
     Args:
@@ -312,8 +345,8 @@ def _captured(run: RunLayout, constants, weights, projected: Projected, position
         config: The model's config.
 
     Returns:
-        (sources by name; keys "k", rotated by RoPE, and values "v" [B, t, K, D]; which tokens are finite, [B, t]).
-        Numbers that are not finite are 0 in the first two."""
+        (sources by name; keys "k", rotated by RoPE, and values "v" [B, t, K, D]; which tokens are
+        finite, [B, t]). Numbers that are not finite are 0 in the first two."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
     k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
     parts, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
@@ -341,30 +374,41 @@ def exact_layer(
         h: The hidden states of the prompt, whose length is whole chunks.
         counts: How many tokens of each row are valid.
         path: How queries attend, and the tokens of a chunk.
-        keep: `keep(sources, finite)` is given the sources [B, T, W] by name, 0 where a number is not finite, and which
-            tokens are finite, [B, T]. It runs before any query attends, so that sources take no memory afterwards.
+        keep: `keep(sources, finite)` is given the sources [B, T, W] by name, 0 where a number is
+            not finite, and which tokens are finite, [B, T]. It runs before any query attends, so
+            that sources take no memory afterwards.
 
     Returns:
         (what `keep` returned; the hidden states after the layer, [B, T, E])."""
     config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
     starts = jnp.arange(0, length, chunk)
-    cut = lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)  # noqa: E731
+
+    def cut(x, start):
+        return jax.lax.dynamic_slice_in_dim(x, start, chunk, 1)
 
     def weights(start):
         """Give the layer's weights, for the chunk from `start` on."""
-        # With stacked weights, XLA for TPUs would keep copies of the layer's matrices beside the stacks during the loop
-        # over chunks. A number that depends on the chunk makes it read them again for every chunk.
+        # With stacked weights, XLA for TPUs would keep copies of the layer's matrices beside the
+        # stacks during the loop over chunks. A number that depends on the chunk makes it read them
+        # again for every chunk.
         is_reread = path.kernels != "off" and not is_unrolled(model.params)
-        return decoder.layer(model.params, run.first + index + (unknown_zero(start[None]) if is_reread else 0))
+        return decoder.layer(
+            model.params, run.first + index + (unknown_zero(start[None]) if is_reread else 0)
+        )
 
     def project(h, start):
         """Project a chunk: (positions, the layer's weights, what the layer computed)."""
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
         layer_weights = weights(start)
-        return positions, layer_weights, decoder.project(layer_weights, cut(h, start), positions, config, run.first)
+        return (
+            positions,
+            layer_weights,
+            decoder.project(layer_weights, cut(h, start), positions, config, run.first),
+        )
 
     def keys(start):
-        """Do a chunk's part of the first loop: what `_captured` gives, and queries for kernels that want all."""
+        """Do a chunk's part of the first loop: what `_captured` gives, and queries for kernels that
+        want all."""
         positions, layer_weights, projected = project(h, start)
         parts = _captured(run, constants, layer_weights, projected, positions, config)
         return *parts, projected.q if path.kernels in AT_ONCE else ()
@@ -372,14 +416,19 @@ def exact_layer(
     new, attending, finite, q = _by_chunks(keys, starts, h)
     # No query attends before `keep` has run.
     keep_result, attending = kept_apart((keep(new, finite), attending))
-    prompt = Prompt(attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked)
+    prompt = Prompt(
+        attending["k"], attending["v"], counts, run.sliding, run.shape.softcap, run.chunked
+    )
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
     attend = _attention(prompt, q, path, sinks)
-    broken = spoiled(finite, counts)  # tokens at or behind one that is not finite: their output is NaN
+    broken = spoiled(
+        finite, counts
+    )  # tokens at or behind one that is not finite: their output is NaN
 
     def attended(h, start):
         """Do a chunk's part of the second loop."""
-        # Only this chunk's queries read this part of h, so that the layer's output may take its place.
+        # Only this chunk's queries read this part of h, so that the layer's output may take its
+        # place.
         out = attend(start, lambda: project(h, start)[2].q)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
         next_h = decoder.finish(weights(start), cut(h, start), out, config)
@@ -399,8 +448,8 @@ def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable
         sinks: `sinks(n)` gives the logits of score sinks of n query heads.
 
     Returns:
-        `attend(start, make)`, which gives the output of the chunk from `start` on. Where `queries` is empty, `make()`
-        computes the chunk's queries."""
+        `attend(start, make)`, which gives the output of the chunk from `start` on. Where `queries`
+        is empty, `make()` computes the chunk's queries."""
     length = prompt.k.shape[1]
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
@@ -417,37 +466,45 @@ def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable
             return with_sinks(merged(near(q, start, prompt), far_part), sinks(q.shape[2])).out
         q = make()
         if path.kernels in SPLASH_KINDS:
-            return with_sinks(splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])).out
+            return with_sinks(
+                splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])
+            ).out
         return with_sinks(by_blocks(q, start, prompt), sinks(q.shape[2])).out
 
     return attend
 
 
 def prefill(
-    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"] | Bool[Array, "B T"], cache: Cache
+    model: Model,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"] | Bool[Array, "B T"],
+    cache: Cache,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Let prompts attend to themselves exactly and encode them into an empty cache.
 
-    Layers run one after the other. In memory are the hidden states [B, T, E], one layer's keys and values, and the
-    method's carry.
+    Layers run one after the other. In memory are the hidden states [B, T, E], one layer's keys and
+    values, and the method's carry.
 
     Args:
         model: the model.
         tokens: token ids [B, T].
-        counts: how many of each row's tokens are valid, from the first on; or a mask of the valid ones, as in
-            `forward`.
+        counts: how many of each row's tokens are valid, from the first on; or a mask of the valid
+            ones, as in `forward`.
         cache: an empty cache of this model.
 
     Returns:
-        The logits of each row's last valid token, float32 [B, V], and the cache that holds the prompts.
+        The logits of each row's last valid token, float32 [B, V], and the cache that holds the
+        prompts.
 
     Raises:
-        UserError: for a cache that is not empty, and as `forward` does for counts and token ids. What a trace hides is
-            clipped, and raises the row's flag `cache.overflow[b]`.
+        UserError: for a cache that is not empty, and as `forward` does for counts and token ids.
+            What a trace hides is clipped, and raises the row's flag `cache.overflow[b]`.
     """
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
-    if is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0:  # jnp would be traced in a user's jit
+    if (
+        is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0
+    ):  # jnp would be traced in a user's jit
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
     return run_step(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
@@ -464,17 +521,32 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     # Whole chunks: loops over a prompt cut pieces of one static size.
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    recurrence = None if model.config.recurrent is None else Recurrence(model, cache, counts, chunk=path.chunk)
+    recurrence = (
+        None
+        if model.config.recurrent is None
+        else Recurrence(model, cache, counts, chunk=path.chunk)
+    )
     carried = None if recurrence is None else recurrence.first(tokens.shape[1])
     # Where tokens are evicted, only the newest of the prompt enter the body.
     newest = newest_of_prompt(cache, counts, tokens.shape[1]) if cache.kept else None
     encoded_tokens = tokens.shape[1] if newest is None else newest.token.shape[1]
     carry = slab(runs, (len(counts), encoded_tokens), layout.dtype)
-    # The third entry is how many tokens of each row come before the first that is not finite. Every layer may lower it.
+    # The third entry is how many tokens of each row come before the first that is not finite. Every
+    # layer may lower it.
     states, flow = [], (h, carry, counts, carried)
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
         flow, state = _prefill_run(
-            model, counts, recurrence, run, state, fixed, flow, path, layout.method.sinks, newest, cache.pages
+            model,
+            counts,
+            recurrence,
+            run,
+            state,
+            fixed,
+            flow,
+            path,
+            layout.method.sinks,
+            newest,
+            cache.pages,
         )
         states.append(state)
     h, _, finite_count, carried = flow
@@ -516,11 +588,13 @@ def _prefill_run(
         run: the run's static plan.
         state: the run's arrays in the empty cache.
         constants: the run's calibrated constants.
-        flow: what goes from layer to layer: hidden states [B, T, E], the method's carry [B, R, W] by name, how many
-            tokens of each row come before the first that is not finite, and what the recurrent layers keep.
+        flow: what goes from layer to layer: hidden states [B, T, E], the method's carry [B, R, W]
+            by name, how many tokens of each row come before the first that is not finite, and what
+            the recurrent layers keep.
         path: how many tokens attend at a time, and by which kernels.
         sinks: the first tokens of a row, stored exactly.
-        newest: which R of the T tokens are encoded where tokens are evicted. None: all T that leave the window.
+        newest: which R of the T tokens are encoded where tokens are evicted. None: all T that leave
+            the window.
         pages: the pages of each row, or None.
 
     Returns:
@@ -528,27 +602,34 @@ def _prefill_run(
     """
     empty = jnp.zeros_like(counts)
     clocks = run.wiring.storage.clocks
-    # `first` is the body token that the first encoded token is. Prompt token 0 is body token -sinks.
+    # `first` is the body token that the first encoded token is. Prompt token 0 is body token
+    # -sinks.
     if newest is None:
-        encoded_tokens, first, due_units = flow[0].shape[1], empty - sinks, units_due(run, state, counts - sinks)
+        encoded_tokens, first, due_units = (
+            flow[0].shape[1],
+            empty - sinks,
+            units_due(run, state, counts - sinks),
+        )
     else:  # tokens that were picked are numbered from 0, and go to the body's first slots in their order
         encoded_tokens, first, due_units = newest.token.shape[1], empty, (newest.units,)
     schedules = in_order((run,), [empty] * len(clocks), due_units, encoded_tokens)
 
     def step(index, loop):
-        """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole run."""
+        """Run layer `index` of the run; `loop` is (flow, body, sinks and window) of the whole
+        run."""
         (h, carry, finite_count, carried), body, exact = loop
         if recurrence is not None:
             h, carried = recurrence.before(run.first + index, h, carried)
         fixed = caches.at_layer(constants, index)
 
         def keep(new, finite):
-            """Store the sources of one layer, before any query attends: (body, carry, sinks and window, how many tokens
-            come before the first that is not finite)."""
+            """Store the sources of one layer, before any query attends: (body, carry, sinks and
+            window, how many tokens come before the first that is not finite)."""
             encoded = body, carry
             if run.slots and encoded_tokens:
-                # `new_body` holds the tokens that are due. Where keys are encoded before values, the window keeps the
-                # reconstruction of such a key until its value is encoded; `moved` has these keys.
+                # `new_body` holds the tokens that are due. Where keys are encoded before values,
+                # the window keeps the reconstruction of such a key until its value is encoded;
+                # `moved` has these keys.
                 sources = new if newest is None else newest.pick(new)
                 new_body, moved, new_carry = flush_layer(
                     run, body, index, sources, first, schedules, fixed, carry, pages
@@ -556,17 +637,23 @@ def _prefill_run(
                 encoded = new_body, new_carry
                 # With eviction there is one clock, and encoding changes no token that stays exact.
                 new = moved if newest is None else new
-            # `remember` writes a stack of layers. A stack of this layer alone is written and put into the run's.
+            # `remember` writes a stack of layers. A stack of this layer alone is written and put
+            # into the run's.
             blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
             fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
-            fresh = remember(run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks)
+            fresh = remember(
+                run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks
+            )
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
             return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
 
-        (body, carry, exact, layer_finite), h = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        (body, carry, exact, layer_finite), h = exact_layer(
+            model, run, index, fixed, h, counts, path, keep
+        )
         return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
 
-    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the length is hidden from it.
+    # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the
+    # length is hidden from it.
     count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
     flow, body, (exact_sinks, window) = decoder.over_layers(model.params, 0, count, step, loop)

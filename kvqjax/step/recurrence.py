@@ -5,8 +5,8 @@
     forward          keeps the states after the new tokens: it knows beforehand which of them are stored
     exact prefill    does as `forward`, a chunk of the prompt at a time
 
-Sources of a recurrent layer are the vectors of a token that its rule takes in (kvqjax/model/recurrent.py, `GIVEN`). No
-cache stores them."""
+Sources of a recurrent layer are the vectors of a token that its rule takes in
+(kvqjax/model/recurrent.py, `GIVEN`). No cache stores them."""
 
 from typing import Any, NamedTuple
 
@@ -21,18 +21,19 @@ from kvqjax.model.recurrent import GIVEN, advance
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import found_finite, leading, zeroed
 
-__all__ = ["Carried", "Recurrence", "after_commit"]
-
-Stacks = tuple[dict[str, Any], ...]  # arrays [layers, B, ...] of all recurrent layers, or of each by itself
+Stacks = tuple[
+    dict[str, Any], ...
+]  # arrays [layers, B, ...] of all recurrent layers, or of each by itself
 
 
 class Carried(NamedTuple):
     """What goes from layer to layer.
 
     Attributes:
-        kept: The states of all recurrent layers, or the sources of the new tokens. Those of layers that have run are
-            new.
-        finite_count: How many tokens of each row come before the first that is not finite in any of these layers."""
+        kept: The states of all recurrent layers, or the sources of the new tokens. Those of layers
+            that have run are new.
+        finite_count: How many tokens of each row come before the first that is not finite in any of
+        these layers."""
 
     kept: Stacks
     finite_count: Int[Array, " B"]
@@ -63,7 +64,8 @@ class Recurrence(NamedTuple):
         widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
 
         def blank(state: dict) -> dict:
-            """Make room for the sources of the layers whose state this is: [layers, B, T, width] by name."""
+            """Make room for the sources of the layers whose state this is: [layers, B, T, width] by
+            name."""
             lead = (*state["delta"].shape[:2], length)
             return {name: jnp.zeros((*lead, widths[name]), jnp.float32) for name in GIVEN}
 
@@ -75,8 +77,8 @@ class Recurrence(NamedTuple):
         """Run the recurrent layers that stand directly before a layer of attention.
 
         Args:
-            index: The number of that layer among the layers of attention. Their count stands for the end of the model:
-                the recurrent layers behind the last one.
+            index: The number of that layer among the layers of attention. Their count stands for
+                the end of the model: the recurrent layers behind the last one.
             h: The hidden states.
             carried: What earlier recurrent layers gave.
 
@@ -91,21 +93,25 @@ class Recurrence(NamedTuple):
             # `kept` holds the states before the call too, as long as it does not hold sources.
             state = _read(self.cache.states if self.sources else kept, number)
             h, new, finite = run(weights, h, state)
-            return h, Carried(_written(kept, number, new), jnp.minimum(finite_count, leading(finite)))
+            return h, Carried(
+                _written(kept, number, new), jnp.minimum(finite_count, leading(finite))
+            )
 
         return decoder.over_recurrent(params, config, index, step, (h, carried))
 
     def _at_once(
         self, weights, h: Float[Array, "B T E"], state
     ) -> tuple[Float[Array, "B T E"], dict, Bool[Array, "B T"]]:
-        """Run one layer over all new tokens: (its output, what is kept, which tokens are finite)."""
+        """Run one layer over all new tokens: (its output, what is kept, which tokens are
+        finite)."""
         result = decoder.recur(weights, h, state, self.counts, self.model.config)
         return result.h, result.new if self.sources else result.state, result.finite
 
     def _by_chunks(
         self, weights, h: Float[Array, "B T E"], state
     ) -> tuple[Float[Array, "B T E"], dict, Bool[Array, "B T"]]:
-        """Run one layer over a prompt, a chunk after the other. A chunk's output takes the place of its input."""
+        """Run one layer over a prompt, a chunk after the other. A chunk's output takes the place of
+        its input."""
         size, length = self.chunk, h.shape[1]
 
         def step(loop, start):
@@ -115,7 +121,11 @@ class Recurrence(NamedTuple):
             # `broken` marks the rows that had a token which is not finite in an earlier chunk.
             result = decoder.recur(weights, part, state, counts, self.model.config, broken)
             broken = broken | (~result.finite & (jnp.arange(size)[None] < counts[:, None])).any(1)
-            return (jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1), result.state, broken), result.finite
+            return (
+                jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1),
+                result.state,
+                broken,
+            ), result.finite
 
         loop = h, state, jnp.zeros_like(self.counts, bool)
         (h, state, _), finite = jax.lax.scan(step, loop, jnp.arange(0, length, size))
@@ -127,8 +137,8 @@ def _read(stacks: Stacks, number: Int[Array, ""] | int) -> dict:
     """Cut the arrays of recurrent layer `number` out of those of all such layers."""
     if len(stacks) > 1 and not isinstance(number, jax.core.Tracer):
         return jax.tree.map(lambda x: x[0], stacks[number])
-    # A traced number and several stacks: weights are stacked, and the cache's layers are not. That copies all states. A
-    # user has to ask for such a cache.
+    # A traced number and several stacks: weights are stacked, and the cache's layers are not. That
+    # copies all states. A user has to ask for such a cache.
     stack = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
 
@@ -136,7 +146,10 @@ def _read(stacks: Stacks, number: Int[Array, ""] | int) -> dict:
 def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
     """Put the arrays of recurrent layer `number` into those of all such layers."""
     if len(stacks) == 1:
-        put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, number, 0)  # noqa: E731
+
+        def put(x, part):
+            return jax.lax.dynamic_update_index_in_dim(x, part, number, 0)
+
         return (jax.tree.map(put, stacks[0], new),)
     if not isinstance(number, jax.core.Tracer):
         single = jax.tree.map(lambda x: x[None], new)
@@ -150,7 +163,8 @@ def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
 
 
 def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) -> Cache:
-    """Take the states of recurrent layers over the tokens that layers of attention have just stored.
+    """Take the states of recurrent layers over the tokens that layers of attention have just
+    stored.
 
     Args:
         model: the model.
@@ -159,7 +173,8 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
         pending: the tokens' sources, of all recurrent layers.
 
     Returns:
-        `new_cache` with the states, and `finite`, after the tokens that it holds beyond those of `cache`.
+        `new_cache` with the states, and `finite`, after the tokens that it holds beyond those of
+        `cache`.
     """
     shape, counts = model.config.recurrent, new_cache.lengths - cache.lengths
     if shape is None or not cache.states:
@@ -179,5 +194,6 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
     else:
         states = jax.lax.fori_loop(0, layers, step, states)
     return new_cache.replace(
-        states=states, finite=jnp.minimum(new_cache.finite, finite_tokens(cache, finite_count, counts))
+        states=states,
+        finite=jnp.minimum(new_cache.finite, finite_tokens(cache, finite_count, counts)),
     )

@@ -1,8 +1,8 @@
 """Call a Hopper decode-attention kernel: lay queries and bounds out for it, and merge its splits.
 
-The grid is (row, KV head, split). A split is a stretch of a row's tokens, which one program reads. Each program writes
-a normalised output, transposed, [D, R], and a log-sum-exp [R], for the R query rows of its head. The splits of a row
-are merged by their log-sum-exps outside the kernel."""
+The grid is (row, KV head, split). A split is a stretch of a row's tokens, which one program reads.
+Each program writes a normalised output, transposed, [D, R], and a log-sum-exp [R], for the R query
+rows of its head. The splits of a row are merged by their log-sum-exps outside the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,16 @@ from jaxtyping import Array, Float, Int
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.gpu.parts import NEVER
 
-__all__ = ["attend", "columns", "default_splits"]
-
 MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def default_splits(tiles: int, pairs: int, resident: int) -> int:
     """Choose how many programs share the tokens of a row.
 
-    Programs beyond those that fit the chip wait for a further round, which lasts as long as the first. So the best
-    number makes the product of rounds and tiles of a program least. Numbers that fill up to four rounds are compared.
-    Of equally good ones the smallest is taken, because fewer results are quicker to merge.
+    Programs beyond those that fit the chip wait for a further round, which lasts as long as the
+    first. So the best number makes the product of rounds and tiles of a program least. Numbers that
+    fill up to four rounds are compared. Of equally good ones the smallest is taken, because fewer
+    results are quicker to merge.
 
     Args:
         tiles: Tiles of a row.
@@ -51,8 +50,8 @@ def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"
         kv_heads: The number K of KV heads.
 
     Returns:
-        The T*G query rows of every KV head, in the order (token, query head), padded with zeros to R, a multiple of
-        8."""
+        The T*G query rows of every KV head, in the order (token, query head), padded with zeros to
+        R, a multiple of 8."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     q = q.transpose(0, 2, 4, 1, 3).reshape(batch, kv_heads, dim, -1)
@@ -60,8 +59,8 @@ def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"
 
 
 def _bounds(start, stop, group: int, rows: int) -> Int[Array, "B 2 R"]:
-    """Make the first visible token and the one after the last, of every column. `group` is the number G of query heads
-    of a KV head. Columns of padding see no token: both numbers are 0."""
+    """Make the first visible token and the one after the last, of every column. `group` is the
+    number G of query heads of a KV head. Columns of padding see no token: both numbers are 0."""
     bounds = jnp.repeat(jnp.stack([start, stop], 1), group, axis=2)
     return jnp.pad(bounds, ((0, 0), (0, 0), (0, rows - bounds.shape[-1]))).astype(jnp.int32)
 
@@ -71,10 +70,12 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
 
     Args:
         plan: Has kv_heads, rows, tile and splits.
-        kernel: The kernel's body, called as kernel((ends, bounds), operands, memory, (out, lse), plan) with references.
-            `ends` [3, B] are first tile, last tile + 1 and layer of every row. `bounds` [B, 2, R] is from `_bounds`.
-            `out` is [B, K, splits, D, R] and `lse` [B, K, splits, R], both float32.
-        memory: A tree of declarations of scratch memory. The body gets a tree of references like it.
+        kernel: The kernel's body, called as kernel((ends, bounds), operands, memory, (out, lse),
+            plan) with references. `ends` [3, B] are first tile, last tile + 1 and layer of every
+            row. `bounds` [B, 2, R] is from `_bounds`. `out` is [B, K, splits, D, R] and `lse` [B,
+            K, splits, R], both float32.
+        memory: A tree of declarations of scratch memory. The body gets a tree of references like
+            it.
         operands: A tree of arrays. The body gets a tree of references like it.
         shape: The shape [B, T, H, D] of the queries.
         layer: The number of the layer in the operands.
@@ -93,7 +94,9 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
 
     batch, _, heads, dim = shape
     first_tile, end_tile = start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)
-    ends = jnp.stack([x.astype(jnp.int32) for x in (first_tile, end_tile, jnp.full((batch,), layer))])  # [3, B]
+    ends = jnp.stack(
+        [x.astype(jnp.int32) for x in (first_tile, end_tile, jnp.full((batch,), layer))]
+    )  # [3, B]
     lead = (batch, plan.kv_heads, plan.splits)
     call = plgpu.kernel(
         body,
@@ -104,21 +107,27 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
         scratch_types=scratch,
         grid=lead,
         grid_names=("row", "head", "split"),
-        # No automatic barriers, which would be several times as many. The kernel itself has a `commit_smem` after every
-        # write to shared memory that other threads read, and after every read of memory that is overwritten later. The
-        # simulator in tests/gpu_simulator.py refuses a read or an overwrite without one.
+        # No automatic barriers, which would be several times as many. The kernel itself has a
+        # `commit_smem` after every write to shared memory that other threads read, and after every
+        # read of memory that is overwritten later. The simulator in tests/gpu_simulator.py refuses
+        # a read or an overwrite without one.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
     out, lse = call(ends, _bounds(start, stop, heads // plan.kv_heads, plan.rows), *operands)
     return _merge(out, lse, shape)
 
 
-def _merge(out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: tuple[int, ...]) -> Partial:
+def _merge(
+    out: Float[Array, "B K N D R"], lse: Float[Array, "B K N R"], shape: tuple[int, ...]
+) -> Partial:
     """Merge N splits into one result, and bring columns back to [B, T, H]."""
     batch, length, heads, dim = shape
-    # A split that sees no token has NEVER as its log-sum-exp, which is finite, so that its weight is 0 and not NaN.
+    # A split that sees no token has NEVER as its log-sum-exp, which is finite, so that its weight
+    # is 0 and not NaN.
     peak = lse.max(2, keepdims=True)
     weights = jnp.exp(lse - peak)  # [B, K, N, R]
     total, peak = weights.sum(2), peak[:, :, 0]

@@ -1,9 +1,10 @@
-"""The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens for one KV head.
+"""The body of the Hopper decode-attention kernel: one warpgroup reads a stretch of one row's tokens
+for one KV head.
 
-A tile is a block of words, 32 rows of them. It is worked off in quads of 256 tokens (`unpack`): first the scores of a
-quad, then its softmax weights and the sum of its values. Copies from device memory go on meanwhile. A tile's keys are
-copied while the last values of the tile before it are summed. Its values are copied while its first scores are
-computed. With one quad a tile:
+A tile is a block of words, 32 rows of them. It is worked off in quads of 256 tokens (`unpack`):
+first the scores of a quad, then its softmax weights and the sum of its values. Copies from device
+memory go on meanwhile. A tile's keys are copied while the last values of the tile before it are
+summed. Its values are copied while its first scores are computed. With one quad a tile:
 
     copies     keys 0, values 0 |          | keys 1   | values 1 | keys 2   | values 2
     products                    | scores 0 | values 0 | scores 1 | values 1 | scores 2 ...
@@ -27,11 +28,10 @@ from kvqjax.pallas_kernels.gpu import values as gpu_values
 from kvqjax.pallas_kernels.gpu.parts import NEVER, State, load, row_index
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
-__all__ = ["Memory", "Operands", "kernel", "memory"]
-
 
 class Operands(NamedTuple):
-    """Arrays in device memory. S is the number of slots. A plan that does not need an array has None in its place."""
+    """Arrays in device memory. S is the number of slots. A plan that does not need an array has
+    None in its place."""
 
     queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
     key_codes: tuple  # of [L, B, rows, K*D] u32
@@ -70,11 +70,13 @@ def memory(plan) -> Memory:
         The declarations, in the places of what the kernel gets."""
     codes = len(plan.plane_sets)
     # A barrier lets threads through after one arrival per copy.
-    # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima unless they hold for
-    # all tokens.
+    # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima
+    # unless they hold for all tokens.
     key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
     value_copies = codes + 2  # words of each plane set, scales, minima
-    shared_copies = 2 if plan.signposts else 1  # with RoPE: the table of offsets, and scales that hold for all tokens
+    shared_copies = (
+        2 if plan.signposts else 1
+    )  # with RoPE: the table of offsets, and scales that hold for all tokens
     barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))
     return Memory(_keys(plan).memory(plan), gpu_values.memory(plan), *barriers)
 
@@ -110,9 +112,12 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
 
     def step(number, state):
-        """Fold the quad with this number into the online softmax. Quads are numbered through all tiles of a row."""
+        """Fold the quad with this number into the online softmax. Quads are numbered through all
+        tiles of a row."""
         quad = Quad(lax.div(number, plan.quads), lax.rem(number, plan.quads))
-        return _fold(data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state)
+        return _fold(
+            data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state
+        )
 
     state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows)
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
@@ -125,14 +130,17 @@ def _fetch(copies, data: Operands, target, barrier, plan, indices, tile) -> None
         plgpu.copy_gmem_to_smem(source, into, barrier)
 
 
-def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State) -> State:
+def _fold(
+    data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, limits, state: State
+) -> State:
     """Fold one quad into the online softmax.
 
     Args:
         data: References to the operands.
         smem: References to shared memory and barriers.
         plan: The call's plan.
-        fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of a tile.
+        fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of
+            a tile.
         quad: The quad.
         end: One past the program's last tile.
         queries: The queries in registers, [D, R] float32.
@@ -170,7 +178,8 @@ def _fold(data: Operands, smem: Memory, plan, fetch, quad: Quad, end, queries, l
 
 
 def _base2_scores(scores, plan, quad: Quad, limits) -> list:
-    """Turn the scores of a quad into base-2 logarithms, NEVER where a query does not see the token."""
+    """Turn the scores of a quad into base-2 logarithms, NEVER where a query does not see the
+    token."""
     factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
     first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
     base2_scores = []

@@ -1,12 +1,14 @@
 """Compute scores of packed keys after RoPE in a Hopper kernel.
 
-With codes c, scales s and minima m of a group's channels, and codes that are unpacked to 2^e + c (`unpack`):
+With codes c, scales s and minima m of a group's channels, and codes that are unpacked to 2^e + c
+(`unpack`):
 
     q . k = (q s) . (2^e + c) - 2^e sum(q s) + q . m
 
-Every group of 128 tokens, two products' worth, has a scaled query q s. The numbers sum(q s) and q . m are the same for
-all tokens of a group. Each is one product per group, whose left operand has equal rows: of ones for the sum, of m for
-q . m. So the result stands on the rows of all tokens, and need not be moved there."""
+Every group of 128 tokens, two products' worth, has a scaled query q s. The numbers sum(q s) and q .
+m are the same for all tokens of a group. Each is one product per group, whose left operand has
+equal rows: of ones for the sum, of m for q . m. So the result stands on the rows of all tokens, and
+need not be moved there."""
 
 from typing import Any, NamedTuple
 
@@ -16,11 +18,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
-from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, numbers, product, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu.parts import (
+    COLUMNS,
+    ROWS,
+    load,
+    numbers,
+    product,
+    put_transposed,
+    tiled,
+)
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 from kvqjax.pallas_kernels.gpu.words import HALF
 
-__all__ = ["GROUP", "GROUPS", "Keys", "copies", "factor_copies", "memory", "prepare", "scores", "start", "word_copies"]
+__all__ = [
+    "GROUP",
+    "GROUPS",
+    "Keys",
+    "copies",
+    "factor_copies",
+    "memory",
+    "prepare",
+    "scores",
+    "start",
+    "word_copies",
+]
 __all__ += ["words"]
 
 GROUP = 128  # tokens that share a scale
@@ -119,7 +140,8 @@ def factor_copies(data, keys, plan, indices, tile):
 
 
 def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
-    """Write what all tiles share, before the first one: the queries. The parameters are those of `rope.start`.
+    """Write what all tiles share, before the first one: the queries. The parameters are those of
+    `rope.start`.
 
     Args:
         data: Not used.
@@ -133,7 +155,8 @@ def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
 
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
-    """Write the queries times the scales of each of a quad's groups, once the keys of its tile have arrived.
+    """Write the queries times the scales of each of a quad's groups, once the keys of its tile have
+    arrived.
 
     Args:
         keys: References to shared memory; `scaled` is written.

@@ -1,11 +1,13 @@
-"""Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of `reference`).
+"""Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of
+`reference`).
 
-The kernel reads bodies with heads of 128 channels, whose keys and values have the same number of bits: 2, 3 or 4.
+The kernel reads bodies with heads of 128 channels, whose keys and values have the same number of
+bits: 2, 3 or 4.
 
 - KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head.
 - KIVI*: the same with keys before RoPE.
-- KVQuant: signposts, keys before RoPE. Keys have scales per channel that hold for all tokens, values one scale per
-  token. Bodies with outliers are not read.
+- KVQuant: signposts, keys before RoPE. Keys have scales per channel that hold for all tokens,
+  values one scale per token. Bodies with outliers are not read.
 
 Products are in bfloat16 with float32 sums. kernel.py has the kernel's body.
 """
@@ -28,8 +30,6 @@ from kvqjax.pallas_kernels.gpu.lookup import table_words
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS
 from kvqjax.pallas_kernels.gpu.words import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
-
-__all__ = ["Plan", "packed_attention", "resident", "tile_tokens"]
 
 
 def tile_tokens(bits: int) -> int:
@@ -111,21 +111,32 @@ class Plan:
 
         Returns:
             The slice of 32 rows."""
-        # A block of narrower bits has more tokens than a tile, so that several tiles read the same rows.
+        # A block of narrower bits has more tokens than a tile, so that several tiles read the same
+        # rows.
         return pl.ds(lax.div(tile * self.tile, 1024 // bits) * HALF, HALF)
 
 
 def _check(spec: PackedSpec) -> None:
     """Raise ValueError for bodies that this kernel does not read."""
-    if spec.key_bits != spec.value_bits or spec.key_bits not in (2, 3, 4) or spec.scales != "bfloat16":
+    if (
+        spec.key_bits != spec.value_bits
+        or spec.key_bits not in (2, 3, 4)
+        or spec.scales != "bfloat16"
+    ):
         raise ValueError(
             f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
             "this kernel has 2, 3 or 4 for both, bfloat16"
         )
     nuq = spec.datatype == "nuq"
     groups = (0, spec.width) if nuq else (128, 128)
-    if spec.head_dim != 128 or (spec.key_group, spec.value_group) != groups or (nuq and spec.rope is None):
-        raise ValueError(f"head_dim, key_group, value_group and rope of {spec}; this kernel has 128 for each")
+    if (
+        spec.head_dim != 128
+        or (spec.key_group, spec.value_group) != groups
+        or (nuq and spec.rope is None)
+    ):
+        raise ValueError(
+            f"head_dim, key_group, value_group and rope of {spec}; this kernel has 128 for each"
+        )
     if spec.key_slots or spec.value_slots:
         raise ValueError("a body with outliers; this kernel has none")
 
@@ -161,10 +172,12 @@ def packed_attention(
     return _attend(q, body, layer, start, stop, spec, splits)
 
 
-# Jitted by itself, so that a program lowers the kernel once and not for every layer that calls it. Lowering took half a
-# second a layer (jax 0.11.2).
+# Jitted by itself, so that a program lowers the kernel once and not for every layer that calls it.
+# Lowering took half a second a layer (jax 0.11.2).
 @functools.partial(jax.jit, static_argnames=("spec", "splits"))
-def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: int | None) -> Partial:
+def _attend(
+    q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: int | None
+) -> Partial:
     """Call the kernel."""
     batch, slots = q.shape[0], body.value_scale.shape[-1]
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
@@ -178,12 +191,19 @@ def _attend(q, body: PackedBody, layer, start, stop, spec: PackedSpec, splits: i
 def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
     """Lay out the operands. No array of a body that grows with its tokens is copied."""
     scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
-    operands = Operands(queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low)
+    operands = Operands(
+        queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low
+    )
     if spec.rope is not None:
-        operands = operands._replace(turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec))
+        operands = operands._replace(
+            turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec)
+        )
     if body.signposts is not None:
-        # Scales and minima of a channel hold for all tokens: [K, 2, 1, D], a slice for each KV head.
-        factors = jnp.stack([body.key_scale, body.key_low]).reshape(2, spec.kv_heads, 1, spec.head_dim)
+        # Scales and minima of a channel hold for all tokens: [K, 2, 1, D], a slice for each KV
+        # head.
+        factors = jnp.stack([body.key_scale, body.key_low]).reshape(
+            2, spec.kv_heads, 1, spec.head_dim
+        )
         operands = operands._replace(
             key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),
             key_low=None,

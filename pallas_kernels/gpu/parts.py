@@ -1,9 +1,9 @@
 """Shared parts of the Hopper decode-attention kernels: layouts of registers, products, the online
 softmax and its end.
 
-WGMMA, the matrix instruction, has 64 rows and a multiple of 8 columns. So products run with operands swapped. The rows
-are 64 tokens (scores) or 64 channels (sums of values). The columns are the R query rows of a KV head, which are padded
-to a multiple of 8, and not to 64."""
+WGMMA, the matrix instruction, has 64 rows and a multiple of 8 columns. So products run with
+operands swapped. The rows are 64 tokens (scores) or 64 channels (sums of values). The columns are
+the R query rows of a KV head, which are padded to a multiple of 8, and not to 64."""
 
 import functools
 import inspect
@@ -16,8 +16,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["CHANNELS", "COLUMNS", "NEVER", "ROWS", "State", "along", "begin_state", "finish", "fold", "hidden", "load"]
-__all__ += ["load_limits", "numbers", "product", "put_transposed", "row_index", "share", "tiled", "visible"]
+__all__ = [
+    "CHANNELS",
+    "COLUMNS",
+    "NEVER",
+    "ROWS",
+    "State",
+    "along",
+    "begin_state",
+    "finish",
+    "fold",
+    "hidden",
+    "load",
+]
+__all__ += [
+    "load_limits",
+    "numbers",
+    "product",
+    "put_transposed",
+    "row_index",
+    "share",
+    "tiled",
+    "visible",
+]
 
 CHANNELS = 64  # channels of one product with values: the rows of WGMMA
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
@@ -26,7 +47,8 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # the layout of a number for each column
 
 
 class State(NamedTuple):
-    """The online softmax of R columns. Sums over tokens are kept apart for the M rows of a product until the end."""
+    """The online softmax of R columns. Sums over tokens are kept apart for the M rows of a product
+    until the end."""
 
     peak: Any  # [R] running maximum of the scores, as base-2 logarithms
     total: Any  # [M, R] sum of the weights
@@ -71,7 +93,8 @@ def load(ref, layout, *, optimized: bool = True):
     Args:
         ref: A reference to device or shared memory, all of which is loaded.
         layout: The layout in registers.
-        optimized: As in `plgpu.load`: False where the layout has no optimised load from this memory.
+        optimized: As in `plgpu.load`: False where the layout has no optimised load from this
+            memory.
 
     Returns:
         The array."""
@@ -84,7 +107,8 @@ def load(ref, layout, *, optimized: bool = True):
 
 def _store(ref, x):
     """Store to device memory."""
-    # JAX 0.12 must be told that it may write less than whole cache lines. Earlier releases have no `store`.
+    # JAX 0.12 must be told that it may write less than whole cache lines. Earlier releases have no
+    # `store`.
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
@@ -158,7 +182,8 @@ def product(*pairs):
     """Sum left @ right.T over pairs of matrices.
 
     Args:
-        pairs: (left [M, N], right [R, N]) each. `right` lies in shared memory, `left` there or in registers.
+        pairs: (left [M, N], right [R, N]) each. `right` lies in shared memory, `left` there or in
+            registers.
 
     Returns:
         The sum, [M, R] float32."""
@@ -197,8 +222,8 @@ def row_index(shape: tuple[int, int]):
 def hidden(memory, natural):
     """Index the first axis of references, whose length is 1, by a 0 that the compiler cannot know.
 
-    With a known index the compiler would compute the addresses of all operands before the loop, and keep them in more
-    registers than there are.
+    With a known index the compiler would compute the addresses of all operands before the loop, and
+    keep them in more registers than there are.
 
     Args:
         memory: A tree of references [1, ...].
@@ -217,8 +242,8 @@ def fold(state: State, scores, write_weights, weigh) -> State:
     Args:
         state: The online softmax.
         scores: A list of scores as base-2 logarithms, [M, R] each.
-        write_weights: `write_weights(peak)` puts the tokens' softmax weights into shared memory. It returns what they
-            add to `total` and `low`.
+        write_weights: `write_weights(peak)` puts the tokens' softmax weights into shared memory. It
+            returns what they add to `total` and `low`.
         weigh: `weigh()` returns the sums of the tokens' values under these weights, as `acc`.
 
     Returns:
@@ -228,11 +253,17 @@ def fold(state: State, scores, write_weights, weigh) -> State:
     total, low = write_weights(peak)
     sums = weigh()
     total, low = state.total * along(decay, total) + total, state.low * along(decay, low) + low
-    return State(peak, total, low, tuple(x * along(decay, x) + y for x, y in zip(state.acc, sums, strict=True)))
+    return State(
+        peak,
+        total,
+        low,
+        tuple(x * along(decay, x) + y for x, y in zip(state.acc, sums, strict=True)),
+    )
 
 
 def finish(state: State, out, lse):
-    """Write the results of an online softmax. They are 0 and NEVER in columns that have seen no token.
+    """Write the results of an online softmax. They are 0 and NEVER in columns that have seen no
+    token.
 
     Args:
         state: The online softmax.
@@ -246,4 +277,7 @@ def finish(state: State, out, lse):
         mean = (acc + along(low, acc)) / along(divisor, acc)
         part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
         _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))
-    _store(lse, jnp.where(seen, jnp.log(divisor) + state.peak * math.log(2), jnp.full_like(total, NEVER)))
+    _store(
+        lse,
+        jnp.where(seen, jnp.log(divisor) + state.peak * math.log(2), jnp.full_like(total, NEVER)),
+    )

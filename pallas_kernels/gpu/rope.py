@@ -1,12 +1,13 @@
-"""Compute scores of packed keys before RoPE in a Hopper kernel: uniform codes (KIVI*) and signposts (KVQuant).
+"""Compute scores of packed keys before RoPE in a Hopper kernel: uniform codes (KIVI*) and signposts
+(KVQuant).
 
     R(p + o) k . q = R(o) k . R(-p) q       R(p): the rotation to position p
 
-The query q comes rotated to its own position. It is rotated back by p, the position of the first token of every group
-of 128. The keys are rotated by their offset o within the group. The table of cos and sin of offsets is the same for all
-groups. Keys are decoded and rotated in registers, two bfloat16 numbers at a time: one multiply-add for scale and
-minimum, two for the rotation. Channels i and i + D/2 are a pair. 32 pairs are taken at a time, which bounds the
-registers."""
+The query q comes rotated to its own position. It is rotated back by p, the position of the first
+token of every group of 128. The keys are rotated by their offset o within the group. The table of
+cos and sin of offsets is the same for all groups. Keys are decoded and rotated in registers, two
+bfloat16 numbers at a time: one multiply-add for scale and minimum, two for the rotation. Channels i
+and i + D/2 are a pair. 32 pairs are taken at a time, which bounds the registers."""
 
 from typing import Any, NamedTuple
 
@@ -23,8 +24,6 @@ from kvqjax.pallas_kernels.gpu.keys import GROUP, GROUPS
 from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, product, put_transposed, tiled
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
-__all__ = ["Keys", "copies", "memory", "offsets", "prepare", "scores", "start", "turns"]
-
 LANES = 32  # pairs of channels that are taken at a time; more would take more registers
 PAIRS = 64  # pairs of channels of a head, which has 128
 
@@ -36,12 +35,17 @@ class Keys(NamedTuple):
     factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N = 1
     turns: Any  # [1, groups, D] f32: cos, then sin, of the first positions of a tile's groups
     offsets: Any  # [1, 256, D/2] bf16: cos, then sin, of the first 64 offsets in a group; then those of the last 64
-    rotated: Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of a quad's groups
+    rotated: (
+        Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of a quad's groups
+    )
 
 
 def _angles(positions, spec) -> Float[Array, "N D"]:
     """Compute cos, then sin, of the angle of every pair of channels at N positions."""
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
+    angle = (
+        positions.astype(jnp.float32)[:, None]
+        * jnp.asarray(spec.rope.frequencies, jnp.float32)[None]
+    )
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
@@ -49,11 +53,13 @@ def turns(body, spec) -> Float[Array, "_ D"]:
     """Make the rotations by which `prepare` rotates queries back.
 
     Args:
-        body: The packed body. Its `positions` are those of the first tokens of equal stretches of slots.
+        body: The packed body. Its `positions` are those of the first tokens of equal stretches of
+            slots.
         spec: The form of the body.
 
     Returns:
-        cos, then sin, of the position of the first token of every group of the body, times the factor of the rope."""
+        cos, then sin, of the position of the first token of every group of the body, times the
+        factor of the rope."""
     slots, count = body.value_scale.shape[-1], body.positions.shape[0]
     first = body.positions[:, None] + jnp.arange(0, slots // count, GROUP, dtype=jnp.int32)[None]
     return _angles(first.reshape(-1), spec) * spec.rope.factor
@@ -92,7 +98,8 @@ def memory(plan) -> Keys:
 
 
 def copies(data, keys: Keys, plan, indices, tile):
-    """List the copies that bring a tile's keys to shared memory, with the arguments and results of `keys.copies`."""
+    """List the copies that bring a tile's keys to shared memory, with the arguments and results of
+    `keys.copies`."""
     groups = plan.tile // GROUP
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
     yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, indices, tile)
@@ -101,7 +108,8 @@ def copies(data, keys: Keys, plan, indices, tile):
 
 
 def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
-    """Copy what all tiles share, before the first one: offsets, and scales that hold for all tokens.
+    """Copy what all tiles share, before the first one: offsets, and scales that hold for all
+    tokens.
 
     Args:
         data: References to the operands.
@@ -118,18 +126,23 @@ def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
 
 
 def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
-    """Write the queries rotated back to the first token of each of a quad's groups, once the keys of its tile have
-    arrived.
+    """Write the queries rotated back to the first token of each of a quad's groups, once the keys
+    of its tile have arrived.
 
     Args:
         keys: References to shared memory; `rotated` is written.
         plan: Not used.
         quad: The quad.
         queries: The queries in registers, [D, R] float32."""
-    first, second = queries[:PAIRS], queries[PAIRS:]  # the two channels of every pair, [D/2, R] each
+    first, second = (
+        queries[:PAIRS],
+        queries[PAIRS:],
+    )  # the two channels of every pair, [D/2, R] each
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
-        cos, sin = (load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS))
+        cos, sin = (
+            load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS)
+        )
         cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
         rotated_back = ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin))
         for channel, part in rotated_back:
@@ -137,17 +150,23 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
-    """Decode the keys of the four steps of a quad, LANES channels from `lane` on: [64, LANES] bfloat16 each."""
+    """Decode the keys of the four steps of a quad, LANES channels from `lane` on: [64, LANES]
+    bfloat16 each."""
     bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
     nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
     if plan.signposts:
         codes = gpu_lookup.look_up(nibbles, table, bits)
     else:
-        codes = [gpu_unpack.codes(nibbles, step, bits) - gpu_unpack.base(step, bits) for step in range(STEPS)]
+        codes = [
+            gpu_unpack.codes(nibbles, step, bits) - gpu_unpack.base(step, bits)
+            for step in range(STEPS)
+        ]
     step_keys = []
     for step, code in enumerate(codes):
         group = 0 if plan.signposts else quad.part * GROUPS + step * STEP // GROUP
-        stored = (load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2))
+        stored = (
+            load(keys.factors.at[i, group, lanes], COLUMNS, optimized=False) for i in range(2)
+        )
         factors = (lax.bitcast_convert_type(x, jnp.bfloat16) for x in stored)
         scale, low = (lax.broadcast_in_dim(x, code.shape, [1]) for x in factors)
         step_keys.append(code * scale + low)
@@ -155,7 +174,8 @@ def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
 
 
 def _rotate(keys: Keys, step: int, lane: int, first, second):
-    """Rotate pairs of channels, `first` and `second` [64, LANES], by the offsets of the tokens of a step."""
+    """Rotate pairs of channels, `first` and `second` [64, LANES], by the offsets of the tokens of a
+    step."""
     # A group is two steps. The step's half of the table has 64 rows of cos, then 64 of sin.
     rows = (pl.ds(step % 2 * GROUP + first_row, STEP) for first_row in (0, STEP))
     cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
@@ -175,12 +195,15 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
         q . k of the tokens of every step, [64, R] each."""
     out = [0.0] * STEPS
     for lane in range(0, PAIRS, LANES):
-        first, second = (_decode(keys, plan, quad, table, channel) for channel in (lane, PAIRS + lane))
+        first, second = (
+            _decode(keys, plan, quad, table, channel) for channel in (lane, PAIRS + lane)
+        )
         for step in range(STEPS):
             step_keys = _rotate(keys, step, lane, first[step], second[step])
             queries = keys.rotated.at[step * STEP // GROUP]
             lanes = (pl.ds(channel, LANES) for channel in (lane, PAIRS + lane))
-            # One product for the first channels of the pairs, one for the second ones; both are summed.
+            # One product for the first channels of the pairs, one for the second ones; both are
+            # summed.
             pairs = ((x, queries.at[:, part]) for x, part in zip(step_keys, lanes, strict=True))
             out[step] += product(*pairs)
     return out

@@ -1,11 +1,13 @@
 """Sum packed values under their softmax weights in a Hopper kernel.
 
-With a weight p, scale s and minimum m of each token, and codes that are unpacked to 2^e + c (`unpack`):
+With a weight p, scale s and minimum m of each token, and codes that are unpacked to 2^e + c
+(`unpack`):
 
     sum p (s c + m) = sum (p s) (2^e + c) + sum (p m - 2^e p s)
 
-The first sum is a product of weights p s with unpacked codes. The second one is the same for all channels (`State.low`
-of `parts`). The 64 rows of a product are channels. Its inner dimension is 64 tokens."""
+The first sum is a product of weights p s with unpacked codes. The second one is the same for all
+channels (`State.low` of `parts`). The 64 rows of a product are channels. Its inner dimension is 64
+tokens."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
-from kvqjax.pallas_kernels.gpu.parts import CHANNELS, ROWS, along, load, numbers, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu.parts import (
+    CHANNELS,
+    ROWS,
+    along,
+    load,
+    numbers,
+    put_transposed,
+    tiled,
+)
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
-
-__all__ = ["Values", "copies", "memory", "weigh", "write_weights"]
 
 
 class Values(NamedTuple):
@@ -44,7 +52,8 @@ def memory(plan) -> Values:
 
 
 def copies(data, values: Values, plan, indices, tile):
-    """List the copies that bring a tile's values to shared memory, as `keys.copies` does those of keys."""
+    """List the copies that bring a tile's values to shared memory, as `keys.copies` does those of
+    keys."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
     layer, row, head = indices
     steps, owner = plan.tile // STEP, head if plan.own_scales else 0
@@ -73,14 +82,18 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         scaled_weight = (weight * scale).astype(jnp.bfloat16)
         put_transposed(values.weights.at[step], scaled_weight)
         total, low = total + weight, low + weight * zero
-        # What 2^e adds is taken off with the rounded numbers that the product has. Signposts come without 2^e.
+        # What 2^e adds is taken off with the rounded numbers that the product has. Signposts come
+        # without 2^e.
         if not plan.signposts:
-            low = low - gpu_unpack.base(step, plan.spec.value_bits) * scaled_weight.astype(jnp.float32)
+            low = low - gpu_unpack.base(step, plan.spec.value_bits) * scaled_weight.astype(
+                jnp.float32
+            )
     return total, low
 
 
 def weigh(values: Values, plan, quad: Quad, table) -> tuple:
-    """Sum the unpacked codes of a quad, or the signposts that they stand for, under the weights of `write_weights`.
+    """Sum the unpacked codes of a quad, or the signposts that they stand for, under the weights of
+    `write_weights`.
 
     Args:
         values: References to shared memory.

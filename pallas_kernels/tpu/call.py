@@ -1,11 +1,12 @@
 """Declare the operands of TPU kernels, and call the kernels.
 
-A declaration (`Operand`) has an operand's array and says which block of it a grid step sees. The grid of every kernel
-is (row, tile) or (row, split, tile). `invoke` gives a kernel its operands, results and scratch memory as attributes of
-one value, `Refs`. Shapes in the declarations are those of the block that the kernel sees.
+A declaration (`Operand`) has an operand's array and says which block of it a grid step sees. The
+grid of every kernel is (row, tile) or (row, split, tile). `invoke` gives a kernel its operands,
+results and scratch memory as attributes of one value, `Refs`. Shapes in the declarations are those
+of the block that the kernel sees.
 
-Functions that choose a block get the numbers of the grid step, then two arrays in scalar memory: `layer` [1] and `ends`
-from `rows.tile_ends`.
+Functions that choose a block get the numbers of the grid step, then two arrays in scalar memory:
+`layer` [1] and `ends` from `rows.tile_ends`.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,29 @@ from jaxtyping import Array, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
-__all__ = ["BY_TOKEN", "KEYS_BY_TOKEN", "InPlace", "Operand", "Refs", "by_row", "by_tile", "fetched", "invoke"]
+__all__ = [
+    "BY_TOKEN",
+    "KEYS_BY_TOKEN",
+    "InPlace",
+    "Operand",
+    "Refs",
+    "by_row",
+    "by_tile",
+    "fetched",
+    "invoke",
+]
 __all__ += ["constant", "lies_at", "memory", "of_body", "of_layer", "scalars"]
 
 BOUNDS = 3  # numbers of a row in `rows.tile_ends` that are no pages
-# Fields of a body that have tokens on the lanes, in every form, and where keys have their scales per token.
+# Fields of a body that have tokens on the lanes, in every form, and where keys have their scales
+# per token.
 BY_TOKEN = ("value_scale", "value_low", "key_outliers", "value_outliers", "key_factor")
 KEYS_BY_TOKEN = ("key_scale", "key_low")
 
 
 class Refs(SimpleNamespace):
-    """References to a kernel's operands, results and scratch memory by name; None for an operand it does without."""
+    """References to a kernel's operands, results and scratch memory by name; None for an operand it
+    does without."""
 
 
 class Operand(NamedTuple):
@@ -49,14 +62,15 @@ class InPlace(NamedTuple):
 
 
 def fetched(row, number, ends):
-    """Return the tile to fetch where tile `number` is due: the nearest one that the row sees. A block that is the same
-    as in the step before is not fetched again, so that no tile is fetched in vain."""
+    """Return the tile to fetch where tile `number` is due: the nearest one that the row sees. A
+    block that is the same as in the step before is not fetched again, so that no tile is fetched in
+    vain."""
     return jnp.clip(number, ends[row, 0], ends[row, 2])
 
 
 def lies_at(row, number, ends, tiles: int):
-    """Return where tile `number` of a row lies in a body's arrays: (row of the arrays, tile). Where `ends` names the
-    row's pages, of `tiles` tiles each, the rows of the arrays are pages."""
+    """Return where tile `number` of a row lies in a body's arrays: (row of the arrays, tile). Where
+    `ends` names the row's pages, of `tiles` tiles each, the rows of the arrays are pages."""
     if ends.shape[1] == BOUNDS:
         return row, number
     # A tile's number is not negative: division and remainder need not look at its sign.
@@ -64,7 +78,8 @@ def lies_at(row, number, ends, tiles: int):
 
 
 def _spec(array, lead: Callable) -> pl.BlockSpec:
-    """Make a spec of blocks of size 1 along the first axis. `lead(*step, layer, ends)` is the number of the block."""
+    """Make a spec of blocks of size 1 along the first axis. `lead(*step, layer, ends)` is the
+    number of the block."""
     zeros = (0,) * (array.ndim - 1)
     return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *zeros))
 
@@ -82,7 +97,9 @@ def by_row(array) -> Operand:
 def of_layer(array) -> Operand:
     """Declare an array [L, B, ...]. A grid step sees its layer and row, [1, 1, ...]."""
     zeros = (0,) * (array.ndim - 2)
-    return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros)))
+    return Operand(
+        array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros))
+    )
 
 
 def by_tile(array, tile: Callable = fetched) -> Operand:
@@ -131,7 +148,10 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
 
         return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
 
-    specs = {name: jax.tree.map(tokens if name in by_token else rows, x) for name, x in body._asdict().items()}
+    specs = {
+        name: jax.tree.map(tokens if name in by_token else rows, x)
+        for name, x in body._asdict().items()
+    }
     return Operand(body, body._replace(**specs))
 
 
@@ -156,7 +176,7 @@ def invoke(
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],
     *,
-    in_place: dict[str, InPlace] = {},  # noqa: B006 - never written to
+    in_place: dict[str, InPlace] = {},  # noqa: B006
     name: str,
     interpret: object,
 ) -> tuple[Array, ...]:
@@ -171,20 +191,24 @@ def invoke(
         operands: What the kernel reads, by its name in `refs`; None: the kernel gets None.
         results: Shapes of `refs.out` and `refs.lse` for one step of the grid's other axes.
         scratch: Declarations of working memory, by its name in `refs`.
-        in_place: Arrays that are read and written. Their names in `refs` stand for pairs of references: what is read
-            and what is written.
+        in_place: Arrays that are read and written. Their names in `refs` stand for pairs of
+            references: what is read and what is written.
         name: The kernel's name in the program.
         interpret: As in `pl.pallas_call`.
 
     Returns:
-        `out` and `lse`, float32, with all axes of the grid but the last one before the shapes in `results`; then the
-        arrays `in_place`."""
-    used, lead = {name: operand for name, operand in operands.items() if operand is not None}, grid[:-1]
+        `out` and `lse`, float32, with all axes of the grid but the last one before the shapes in
+        `results`; then the arrays `in_place`."""
+    used, lead = (
+        {name: operand for name, operand in operands.items() if operand is not None},
+        grid[:-1],
+    )
     kept = list(in_place.values())
     first = 2  # inputs before the arrays: `layer` and `ends`
 
     def body(_, ends, *refs):
-        # In order: arrays in place as they are read, operands, results, arrays in place as they are written, scratch.
+        # In order: arrays in place as they are read, operands, results, arrays in place as they are
+        # written, scratch.
         read, written = refs[: len(kept)], refs[-1 - len(kept) : -1]
         *inputs, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
         by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
@@ -196,8 +220,14 @@ def invoke(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=[*(operand.old for operand in kept), *(operand.spec for operand in used.values())],
-            out_specs=[*(_result(shape, len(lead)) for shape in results), *(operand.new for operand in kept)],
+            in_specs=[
+                *(operand.old for operand in kept),
+                *(operand.spec for operand in used.values()),
+            ],
+            out_specs=[
+                *(_result(shape, len(lead)) for shape in results),
+                *(operand.new for operand in kept),
+            ],
             scratch_shapes=[scratch],
         ),
         out_shape=[
@@ -205,8 +235,8 @@ def invoke(
             *(jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in kept),
         ],
         input_output_aliases={first + number: len(results) + number for number in range(len(kept))},
-        # All tiles that `fetched` names lie within the arrays. Bounds checks would be scalar work for every copy of
-        # every step.
+        # All tiles that `fetched` names lie within the arrays. Bounds checks would be scalar work
+        # for every copy of every step.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=[*[pltpu.PARALLEL] * len(lead), pltpu.ARBITRARY],
             vmem_limit_bytes=VMEM_BYTES,

@@ -1,11 +1,11 @@
 """Shared parts of the steps of TPU kernels: slices, loops, products, and the codes of a tile in
 columns.
 
-A tile of tokens is worked off in blocks, and a block in columns. At the first token of a block words, key groups and
-lane order all begin anew. A column is the tokens of one product.
+A tile of tokens is worked off in blocks, and a block in columns. At the first token of a block
+words, key groups and lane order all begin anew. A column is the tokens of one product.
 
-Shapes: M query rows of a lane group (a multiple of 8), W lanes of a lane group, S tokens of a tile. Indices that may be
-traced have no annotation."""
+Shapes: M query rows of a lane group (a multiple of 8), W lanes of a lane group, S tokens of a tile.
+Indices that may be traced have no annotation."""
 
 import functools
 from collections.abc import Iterable
@@ -20,7 +20,18 @@ from kvqjax.pallas_kernels.tpu import signposts as tpu_signposts
 from kvqjax.pallas_kernels.tpu import unpack as tpu_unpack
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 
-__all__ = ["Place", "aligned", "columns", "dot", "filled", "groups_met", "key_rows", "lane_wise", "load_row", "loop"]
+__all__ = [
+    "Place",
+    "aligned",
+    "columns",
+    "dot",
+    "filled",
+    "groups_met",
+    "key_rows",
+    "lane_wise",
+    "load_row",
+    "loop",
+]
 __all__ += ["of_heads", "owners", "pick", "place_of", "quotient", "words_of", "zero_beyond"]
 
 
@@ -30,7 +41,8 @@ class Place(NamedTuple):
     Attributes:
         group: Its number.
         lanes: The slice of its lanes.
-        column: The number of its first 128 lanes, of arrays that are stored as columns of 128 lanes (`load_row`)."""
+        column: The number of its first 128 lanes, of arrays that are stored as columns of 128 lanes
+        (`load_row`)."""
 
     group: Any
     lanes: Any
@@ -45,44 +57,52 @@ def place_of(group, plan: Plan) -> Place:
 
 def dot(a, b, axis: int):
     """Multiply a @ b (axis 0) or a @ b.T (axis 1) with float32 sums."""
-    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def quotient(x, divisor: int):
-    """Divide natural numbers: x // divisor. The operator // would also handle signs, and its lowering works only where
-    a TPU is attached, which ahead-of-time compilation does not have."""
+    """Divide natural numbers: x // divisor. The operator // would also handle signs, and its
+    lowering works only where a TPU is attached, which ahead-of-time compilation does not have."""
     return jax.lax.div(x, jnp.full_like(x, divisor))
 
 
 def lane_wise(operation, x):
-    """Reduce [M, S] to [M, 128]: `operation` combines the columns of 128 lanes. Nothing moves between lanes; the
-    caller reduces the 128 lanes once, at the end."""
-    return functools.reduce(operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)))
+    """Reduce [M, S] to [M, 128]: `operation` combines the columns of 128 lanes. Nothing moves
+    between lanes; the caller reduces the 128 lanes once, at the end."""
+    return functools.reduce(
+        operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES))
+    )
 
 
 def zero_beyond(x, first, limit: int, axis: int):
-    """Return `x` with zeros from index `limit` on. Index 0 of `x` along `axis` counts as index `first`.
+    """Return `x` with zeros from index `limit` on. Index 0 of `x` along `axis` counts as index
+    `first`.
 
-    The last tile may reach beyond an array. What is read there must not reach a product, because 0 * NaN is NaN."""
+    The last tile may reach beyond an array. What is read there must not reach a product, because 0
+    * NaN is NaN."""
     index = first + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where(index < limit, x, jnp.zeros_like(x))
 
 
 def aligned(number, count: int):
-    """Return the slice of `count` entries that begins at entry `number` * `count`; `number` may be traced."""
+    """Return the slice of `count` entries that begins at entry `number` * `count`; `number` may be
+    traced."""
     first = number * count
     # The compiler must know that a traced start is aligned.
     return pl.ds(first if isinstance(number, int) else pl.multiple_of(first, count), count)
 
 
 def loop(count: int, step) -> None:
-    """Call `step(number)` for 0 to `count` - 1 in a loop of the program. Unlike a Python loop it is not unrolled, so
-    that the steps do not compete for registers."""
+    """Call `step(number)` for 0 to `count` - 1 in a loop of the program. Unlike a Python loop it is
+    not unrolled, so that the steps do not compete for registers."""
     jax.lax.fori_loop(0, count, lambda number, _: step(number), None)
 
 
 def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
-    """Load the words of block `index` of the tile in a lane group: one array [rows, W] for every plane set.
+    """Load the words of block `index` of the tile in a lane group: one array [rows, W] for every
+    plane set.
 
     Args:
         words: References [1, 1, rows of the tile, all lanes] uint32, one for every plane set.
@@ -122,13 +142,15 @@ def columns(words, signposts, bits: int, place: Place, index, plan: Plan, mixed:
 
 
 def groups_met(plan: Plan, i: int) -> list[int]:
-    """List the key groups that tokens of column `i` of a block belong to, counted from the block's first."""
+    """List the key groups that tokens of column `i` of a block belong to, counted from the block's
+    first."""
     tokens = plan.order[i * plan.column : (i + 1) * plan.column]
     return sorted({int(token) // plan.group for token in tokens})
 
 
 def owners(refs, plan: Plan, i: int):
-    """Return the key group of every token of column `i` of a block, counted from the block's first: [1, column]."""
+    """Return the key group of every token of column `i` of a block, counted from the block's first:
+    [1, column]."""
     return quotient(refs.order[:, i * plan.column : (i + 1) * plan.column], plan.group)
 
 
@@ -148,8 +170,8 @@ def pick(pieces: list, owner, names: list[int]):
 def load_row(ref, row, rows: int, column, width: int):
     """Load a part of one row of an array onto the 8 rows of registers.
 
-    The load broadcasts 128 lanes to all rows of a register for free. It needs the array [rows, n] to be stored as
-    columns of 128 lanes, one below the other: [n/128 * rows, 128].
+    The load broadcasts 128 lanes to all rows of a register for free. It needs the array [rows, n]
+    to be stored as columns of 128 lanes, one below the other: [n/128 * rows, 128].
 
     Args:
         ref: Reference to the array.
@@ -165,15 +187,19 @@ def load_row(ref, row, rows: int, column, width: int):
 
 
 def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
-    """Load the scales and minima of key group `part` of the tile in a lane group, on all query rows: [M, W] twice."""
+    """Load the scales and minima of key group `part` of the tile in a lane group, on all query
+    rows: [M, W] twice."""
     row = part if plan.spec.key_group else 0  # without key groups one row serves all tokens
     column = lane_group * (plan.lanes // LANES)
-    rows = (load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros))
+    rows = (
+        load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros)
+    )
     return tuple(filled(x, plan) for x in rows)
 
 
 def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):
-    """Load a number per token for every head of a lane group, each onto the rows of its head's queries: [M, column].
+    """Load a number per token for every head of a lane group, each onto the rows of its head's
+    queries: [M, column].
 
     Args:
         ref: Reference to an array with `count` numbers a token, stored as in `load_row`.

@@ -1,12 +1,14 @@
-"""The body of the TPU kernel on CommVQ's codes: one tile of tokens (see `commvq` for the mathematics and for the shapes
-of the operands).
+"""The body of the TPU kernel on CommVQ's codes: one tile of tokens (see `commvq` for the
+mathematics and for the shapes of the operands).
 
-A tile has 32 planes of 32 tokens. In lane order it is 8 columns of 128 tokens. Column c has the planes c, c + 8, c + 16
-and c + 24 (`CommVQPlan.order`). `refs.places` [3, 8, 128] says of the token on every lane of every column which of the
-column's four planes it is in, which row of the plane it is, and the number of the column.
+A tile has 32 planes of 32 tokens. In lane order it is 8 columns of 128 tokens. Column c has the
+planes c, c + 8, c + 16 and c + 24 (`CommVQPlan.order`). `refs.places` [3, 8, 128] says of the token
+on every lane of every column which of the column's four planes it is in, which row of the plane it
+is, and the number of the column.
 
-Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its channels, S tokens of the tile,
-K KV heads of D channels, R rounds of V levels, N bits of values. Scores are base-2 logarithms."""
+Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its channels, S
+tokens of the tile, K KV heads of D channels, R rounds of V levels, N bits of values. Scores are
+base-2 logarithms."""
 
 import functools
 
@@ -23,13 +25,12 @@ from kvqjax.pallas_kernels.tpu.softmax import over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER, write_limits
 from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
 
-__all__ = ["kernel"]
-
 ONES = 0x3F80, 0x3F800000  # a bfloat16 one in the lower and in the upper half of a word
 
 
 def kernel(refs: Refs, ends, plan):
-    """Attend to one tile. Grid (row, tile); `refs` as declared in `commvq`, `ends` from `rows.tile_ends`."""
+    """Attend to one tile. Grid (row, tile); `refs` as declared in `commvq`, `ends` from
+    `rows.tile_ends`."""
 
     def work(tile):
         _prepare(refs, plan, tile)
@@ -42,7 +43,8 @@ def kernel(refs: Refs, ends, plan):
 
 
 def _prepare(refs: Refs, plan, tile) -> None:
-    """Write limits, prescale and gain of the tokens, and the levels of the keys of tile number `tile`."""
+    """Write limits, prescale and gain of the tokens, and the levels of the keys of tile number
+    `tile`."""
     for number, part in enumerate(split_bits(plan.spec.bits)):
         _order_words(refs, number, part, tile)
     loop(plan.tile // LANES, lambda column: _write_levels(refs, plan, column))
@@ -51,15 +53,18 @@ def _prepare(refs: Refs, plan, tile) -> None:
 
 
 def _write_factors(refs: Refs, plane):
-    """Bring prescale and gain of the tokens in the columns' plane number `plane`, of 0 to 3, into lane order: [1, S] to
-    [8, 128]."""
-    # These are 8 of the tile's planes, one for each column: 256 tokens in a row. The first 128 of them belong to
-    # columns 0 to 3, the others to columns 4 to 7.
+    """Bring prescale and gain of the tokens in the columns' plane number `plane`, of 0 to 3, into
+    lane order: [1, S] to [8, 128]."""
+    # These are 8 of the tile's planes, one for each column: 256 tokens in a row. The first 128 of
+    # them belong to columns 0 to 3, the others to columns 4 to 7.
     shape, early, in_plane = refs.sizes.shape, refs.places[2] < 4, refs.places[0] == plane
     lane = (refs.places[2] & 3) * PLANE + refs.places[1]
     for stored, ref in ((refs.prescale, refs.sizes), (refs.gain, refs.gains)):
         low, high = (stored[0, 0, :, aligned(2 * plane + i, LANES)] for i in range(2))
-        low, high = (jnp.broadcast_to(from_bits(x, "bfloat16").astype(jnp.float32), shape) for x in (low, high))
+        low, high = (
+            jnp.broadcast_to(from_bits(x, "bfloat16").astype(jnp.float32), shape)
+            for x in (low, high)
+        )
         ref[...] = jnp.where(in_plane, _lanes(jnp.where(early, low, high), lane), ref[...])
 
 
@@ -71,16 +76,23 @@ def _lanes(x, index):
 def _order_words(refs: Refs, number: int, part: int, tile):
     """Bring the words of plane set `number`, of `part` bits a code, into lane order.
 
-    Words are shifted right so that the codes of column 0 are lowest. Those of column c then lie c * part bits up, in
-    the same words. A block of 128 words holds the words of one tile or of several tiles."""
-    words, planes = pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32), 32 // part  # planes of a word
+    Words are shifted right so that the codes of column 0 are lowest. Those of column c then lie c *
+    part bits up, in the same words. A block of 128 words holds the words of one tile or of several
+    tiles."""
+    words, planes = (
+        pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32),
+        32 // part,
+    )  # planes of a word
     if words.shape[1] < LANES:  # a permutation takes 128 lanes
         words = jnp.concatenate([words] * (LANES // words.shape[1]), axis=1)
-    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (PLANE * part)  # the tile's first word in the block
+    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (
+        PLANE * part
+    )  # the tile's first word in the block
     plane, count = 8 * refs.places[0], words.shape[0]  # planes of column 0
     lane = first + quotient(plane, planes) * PLANE + refs.places[1]
     shift = (plane & (planes - 1)) * part
-    # All 8 rows are equal: what differs from column to column is left out. They are repeated for every row of words.
+    # All 8 rows are equal: what differs from column to column is left out. They are repeated for
+    # every row of words.
     lane, shift = (jnp.concatenate([x] * -(-count // 8))[:count] for x in (lane, shift))
     refs.words[number] = jax.lax.shift_right_logical(_lanes(words, lane), shift)
 
@@ -88,8 +100,8 @@ def _order_words(refs: Refs, number: int, part: int, tile):
 def _write_levels(refs: Refs, plan, column):
     """Write the levels of 128 tokens, column number `column`, as `_one_hot` wants them.
 
-    A one-hot column has a bfloat16 number for each level, two to a word. `pairs` says which word holds the one, `ones`
-    is that word."""
+    A one-hot column has a bfloat16 number for each level, two to a word. `pairs` says which word
+    holds the one, `ones` is that word."""
     level, low = jnp.int32(0), 0
     for number, part in enumerate(split_bits(plan.spec.bits)):
         words = refs.words[number]
@@ -103,18 +115,21 @@ def _write_levels(refs: Refs, plan, column):
 
 def _score_group(refs: Refs, plan, group):
     """Write the scores of one group of heads, and their maxima into `top`."""
-    # Two loops, one after the other: in one loop both steps would need more registers than there are.
+    # Two loops, one after the other: in one loop both steps would need more registers than there
+    # are.
     loop(plan.tile // plan.chunk, functools.partial(_multiply, refs, plan, group))
     no_top = jnp.full((plan.rows, LANES), NEVER)
-    top = jax.lax.fori_loop(0, plan.tile // plan.slice, functools.partial(_score, refs, plan, group), no_top)
+    top = jax.lax.fori_loop(
+        0, plan.tile // plan.slice, functools.partial(_score, refs, plan, group), no_top
+    )
     refs.top[aligned(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _multiply(refs: Refs, plan, group, number):
     """Make the keys of a group of heads for a chunk of tokens, before prescale and rotation.
 
-    They are written as `plan.summands` sums, [summands, W, S], to which products are added in turn. So no product waits
-    for the one before it."""
+    They are written as `plan.summands` sums, [summands, W, S], to which products are added in turn.
+    So no product waits for the one before it."""
     dim, levels = plan.spec.head_dim, plan.spec.levels
     for member in range(plan.shared):
         head, tokens = group * plan.shared + member, aligned(number, plan.chunk)
@@ -123,20 +138,27 @@ def _multiply(refs: Refs, plan, group, number):
             columns = _one_hot(refs, plan, head, number, codes)
             product = dot(refs.matrix[aligned(head, dim), lanes], columns, 0)  # [D, chunk]
             place = step % plan.summands, slice(member * dim, (member + 1) * dim), tokens
-            refs.products[place] = product if step < plan.summands else product + refs.products[place]
+            refs.products[place] = (
+                product if step < plan.summands else product + refs.products[place]
+            )
 
 
 def _score(refs: Refs, plan, group, number, top):
-    """Rotate the keys of a slice of tokens by their offsets in the tile, multiply them by the queries and write the
-    scores. Return the maxima so far, [M, 128]."""
+    """Rotate the keys of a slice of tokens by their offsets in the tile, multiply them by the
+    queries and write the scores. Return the maxima so far, [M, 128]."""
     tokens, half = aligned(number, plan.slice), plan.spec.head_dim // 2
     cos, sin = refs.cos[:, tokens], refs.sin[:, tokens]
     scores = jnp.zeros((plan.rows, plan.slice))
     for head in range(plan.shared):
-        # The two halves of a head's channels are the members of its rotation pairs, [D/2, slice] each.
+        # The two halves of a head's channels are the members of its rotation pairs, [D/2, slice]
+        # each.
         parts = (slice((2 * head + i) * half, (2 * head + i + 1) * half) for i in range(2))
-        first, second = (sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts)
-        keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(jnp.bfloat16)
+        first, second = (
+            sum(refs.products[i, part, tokens] for i in range(plan.summands)) for part in parts
+        )
+        keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin]).astype(
+            jnp.bfloat16
+        )
         # Rows of other heads have zeros on this head's lanes.
         lanes = slice(2 * head * half, 2 * (head + 1) * half)
         scores = scores + dot(refs.queries[0, 0, group, :, lanes], keys, 0)
@@ -167,8 +189,14 @@ def _one_hot(refs: Refs, plan, head, number, codes: range):
     for i in range(plan.chunk // LANES):
         pieces = []  # 8 words of 128 tokens each
         for code in codes:
-            at = (number * (plan.chunk // LANES) + i) * plan.key_rows + code * plan.spec.kv_heads + head
-            pair, value = (jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones))
+            at = (
+                (number * (plan.chunk // LANES) + i) * plan.key_rows
+                + code * plan.spec.kv_heads
+                + head
+            )
+            pair, value = (
+                jnp.broadcast_to(ref[pl.ds(at, 1)], shape) for ref in (refs.pairs, refs.ones)
+            )
             pieces += [jnp.where(pair == row + first, value, 0) for first in range(0, words, 8)]
         columns.append(pltpu.bitcast(jnp.concatenate(pieces), jnp.bfloat16))
     return jnp.concatenate(columns, axis=1)
@@ -178,7 +206,9 @@ def _weigh(refs: Refs):
     """Write the softmax weights times the tokens' gains."""
     for column in range(refs.gains.shape[0]):
         lanes = slice(column * LANES, (column + 1) * LANES)
-        refs.weights[:, lanes] = (refs.scores[:, lanes] * refs.gains[column : column + 1]).astype(jnp.bfloat16)
+        refs.weights[:, lanes] = (refs.scores[:, lanes] * refs.gains[column : column + 1]).astype(
+            jnp.bfloat16
+        )
 
 
 def _sum_bits(refs: Refs, plan, part):
@@ -187,10 +217,12 @@ def _sum_bits(refs: Refs, plan, part):
     words = refs.value_bits[0, 0, :, lanes]
     pieces = [piece.astype(jnp.bfloat16) for piece in chunks([words], 1, 1, plan.ways)]
     columns = plan.tile // LANES
-    # With 4 ways a piece is a column of 128 tokens. With 2 ways it is half a column, whose other half comes 8 pieces
-    # later (`CommVQPlan.order`).
+    # With 4 ways a piece is a column of 128 tokens. With 2 ways it is half a column, whose other
+    # half comes 8 pieces later (`CommVQPlan.order`).
     bits = [jnp.concatenate(pieces[column::columns]) for column in range(columns)]
     product = dot(refs.weights[...], jnp.concatenate(bits), 0)
     # Unpacked bits are too large by an offset. What it adds is the same for all channels.
-    product = product - offset(1, plan.ways) * refs.weights[...].astype(jnp.float32).sum(-1, keepdims=True)
+    product = product - offset(1, plan.ways) * refs.weights[...].astype(jnp.float32).sum(
+        -1, keepdims=True
+    )
     refs.out[0, :, lanes] = refs.out[0, :, lanes] * refs.top[...] + product

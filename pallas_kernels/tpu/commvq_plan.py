@@ -1,4 +1,5 @@
-"""Static choices of one call of the TPU kernel on CommVQ's codes, and the order in which it takes tokens."""
+"""Static choices of one call of the TPU kernel on CommVQ's codes, and the order in which it takes
+tokens."""
 
 import dataclasses
 
@@ -65,7 +66,10 @@ class CommVQPlan:
     def steps(self) -> list[range]:
         """The levels of a token for one head, in the ranges that one product takes."""
         count = self.depth // self.spec.levels
-        return [range(first, min(first + count, self.spec.codes)) for first in range(0, self.spec.codes, count)]
+        return [
+            range(first, min(first + count, self.spec.codes))
+            for first in range(0, self.spec.codes, count)
+        ]
 
     @property
     def summands(self) -> int:
@@ -76,8 +80,9 @@ class CommVQPlan:
     def order(self) -> np.ndarray:
         """Token at each position of a tile, [columns, 128].
 
-        The planes of column c are c, c + 8, c + 16 and c + 24, for every `ways`. Unpacked value bits come in this order
-        once pieces of columns are put together. Keys are brought into it."""
+        The planes of column c are c, c + 8, c + 16 and c + 24, for every `ways`. Unpacked value
+        bits come in this order once pieces of columns are put together. Keys are brought into
+        it."""
         pieces = token_order(1, self.ways, TILE).reshape(4 // self.ways, TILE // LANES, -1)
         return np.concatenate(list(pieces), axis=1)
 
@@ -105,8 +110,15 @@ def plan_commvq(spec: CommVQSpec, slots: int, stretch: int, per_head: int) -> Co
         ValueError: A body that the kernel does not read."""
     if slots % TILE or stretch % TILE:
         raise ValueError(f"{slots} slots in stretches of {stretch}; want multiples of {TILE}")
-    if spec.head_dim % 16 or split_bits(spec.bits)[0] > 4 or spec.levels % 16 or spec.value_width % LANES:
-        raise ValueError(f"{spec}: want head_dim and levels in 16s, 128 levels at most, value bits in {LANES}s")
+    if (
+        spec.head_dim % 16
+        or split_bits(spec.bits)[0] > 4
+        or spec.levels % 16
+        or spec.value_width % LANES
+    ):
+        raise ValueError(
+            f"{spec}: want head_dim and levels in 16s, 128 levels at most, value bits in {LANES}s"
+        )
     # As few KV heads as have whole registers of query rows.
     heads = next((n for n in (1, 2, 4, 8) if spec.kv_heads % n == 0 and n * per_head % 8 == 0), 1)
     ways, chunk = (4, 512) if TPUS[spec.target].vector_bfloat16 else (2, 256)

@@ -1,17 +1,19 @@
-"""Decode attention on exact keys and values as a Pallas TPU kernel (same contract as `reference.packed_attention`).
+"""Decode attention on exact keys and values as a Pallas TPU kernel (same contract as
+`reference.packed_attention`).
 
-The grid is (row, tile). A tile of tokens of all KV heads is fetched at once, as the cache stores it, and worked off by
-lane groups. A lane group is as few whole heads as fill the 128 lanes. Its queries are laid out block-diagonally. Tiles
-outside a row's bounds are not fetched.
+The grid is (row, tile). A tile of tokens of all KV heads is fetched at once, as the cache stores
+it, and worked off by lane groups. A lane group is as few whole heads as fill the 128 lanes. Its
+queries are laid out block-diagonally. Tiles outside a row's bounds are not fetched.
 
-Memory is the bound on a v5e and v6e, where a tile takes fewer bundles than the cycles in which the next one arrives. On
-a v7x both are about equal (benchmarks/kernels.md).
+Memory is the bound on a v5e and v6e, where a tile takes fewer bundles than the cycles in which the
+next one arrives. On a v7x both are about equal (benchmarks/kernels.md).
 
-Before the first tile a row may attend to tokens that lie outside the body (`Recent`). One call is then all of a layer's
-attention. Otherwise XLA would need some thirty small operations to attend to these tokens and to merge the results.
+Before the first tile a row may attend to tokens that lie outside the body (`Recent`). One call is
+then all of a layer's attention. Otherwise XLA would need some thirty small operations to attend to
+these tokens and to merge the results.
 
-Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S tokens of the tile.
-Scores are base-2 logarithms."""
+Shapes in comments: P lane groups, M query rows of a lane group (a multiple of 8), W its lanes, S
+tokens of the tile. Scores are base-2 logarithms."""
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +24,22 @@ from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.base import from_bits
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
 from kvqjax.pallas_kernels.packed import row_slots
-from kvqjax.pallas_kernels.tpu.call import Operand, Refs, by_row, invoke, memory, of_body, of_layer, scalars
+from kvqjax.pallas_kernels.tpu.call import (
+    Operand,
+    Refs,
+    by_row,
+    invoke,
+    memory,
+    of_body,
+    of_layer,
+    scalars,
+)
 from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop
 from kvqjax.pallas_kernels.tpu.exact_plan import ExactPlan, make_plan
 from kvqjax.pallas_kernels.tpu.plan import LOG2E
 from kvqjax.pallas_kernels.tpu.rows import tile_ends
 from kvqjax.pallas_kernels.tpu.softmax import empty, normalise, over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER
-
-__all__ = ["packed_attention"]
 
 
 def packed_attention(
@@ -45,8 +54,9 @@ def packed_attention(
     pages: Int[Array, "B N"] | None = None,
     interpret: object = False,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, and to `recent` tokens as well. Queries and softmax weights are
-    rounded to bfloat16. `pages` are those of each row, where the body's rows are pages."""
+    """Attend as `reference.packed_attention` does, and to `recent` tokens as well. Queries and
+    softmax weights are rounded to bfloat16. `pages` are those of each row, where the body's rows
+    are pages."""
     batch, length, heads, dim = q.shape
     plan = make_plan(q, body, spec, row_slots(body, pages))
     rows = plan.lane_groups * plan.rows
@@ -69,9 +79,13 @@ def packed_attention(
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
     name, grid = f"packed_attention_exact_{plan.tile}", (batch, plan.slots // plan.tile)
     results = (length, heads, dim), (rows, 1)
-    out, lse = invoke(_kernel, plan, grid, layer, ends, operands, results, scratch, name=name, interpret=interpret)
+    out, lse = invoke(
+        _kernel, plan, grid, layer, ends, operands, results, scratch, name=name, interpret=interpret
+    )
     lse = lse.reshape(batch, plan.lane_groups, plan.rows)[:, :, : plan.used]
-    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf).reshape(batch, plan.lane_groups, length, plan.heads)
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf).reshape(
+        batch, plan.lane_groups, length, plan.heads
+    )
     return Partial(out, jnp.swapaxes(lse, 1, 2).reshape(batch, length, heads))
 
 
@@ -96,15 +110,18 @@ def _by_query(plan: ExactPlan, choose):
 
 
 def _kernel(refs: Refs, ends, plan: ExactPlan):
-    """Attend to one tile. `refs` as declared in `packed_attention`, `ends` from `rows.tile_ends`."""
-    # The functions of `softmax` sum into `out`, [1, P*M, W]. The kernel's result has its heads in order, and is written
-    # after the last tile: here it is `found`.
+    """Attend to one tile. `refs` as declared in `packed_attention`, `ends` from
+    `rows.tile_ends`."""
+    # The functions of `softmax` sum into `out`, [1, P*M, W]. The kernel's result has its heads in
+    # order, and is written after the last tile: here it is `found`.
     refs = Refs(**(vars(refs) | {"out": refs.sums, "found": refs.out}))
     query = pl.program_id(0) * plan.length  # number of the row's first query in the batch
 
     def stored(name: str, group, tokens=slice(None)):
         """Load the tile's keys or values of a lane group, [S, W] bfloat16."""
-        return from_bits(getattr(refs.body, name)[0, 0, tokens, aligned(group, plan.lanes)], "bfloat16")
+        return from_bits(
+            getattr(refs.body, name)[0, 0, tokens, aligned(group, plan.lanes)], "bfloat16"
+        )
 
     def score(group):
         """Write the scores of a lane group, and their maximum into `top`."""
@@ -124,7 +141,10 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
 
     def in_parts(step):
         """Call step(refs, rows) for all query rows, in as many parts as registers need."""
-        loop(plan.parts, lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)))
+        loop(
+            plan.parts,
+            lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)),
+        )
 
     def work(tile):
         _write_limits(refs, plan, query, tile)
@@ -152,9 +172,11 @@ def _scores(refs, plan: ExactPlan, rows, keys):
 
 
 def _write_limits(refs, plan: ExactPlan, query, tile):
-    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the number of the row's
-    first query in the batch."""
-    first, last = (_by_query(plan, lambda t, ref=ref: ref[query + t]) for ref in (refs.first, refs.last))
+    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the
+    number of the row's first query in the batch."""
+    first, last = (
+        _by_query(plan, lambda t, ref=ref: ref[query + t]) for ref in (refs.first, refs.last)
+    )
     for tokens in plan.columns:
         shape = plan.rows, tokens.stop - tokens.start
         token = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + (tile * plan.tile + tokens.start)
@@ -200,7 +222,8 @@ def _attend_recent(refs, plan: ExactPlan):
     seen = _by_query(plan, lambda t: jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER))
 
     def every(part: int, lanes):
-        """Put the keys (`part` 0) or values (1) of all tokens outside the body one below the other."""
+        """Put the keys (`part` 0) or values (1) of all tokens outside the body one below the
+        other."""
         parts = [*(x[part][0, 0, :, lanes] for x in recent.held), recent.new[part][0, :, lanes]]
         return jnp.concatenate([_filled(x) for x in parts])
 

@@ -6,8 +6,6 @@ from kvqjax.pallas_kernels.chips import TPUS
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.tpu.plan import lane_groups
 
-__all__ = ["ExactPlan", "make_plan", "tile_of"]
-
 UNIT = 256  # tokens of the smallest tile
 # What the registers hold beside other numbers.
 SCORES = 2**15  # scores of a lane group
@@ -52,7 +50,8 @@ class ExactPlan:
 
     @property
     def used(self) -> int:
-        """Query rows of a lane group: all its query heads for the first new token, then for the second, and so on."""
+        """Query rows of a lane group: all its query heads for the first new token, then for the
+        second, and so on."""
         return self.length * self.heads
 
     @property
@@ -62,7 +61,8 @@ class ExactPlan:
 
     @property
     def columns(self) -> list[slice]:
-        """The tile's tokens in parts, so that the scores of a lane group and a part fit the registers."""
+        """The tile's tokens in parts, so that the scores of a lane group and a part fit the
+        registers."""
         most = max(SCORES // self.rows, 128)
         return [slice(first, min(first + most, self.tile)) for first in range(0, self.tile, most)]
 
@@ -83,6 +83,8 @@ def tile_of(spec: ExactSpec, slots: int) -> int:
 
 
 def make_plan(q, body: ExactBody, spec: ExactSpec, slots: int) -> ExactPlan:
-    """Make the plan of a call on rows of `slots` slots. A row of several pages has more slots than `body`, whose rows
-    are pages."""
-    return ExactPlan(spec, slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads)
+    """Make the plan of a call on rows of `slots` slots. A row of several pages has more slots than
+    `body`, whose rows are pages."""
+    return ExactPlan(
+        spec, slots, tile_of(spec, body.slots), q.shape[1], q.shape[2] // spec.kv_heads
+    )

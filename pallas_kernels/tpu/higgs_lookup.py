@@ -1,8 +1,8 @@
-"""Look the codes of a tile up in the grid, chunk by chunk, for the TPU kernels on HIGGS and AQUA-KV bodies (see
-`higgs`).
+"""Look the codes of a tile up in the grid, chunk by chunk, for the TPU kernels on HIGGS and AQUA-KV
+bodies (see `higgs`).
 
-A tile's codes lie in columns of 128 codes. A chunk is `plan.chunk` tokens, C in shapes, that are looked up together. A
-step looks up some columns of a chunk."""
+A tile's codes lie in columns of 128 codes. A chunk is `plan.chunk` tokens, C in shapes, that are
+looked up together. A step looks up some columns of a chunk."""
 
 import functools
 import operator
@@ -16,8 +16,6 @@ from kvqjax.pallas_kernels.tpu.columns import aligned, loop, quotient
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.signposts import gathered
 
-__all__ = ["by_steps"]
-
 
 def _planes(ref, part: int, count: int, lanes, chunk):
     """Yield the codes' bits in one plane set, plane by plane.
@@ -30,8 +28,10 @@ def _planes(ref, part: int, count: int, lanes, chunk):
         chunk: Number of the chunk in the tile.
 
     Yields:
-        Words [32, 128] uint32 whose lowest `part` bits are those of one plane. The bits above are arbitrary."""
-    # A block is 32 rows of words. Its `planes` planes are part of a chunk, or those of several chunks.
+        Words [32, 128] uint32 whose lowest `part` bits are those of one plane. The bits above are
+        arbitrary."""
+    # A block is 32 rows of words. Its `planes` planes are part of a chunk, or those of several
+    # chunks.
     planes = 32 // part
     blocks = max(1, count * part // 32)  # that a chunk reaches
     first = quotient(chunk * part * count, 32) * PLANE
@@ -49,7 +49,8 @@ def _numbers(words, table, bits: int, count: int, lanes, chunk):
 
     Args:
         words: References to the words of each plane set.
-        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of a word.
+        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of
+            a word.
         bits: Bits of a code.
         count: Planes of 32 tokens that a chunk has.
         lanes: The slice of 128 lanes.
@@ -73,28 +74,34 @@ def _numbers(words, table, bits: int, count: int, lanes, chunk):
 def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, end) -> None:
     """Work off a tile chunk by chunk, and a chunk in steps of several columns.
 
-    For every chunk this calls `begin(chunk)`, then `use` once a step, then `end(chunk)`. The numbers of a step are
-    looked up while `use` works on the step before it: the two keep different units of the chip busy.
+    For every chunk this calls `begin(chunk)`, then `use` once a step, then `end(chunk)`. The
+    numbers of a step are looked up while `use` works on the step before it: the two keep different
+    units of the chip busy.
 
     Args:
-        numbers: Reference [2, C, beside * 128] uint32 to memory for two steps: one in use, one being looked up.
+        numbers: Reference [2, C, beside * 128] uint32 to memory for two steps: one in use, one
+            being looked up.
         plan: Has tile, chunk and parts, the number of columns.
         codes: References to the words of each plane set.
-        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of a word.
+        table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of
+            a word.
         bits: Bits of a code.
         beside: Columns of a step.
         begin: Called as `begin(chunk)`.
-        use: Called as `use(chunk, first, words)`. `first` is the number of the step's first column, `words` a reference
-            [C, beside * 128] to the numbers of its columns.
+        use: Called as `use(chunk, first, words)`. `first` is the number of the step's first column,
+            `words` a reference [C, beside * 128] to the numbers of its columns.
         end: Called as `end(chunk)`."""
     steps = plan.parts // beside  # of a chunk
     last = plan.tile // plan.chunk * steps - 1
 
-    # Steps are numbered through the tile. Even ones use the first half of `numbers`, odd ones the second half.
+    # Steps are numbered through the tile. Even ones use the first half of `numbers`, odd ones the
+    # second half.
     def look_up(number):
         chunk, first = quotient(number, steps), jax.lax.rem(number, jnp.int32(steps)) * beside
         for i in range(beside):
-            words = _numbers(codes, table, bits, plan.chunk // PLANE, aligned(first + i, LANES), chunk)
+            words = _numbers(
+                codes, table, bits, plan.chunk // PLANE, aligned(first + i, LANES), chunk
+            )
             numbers[jax.lax.rem(number, jnp.int32(2)), :, i * LANES : (i + 1) * LANES] = words
 
     def step(chunk, turn):

@@ -4,8 +4,9 @@ Sylvester's matrices are Kronecker products. For a group of n heads of D channel
 
     H = H_n (x) H_(D/2) (x) H_2        heads, pairs of a head, the two channels of a pair.
 
-H_2 is applied to the points of the grid, once. H_(D/2) is applied to keys token by token, and to values once, after
-they are summed. H_n commutes with RoPE, which rotates all heads alike, and is applied to the queries."""
+H_2 is applied to the points of the grid, once. H_(D/2) is applied to keys token by token, and to
+values once, after they are summed. H_n commutes with RoPE, which rotates all heads alike, and is
+applied to the queries."""
 
 import dataclasses
 import math
@@ -28,8 +29,8 @@ SPREAD = 256  # tokens whose scales are spread at a time
 class HiggsPlan:
     """Static choices of one call.
 
-    Wherever numbers of tokens lie on rows, a token has two rows: one for the first channels of pairs, one for the
-    second channels. For scores it has two lanes.
+    Wherever numbers of tokens lie on rows, a token has two rows: one for the first channels of
+    pairs, one for the second channels. For scores it has two lanes.
 
     Attributes:
         spec: The form of the body.
@@ -70,7 +71,8 @@ class HiggsPlan:
 
     @property
     def value_columns(self) -> int:
-        """Columns of values that are worked off together. A gather takes long, and several of them overlap."""
+        """Columns of values that are worked off together. A gather takes long, and several of them
+        overlap."""
         return math.gcd(self.parts, VALUES)
 
     @property
@@ -107,12 +109,14 @@ class HiggsPlan:
 
     @property
     def between(self) -> np.ndarray:
-        """The signs with which the heads of a query meet transformed heads of keys, [KV heads, KV heads]; 0 between
-        groups."""
+        """The signs with which the heads of a query meet transformed heads of keys, [KV heads, KV
+        heads]; 0 between groups."""
         return np.kron(np.eye(self.spec.groups), hadamard(self.spec.group // self.spec.head_dim))
 
 
-def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None) -> HiggsPlan:
+def plan_higgs(
+    spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: int | None = None
+) -> HiggsPlan:
     """Make the plan of a call.
 
     Args:
@@ -128,9 +132,18 @@ def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: i
     Raises:
         ValueError: A body that the kernel does not read."""
     heads, dim = spec.group // spec.head_dim, spec.head_dim
-    if heads * dim != spec.group or spec.width % spec.group or heads & (heads - 1) or dim & (dim - 1):
+    if (
+        heads * dim != spec.group
+        or spec.width % spec.group
+        or heads & (heads - 1)
+        or dim & (dim - 1)
+    ):
         raise ValueError(f"{spec}: want groups of a power of two heads of a power of two channels")
-    if spec.width % (2 * LANES) or not 2 * 8 <= dim <= 2 * LANES or max(spec.key_bits, spec.value_bits) > 8:
+    if (
+        spec.width % (2 * LANES)
+        or not 2 * 8 <= dim <= 2 * LANES
+        or max(spec.key_bits, spec.value_bits) > 8
+    ):
         raise ValueError(
             f"{spec}: want channels in multiples of {2 * LANES}, heads of at most {2 * LANES} "
             "channels, codes of up to 8 bits"
@@ -139,7 +152,12 @@ def plan_higgs(spec: HiggsSpec, slots: int, stretch: int, per_head: int, tile: i
     chunk = 2 * LANES
     if not TPUS[spec.target].vector_bfloat16:  # float32 wants twice the registers
         chunk = LANES if spec.kv_heads * per_head <= 32 else LANES // 2
-    unit = max(SPREAD, *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)))
+    unit = max(
+        SPREAD,
+        *(1024 // part for bits in (spec.key_bits, spec.value_bits) for part in split_bits(bits)),
+    )
     if tile % unit or stretch % chunk:
-        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {chunk}")
+        raise ValueError(
+            f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {unit} and of {chunk}"
+        )
     return HiggsPlan(spec, slots, spec.kv_heads * per_head, tile, chunk)

@@ -1,13 +1,15 @@
 """Turn codes of keys into keys, k = s c + m, inside the TPU decode-attention kernel.
 
-c is a code, s the scale and m the minimum of the code's channel and group of tokens. Tokens lie along the rows of a
-register, in lane order (`unpack`), which mixes tokens of several groups. Scales and minima must be laid out in the same
-order. How this is done depends on the number format that the chip's vector unit computes with:
+c is a code, s the scale and m the minimum of the code's channel and group of tokens. Tokens lie
+along the rows of a register, in lane order (`unpack`), which mixes tokens of several groups. Scales
+and minima must be laid out in the same order. How this is done depends on the number format that
+the chip's vector unit computes with:
 
-- bfloat16: A register holds 16 tokens, here called a slab. The slabs of a block repeat a few patterns of key groups.
-  The scales and minima of every pattern are written once for each block (`store_patterns`).
-- float32 (`Plan.wide`): A word holds the codes of two tokens. Its lower and upper halves are multiplied apart. Each
-  half has tokens of one group in 32 consecutive rows (`halves`)."""
+- bfloat16: A register holds 16 tokens, here called a slab. The slabs of a block repeat a few
+  patterns of key groups. The scales and minima of every pattern are written once for each block
+  (`store_patterns`).
+- float32 (`Plan.wide`): A word holds the codes of two tokens. Its lower and upper halves are
+  multiplied apart. Each half has tokens of one group in 32 consecutive rows (`halves`)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,6 @@ from kvqjax.ops.packing.base import PLANE
 from kvqjax.pallas_kernels.tpu.columns import Place, aligned, dot, load_row
 from kvqjax.pallas_kernels.tpu.plan import Plan
 
-__all__ = ["halves", "packed", "patterns", "slab_keys", "store_patterns"]
-
 SLAB = 16  # tokens: the rows of a register of bfloat16
 
 
@@ -31,13 +31,14 @@ def patterns(plan: Plan) -> Float[Array, "rows N"]:
         plan: The call's plan.
 
     Returns:
-        1 where the token of a row belongs to a key group, of the N of a tile. Rows are the SLAB tokens of the patterns
-        of the first block, then those of the second block, and so on."""
+        1 where the token of a row belongs to a key group, of the N of a tile. Rows are the SLAB
+        tokens of the patterns of the first block, then those of the second block, and so on."""
     kinds, _ = _kinds(plan)
     group_in_block = np.concatenate(kinds)  # [kinds * SLAB]
     first_of_block = np.arange(plan.blocks) * (plan.block // plan.group)  # [blocks]
     group_in_tile = (first_of_block[:, None] + group_in_block[None]).reshape(-1)
-    # Where keys have one scale for all tokens (`key_rows` = 1), every row takes it: modulo 1 all groups are group 0.
+    # Where keys have one scale for all tokens (`key_rows` = 1), every row takes it: modulo 1 all
+    # groups are group 0.
     scale_row = group_in_tile % plan.key_rows
     return jnp.asarray(scale_row[:, None] == np.arange(plan.key_rows)[None], jnp.bfloat16)
 
@@ -46,8 +47,8 @@ def _kinds(plan: Plan) -> tuple[list[np.ndarray], list[int]]:
     """List the different slabs of a block and the number of every slab among them.
 
     Returns:
-        (kinds, slab_kinds). kinds[k] are the key groups of the tokens of slab kind k, [SLAB], counted from the block's
-        first group. slab_kinds[n] is the kind of the block's n-th slab."""
+        (kinds, slab_kinds). kinds[k] are the key groups of the tokens of slab kind k, [SLAB],
+        counted from the block's first group. slab_kinds[n] is the kind of the block's n-th slab."""
     group_of_token = (plan.order // plan.group).reshape(-1, SLAB)  # [slabs of a block, SLAB]
     slabs = [tuple(slab) for slab in group_of_token]
     kinds = sorted(set(slabs))
@@ -59,7 +60,8 @@ def store_patterns(refs, scale, zero, lanes) -> None:
     """Write a tile's key scales and minima as slabs.
 
     Args:
-        refs: The kernel's references; `slab_scales` and `slab_zeros` [rows, K*D] bfloat16 are written.
+        refs: The kernel's references; `slab_scales` and `slab_zeros` [rows, K*D] bfloat16 are
+            written.
         scale: Scales of the tile's N key groups, [N, lanes] float32.
         zero: Minima of the same groups, less the codes' offset, [N, lanes] float32.
         lanes: The slice of the lanes."""
@@ -108,16 +110,20 @@ def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
         i: Number of the column in its block.
 
     Returns:
-        Keys of the tokens in lower halves of words, then of those in upper halves, [column/2, W] float32 each."""
-    # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number, whose other bits are 0. So a
-    # shift widens the lower halves, a mask the upper ones.
+        Keys of the tokens in lower halves of words, then of those in upper halves, [column/2, W]
+        float32 each."""
+    # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number, whose other
+    # bits are 0. So a shift widens the lower halves, a mask the upper ones.
     words = pltpu.bitcast(codes, jnp.uint32)
     lower, upper = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
-    return [_half(bits, refs, plan, place, index, i, half) for half, bits in enumerate((lower, upper))]
+    return [
+        _half(bits, refs, plan, place, index, i, half) for half, bits in enumerate((lower, upper))
+    ]
 
 
 def _half(bits, refs, plan: Plan, place: Place, index, i: int, half: int):
-    """Turn the codes in lower (`half` 0) or upper halves (1) of words into keys, [column/2, W] float32.
+    """Turn the codes in lower (`half` 0) or upper halves (1) of words into keys, [column/2, W]
+    float32.
 
     `bits` [column/2, W] are the bits of the codes as float32 numbers."""
     numbers = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -149,4 +155,6 @@ def packed(low, high):
 
     Returns:
         Both, [2n, W] bfloat16."""
-    return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.bfloat16)
+    return pltpu.bitcast(
+        pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.bfloat16
+    )

@@ -1,11 +1,12 @@
-"""The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the mathematics and for the
-shapes of the operands).
+"""The body of the TPU kernel on packed latents: one tile of tokens (see `latents` for the
+mathematics and for the shapes of the operands).
 
-`plan.parts` is the plan of the latents alone: it takes every 128 channels of the R for a lane group, or part. The plan
-itself is that of the keys which are made from latents.
+`plan.parts` is the plan of the latents alone: it takes every 128 channels of the R for a lane
+group, or part. The plan itself is that of the keys which are made from latents.
 
-Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S tokens of the tile, N
-key groups of the tile, C value scales of a token, R the rank. Scores are base-2 logarithms."""
+Shapes in comments: P groups of heads, M query rows of a group (a multiple of 8), W its lanes, S
+tokens of the tile, N key groups of the tile, C value scales of a token, R the rank. Scores are
+base-2 logarithms."""
 
 import functools
 
@@ -32,11 +33,10 @@ from kvqjax.pallas_kernels.tpu.softmax import over_tiles, to_weights
 from kvqjax.pallas_kernels.tpu.tile import NEVER, order_scales, write_limits
 from kvqjax.pallas_kernels.tpu.unpack import chunks, offset
 
-__all__ = ["kernel"]
-
 
 def kernel(refs: Refs, ends, plan):
-    """Attend to one tile. Grid (row, tile); `refs` as declared in `latents`, `ends` from `rows.tile_ends`."""
+    """Attend to one tile. Grid (row, tile); `refs` as declared in `latents`, `ends` from
+    `rows.tile_ends`."""
 
     def work(tile):
         _prepare(refs, plan, tile)
@@ -60,8 +60,8 @@ def _prepare(refs: Refs, plan, tile) -> None:
 def _spread_scales(refs: Refs, plan, tile, part):
     """Write key scales and minima of 128 channels in lane order.
 
-    The key groups of the tokens in a chunk of unpacked codes repeat themselves after 8 rows. So each chunk has 8 rows
-    of scales (`LatentPlan.pattern`), [chunks * 8, 128]."""
+    The key groups of the tokens in a chunk of unpacked codes repeat themselves after 8 rows. So
+    each chunk has 8 rows of scales (`LatentPlan.pattern`), [chunks * 8, 128]."""
     parts, place = plan.parts, place_of(part, plan.parts)
     stored = (refs.body.key_scale, refs.body.key_low)
     scale, low = (from_bits(x[0, 0, :, place.lanes], parts.spec.scales) for x in stored)  # [N, 128]
@@ -83,7 +83,9 @@ def _unpack_latents(refs: Refs, plan, part):
         for i, codes in enumerate(_codes(refs, plan, place, index)):
             count = codes.shape[0]  # tokens of a chunk of unpacked codes
             at = index * (parts.block // count) + i  # number of the chunk in the tile
-            factor, zero = (ref[8 * at : 8 * at + 8, place.lanes] for ref in (refs.factors, refs.zeros))
+            factor, zero = (
+                ref[8 * at : 8 * at + 8, place.lanes] for ref in (refs.factors, refs.zeros)
+            )
             by_eights = codes.astype(jnp.float32).reshape(-1, 8, LANES)
             latents = (by_eights * factor[None] + zero[None]).reshape(codes.shape)
             refs.latents[at * count : (at + 1) * count, place.lanes] = latents.astype(jnp.bfloat16)
@@ -92,21 +94,27 @@ def _unpack_latents(refs: Refs, plan, part):
 def _codes(refs: Refs, plan, place, index: int):
     """Yield the key codes of block `index` of the tile, [32 * ways, 128] at a time."""
     parts, bits = plan.parts, plan.parts.spec.key_bits
-    return chunks(words_of(refs.body.key_codes, bits, place, index, parts), bits, parts.base, parts.ways)
+    return chunks(
+        words_of(refs.body.key_codes, bits, place, index, parts), bits, parts.base, parts.ways
+    )
 
 
 def _score_group(refs: Refs, plan, group):
     """Write the scores of one group of heads, and their maxima into `top`."""
-    # Products and scores have loops of their own: in one loop they would need more registers than there are.
+    # Products and scores have loops of their own: in one loop they would need more registers than
+    # there are.
     for piece in range(plan.lanes // plan.columns):
         loop(plan.parts.tile // plan.chunk, functools.partial(_multiply, refs, plan, group, piece))
     step = functools.partial(_score, refs, plan, group)
-    top = jax.lax.fori_loop(0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER))
+    top = jax.lax.fori_loop(
+        0, plan.parts.tile // plan.slice, step, jnp.full((plan.rows, LANES), NEVER)
+    )
     refs.top[aligned(group, plan.rows)] = top.max(-1, keepdims=True)
 
 
 def _turned_back(refs: Refs, plan, group, number):
-    """Rotate the queries of a group back by the first position of slice `number`'s stretch: [M, W] bf16."""
+    """Rotate the queries of a group back by the first position of slice `number`'s stretch: [M, W]
+    bf16."""
     stretch = jax.lax.div(number, jnp.int32(plan.stretch // plan.slice))
     cos, sin = (refs.turns[0, pl.ds(2 * stretch + i, 1)] for i in range(2))
     first, second = refs.queries[0, group, :, : plan.half], refs.queries[0, group, :, plan.half :]
@@ -117,8 +125,8 @@ def _turned_back(refs: Refs, plan, group, number):
 def _multiply(refs: Refs, plan, group, piece: int, chunk):
     """Make keys of a group of heads, before bias and rotation, for one chunk of tokens.
 
-    `plan.columns` channels, those of number `piece`, are made from `plan.columns` latents at a time: as many as the
-    matrix unit has."""
+    `plan.columns` channels, those of number `piece`, are made from `plan.columns` latents at a
+    time: as many as the matrix unit has."""
     tokens, lanes = aligned(chunk, plan.chunk), aligned(piece, plan.columns)
     group_lanes = aligned(group * (plan.lanes // plan.columns) + piece, plan.columns)
     for depth in range(0, plan.spec.rank, plan.columns):
@@ -128,16 +136,17 @@ def _multiply(refs: Refs, plan, group, piece: int, chunk):
 
 
 def _score(refs: Refs, plan, group, number, top):
-    """Add the bias, rotate the keys of a slice of tokens by their offsets, multiply them by the queries and write the
-    scores. Return the maxima so far, [M, 128]."""
+    """Add the bias, rotate the keys of a slice of tokens by their offsets, multiply them by the
+    queries and write the scores. Return the maxima so far, [M, 128]."""
     tokens, lanes = aligned(number, plan.slice), aligned(group, plan.lanes)
     cos, sin = refs.cos[tokens], refs.sin[tokens]
     keys = refs.products[tokens] + refs.maps[0:1, lanes]  # the bias
     inverse_norm = None
-    # QK-norm divides a head's key by its root mean square and multiplies it by weights. The divisor is one number per
-    # token and head, and so multiplies the scores.
+    # QK-norm divides a head's key by its root mean square and multiplies it by weights. The divisor
+    # is one number per token and head, and so multiplies the scores.
     if plan.spec.epsilon:
-        # `own` has ones in every query row on the channels of the row's head: sums of squares, [M, slice].
+        # `own` has ones in every query row on the channels of the row's head: sums of squares, [M,
+        # slice].
         square = dot(refs.own[...], (keys * keys).astype(jnp.bfloat16), 1)
         inverse_norm = jax.lax.rsqrt(square / plan.spec.head_dim + plan.spec.epsilon)
         keys = keys * refs.maps[1:2, lanes]
@@ -152,13 +161,15 @@ def _score(refs: Refs, plan, group, number, top):
 
 
 def _own_rows(ref, parts, part, begin: int):
-    """Load value scales, or minima, of 128 channels for the column of tokens from `begin` on, on all query rows."""
+    """Load value scales, or minima, of 128 channels for the column of tokens from `begin` on, on
+    all query rows."""
     row = jax.lax.div(part * LANES, jnp.int32(parts.spec.value_group))
     return filled(load_row(ref, row, parts.value_rows, begin // LANES, parts.column), parts)
 
 
 def _minima(refs: Refs, parts, part, begin: int):
-    """Multiply the minima of 128 channels by the weights of a column of tokens: [P*M, 128], to be summed over lanes."""
+    """Multiply the minima of 128 channels by the weights of a column of tokens: [P*M, 128], to be
+    summed over lanes."""
     weights = refs.scores[:, begin : begin + parts.column]
     return lane_wise(jnp.add, weights * _own_rows(refs.lows, parts, part, begin))
 
@@ -175,14 +186,19 @@ def _sum_minima(refs: Refs, plan, part):
 def _sum_latents(refs: Refs, plan, part):
     """Add 128 channels of the tile's weighted value latents to the running sums.
 
-    Where `_sum_minima` has run (`LatentPlan.apart`), it has rescaled the running sums and added the minima."""
+    Where `_sum_minima` has run (`LatentPlan.apart`), it has rescaled the running sums and added the
+    minima."""
     parts, place = plan.parts, place_of(part, plan.parts)
     lows, product = jnp.zeros((parts.rows, LANES)), jnp.zeros((parts.rows, LANES))
     for index in range(parts.tile // parts.block):
-        codes = columns(refs.body.value_codes, None, parts.spec.value_bits, place, index, parts, parts.mixed)
+        codes = columns(
+            refs.body.value_codes, None, parts.spec.value_bits, place, index, parts, parts.mixed
+        )
         for i, column in enumerate(codes):
             begin = index * parts.block + i * parts.column
-            weights = refs.scores[:, begin : begin + parts.column] * _own_rows(refs.scales, parts, part, begin)
+            weights = refs.scores[:, begin : begin + parts.column] * _own_rows(
+                refs.scales, parts, part, begin
+            )
             lows = lows if plan.apart else lows + _minima(refs, parts, part, begin)
             product = product + dot(weights.astype(jnp.bfloat16), column, 0)
     sums = refs.out[0, :, place.lanes]

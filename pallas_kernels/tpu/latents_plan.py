@@ -18,7 +18,8 @@ class LatentPlan:
     """Static choices of one call.
 
     Attributes:
-        parts: The plan of the latents alone, as heads of 128 channels that all query rows attend to.
+        parts: The plan of the latents alone, as heads of 128 channels that all query rows attend
+            to.
         spec: The form of the body.
         shared: KV heads whose keys are made together, a group.
         used: Query rows of a group.
@@ -60,25 +61,40 @@ class LatentPlan:
         """Say whether the minima of values are summed in a loop of their own. This is slower, but
         takes fewer registers. Many query rows need it, and codes of two plane sets on some
         chips."""
-        return self.parts.rows > 32 or (self.parts.chip.sums_3_bit_minima_apart and self.spec.stored.value_bits == 3)
+        return self.parts.rows > 32 or (
+            self.parts.chip.sums_3_bit_minima_apart and self.spec.stored.value_bits == 3
+        )
 
     @property
     def pattern(self) -> np.ndarray:
-        """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile, [chunks * 8]."""
-        return self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1) // self.parts.spec.key_group
+        """Key group of each of the 8 rows that repeat themselves in every unpacked chunk of a tile,
+        [chunks * 8]."""
+        return (
+            self.parts.tile_order.reshape(-1, 32 * self.parts.ways)[:, :8].reshape(-1)
+            // self.parts.spec.key_group
+        )
 
 
 def _heads_together(spec: LatentSpec, per_head: int) -> int:
-    """Choose how many KV heads are made together: as few as fill two registers of lanes and, where possible, eight
-    query rows."""
+    """Choose how many KV heads are made together: as few as fill two registers of lanes and, where
+    possible, eight query rows."""
     fill = math.lcm(2 * LANES, spec.head_dim) // spec.head_dim
     # Fewer than all heads that divide them and have whole registers of query rows.
-    fitting = (n for n in range(fill, spec.kv_heads, fill) if spec.kv_heads % n == 0 and n * per_head % 8 == 0)
+    fitting = (
+        n
+        for n in range(fill, spec.kv_heads, fill)
+        if spec.kv_heads % n == 0 and n * per_head % 8 == 0
+    )
     return next(fitting, fill)
 
 
 def plan_latents(
-    spec: LatentSpec, slots: int, stretch: int, per_head: int, ways: int | None = None, tile: int | None = None
+    spec: LatentSpec,
+    slots: int,
+    stretch: int,
+    per_head: int,
+    ways: int | None = None,
+    tile: int | None = None,
 ) -> LatentPlan:
     """Make the plan of a call.
 
@@ -97,15 +113,24 @@ def plan_latents(
         ValueError: A body that the kernel does not read."""
     heads = _heads_together(spec, per_head)
     if spec.kv_heads % heads or spec.rank % LANES or spec.stored.value_group % LANES:
-        raise ValueError(f"{spec}: want heads that fill {2 * LANES} lanes and a rank and value groups of {LANES}s")
-    stored = dataclasses.replace(spec.stored, kv_heads=spec.rank // LANES, head_dim=LANES, target=spec.target)
+        raise ValueError(
+            f"{spec}: want heads that fill {2 * LANES} lanes and a rank and value groups of {LANES}s"
+        )
+    stored = dataclasses.replace(
+        spec.stored, kv_heads=spec.rank // LANES, head_dim=LANES, target=spec.target
+    )
     used = heads * per_head
     rows = spec.kv_heads // heads * -(-used // 8) * 8
     tile = min(tile or TILE, slots)
     parts = Plan(stored, slots, rows, rows, tile, ways or cheapest_ways(stored), LANES)
     columns, stretch = parts.chip.matrix_lanes, min(stretch, tile)
     if tile % parts.block or tile % stretch or stretch % parts.block:
-        raise ValueError(f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}")
-    # Tokens whose keys are rotated at a time, at most. With QK-norm the keys are needed twice, which takes registers.
+        raise ValueError(
+            f"tiles of {tile} tokens in stretches of {stretch}; want multiples of {parts.block}"
+        )
+    # Tokens whose keys are rotated at a time, at most. With QK-norm the keys are needed twice,
+    # which takes registers.
     limit = LANES if spec.epsilon and columns == LANES else 512
-    return LatentPlan(parts, spec, heads, used, min(tile, 512), columns, min(stretch, limit), stretch)
+    return LatentPlan(
+        parts, spec, heads, used, min(tile, 512), columns, min(stretch, limit), stretch
+    )

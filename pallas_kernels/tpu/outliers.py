@@ -1,22 +1,25 @@
-"""Add to scores and outputs what KVQuant's outliers change in them, in the TPU decode-attention kernel.
+"""Add to scores and outputs what KVQuant's outliers change in them, in the TPU decode-attention
+kernel.
 
-The dense codes decode channel w of a token to s T[c] + m, where c is the code and T the signposts. The scale s and the
-centre m belong to the channel for keys, to the token for values. An outlier o replaces this number. Scores are linear
-in keys, and outputs are linear in values. So it is enough to attend to the dense numbers, and to add what the
-difference d = o - s T[c] - m contributes.
+The dense codes decode channel w of a token to s T[c] + m, where c is the code and T the signposts.
+The scale s and the centre m belong to the channel for keys, to the token for values. An outlier o
+replaces this number. Scores are linear in keys, and outputs are linear in values. So it is enough
+to attend to the dense numbers, and to add what the difference d = o - s T[c] - m contributes.
 
-The code c need not be read. An outlier lies outside the range of the signposts, so its code is that of the first or of
-the last signpost, whichever lies on its side of the centre m. (The stored centre of a value is rounded. An outlier may
-lie inside the range by the rounding error. Its nearest signpost is still the outermost one.)
+The code c need not be read. An outlier lies outside the range of the signposts, so its code is that
+of the first or of the last signpost, whichever lies on its side of the centre m. (The stored centre
+of a value is rounded. An outlier may lie inside the range by the rounding error. Its nearest
+signpost is still the outermost one.)
 
-A slot holds one outlier of a token: its value o and its channel w. Let h be the lane group of channel w, l the lane
-within the group (128 lanes, of one head or several), and t the token, counted from the first of its block. With y and
-y~ as in `rope`, and softmax weights p:
+A slot holds one outlier of a token: its value o and its channel w. Let h be the lane group of
+channel w, l the lane within the group (128 lanes, of one head or several), and t the token, counted
+from the first of its block. With y and y~ as in `rope`, and softmax weights p:
 
     score_h,t += d (cos(t)_l y_l + sin(t)_l y~_l)         y_l is gathered along the lanes, for a slot of 128 tokens
     out_h,l   += sum over t with channel l of p_h,t d     see `outlier_values`
 
-Slots are stored with tokens on the lanes, as scales are, and are brought into lane order like scales."""
+Slots are stored with tokens on the lanes, as scales are, and are brought into lane order like
+scales."""
 
 import math
 
@@ -30,9 +33,8 @@ from kvqjax.pallas_kernels.tpu.columns import aligned, dot, filled, key_rows, lo
 from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
 from kvqjax.pallas_kernels.tpu.rope import turned
 
-__all__ = ["add_keys", "difference", "padded", "prepare", "rates", "scratch", "split"]
-
-# Taylor coefficients of sin(2 pi x) / x in powers of x^2. Five terms are 4e-6 off at most for |x| <= 1/4.
+# Taylor coefficients of sin(2 pi x) / x in powers of x^2. Five terms are 4e-6 off at most for |x|
+# <= 1/4.
 SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(5)]
 
 
@@ -42,22 +44,30 @@ def padded(slots: int) -> int:
 
 
 def scratch(plan: Plan) -> dict:
-    """Declare working memory for R slots of a token (padded): P lane groups, M query rows, S tokens of the tile."""
+    """Declare working memory for R slots of a token (padded): P lane groups, M query rows, S tokens
+    of the tile."""
     spec, scores = plan.spec, (plan.lane_groups, plan.rows, plan.tile)
     keys, values = padded(spec.key_slots), padded(spec.value_slots)
     buffers = {}
     if keys:
         buffers["added"] = memory(*scores)  # [P, M, S]: what outliers of keys add to the scores
-        buffers["key_slots"] = memory(3 * keys, plan.tile)  # [3R, S]: values, lanes and lane groups, in lane order
-        buffers["waves"] = memory(2 * keys, plan.tile)  # [2R, S]: cos | sin of the slots' lanes and tokens
+        buffers["key_slots"] = memory(
+            3 * keys, plan.tile
+        )  # [3R, S]: values, lanes and lane groups, in lane order
+        buffers["waves"] = memory(
+            2 * keys, plan.tile
+        )  # [2R, S]: cos | sin of the slots' lanes and tokens
         # [2R, S]: what one lane group's outliers change, times cos | sin
         buffers["changes"] = memory(2 * keys, plan.tile)
     if values:
         buffers["weights"] = memory(*scores)  # [P, M, S]: softmax weights of all lane groups
         buffers["value_slots"] = memory(3 * values, plan.tile)
-        buffers["shares"] = memory(SHARE, values, LANES)  # what the outliers of 128 tokens change in each lane group
+        buffers["shares"] = memory(
+            SHARE, values, LANES
+        )  # what the outliers of 128 tokens change in each lane group
     if buffers:
-        # Slots of one period before they are brought into lane order, for keys and for values in turn.
+        # Slots of one period before they are brought into lane order, for keys and for values in
+        # turn.
         buffers["staged"] = memory(3 * max(keys, values), plan.period, dtype=jnp.bfloat16)
     return buffers
 
@@ -72,10 +82,12 @@ def prepare(refs, plan: Plan, tile) -> None:
 
 
 def _order_slots(refs, plan: Plan, tile, stored, slots, count: int) -> None:
-    """Write the tile's outliers, `count` slots a token in [1, 1, rows, S] u16, to `slots` [3R, S] in lane order."""
+    """Write the tile's outliers, `count` slots a token in [1, 1, rows, S] u16, to `slots` [3R, S]
+    in lane order."""
 
     def bring(number):
-        """Order the slots of one period of tokens: a product with the one-hot matrix permutes its lanes."""
+        """Order the slots of one period of tokens: a product with the one-hot matrix permutes its
+        lanes."""
         _stage(refs.staged, stored, plan, tile, number, slots.shape[0] // 3, count)
         staged = refs.staged[: slots.shape[0]]
         slots[:, aligned(number, plan.period)] = dot(staged, refs.onehot[...], 0)
@@ -85,10 +97,11 @@ def _order_slots(refs, plan: Plan, tile, stored, slots, count: int) -> None:
 
 
 def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> None:
-    """Write values, lanes and lane groups of one period's slots one below the other, `rows` rows for each.
+    """Write values, lanes and lane groups of one period's slots one below the other, `rows` rows
+    for each.
 
-    They are written as bfloat16 without loss: values have 16 bits as stored, lanes and lane groups are small
-    integers."""
+    They are written as bfloat16 without loss: values have 16 bits as stored, lanes and lane groups
+    are small integers."""
     # Rows of padding would bring stale memory, NaN included, into the product.
     staged[...] = jnp.zeros(staged.shape, staged.dtype)
     # `count` rows of values, as bits of bfloat16 numbers, then `count` rows of channels.
@@ -114,8 +127,8 @@ def rates(plan: Plan) -> np.ndarray:
 
 def _cosine(turns):
     """Compute cos(2 pi turns)."""
-    # Less its nearest integer, an angle is at most half a turn in size. cos(2 pi a) = sin(2 pi (1/4 - |a|)), and
-    # 1/4 - |a| lies within the range of `SINE`.
+    # Less its nearest integer, an angle is at most half a turn in size. cos(2 pi a) = sin(2 pi (1/4
+    # - |a|)), and 1/4 - |a| lies within the range of `SINE`.
     x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
     square, series = x * x, jnp.full(x.shape, SINE[-1])
     for factor in reversed(SINE[:-1]):
@@ -124,7 +137,8 @@ def _cosine(turns):
 
 
 def _take(table, lanes):
-    """Gather table[i, lanes[i]] along the lanes, [8, 128] at a time; `table` is [8, 128], `lanes` [8n, 128]."""
+    """Gather table[i, lanes[i]] along the lanes, [8, 128] at a time; `table` is [8, 128], `lanes`
+    [8n, 128]."""
     rows = [
         jnp.take_along_axis(table, lanes[first : first + 8], axis=1, mode="promise_in_bounds")
         for first in range(0, lanes.shape[0], 8)
@@ -151,13 +165,15 @@ def difference(value, scale, centre, ends, part: int):
 
 
 def add_keys(refs, plan: Plan) -> None:
-    """Write to `added` [P, M, S] what the outliers of keys add to the scores of every lane group."""
+    """Write to `added` [P, M, S] what the outliers of keys add to the scores of every lane
+    group."""
     refs.added[...] = jnp.zeros(refs.added.shape)
     rate = jnp.broadcast_to(refs.rates[...], (8, LANES))
     rows = padded(plan.spec.key_slots)
 
     def wave(number):
-        """Write cos and sin of the slots of 128 tokens. They are the same whichever lane group a slot belongs to."""
+        """Write cos and sin of the slots of 128 tokens. They are the same whichever lane group a
+        slot belongs to."""
         tokens = aligned(number, LANES)
         # The places of these tokens in their block. All blocks have the same order.
         places = aligned(jax.lax.rem(number, jnp.int32(plan.block // LANES)), LANES)
@@ -175,7 +191,8 @@ def add_keys(refs, plan: Plan) -> None:
 def _add_group(refs, plan: Plan, group) -> None:
     """Compute `added` for one lane group."""
     rows = padded(plan.spec.key_slots)
-    # A channel has one scale and centre for all tokens. Their query rows are equal, and a gather takes 8 of them.
+    # A channel has one scale and centre for all tokens. Their query rows are equal, and a gather
+    # takes 8 of them.
     scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
     for first in range(0, plan.tile, LANES):
         tokens = slice(first, first + LANES)
@@ -188,15 +205,19 @@ def _add_group(refs, plan: Plan, group) -> None:
         refs.changes[rows:, tokens] = change * refs.waves[rows:, tokens]
     for index in range(plan.blocks):
         # y and y~ as halves of one word: a single gather fetches both.
-        pairs = pltpu.pack_elementwise(list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16)
+        pairs = pltpu.pack_elementwise(
+            list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16
+        )
         for first in range(index * plan.block, (index + 1) * plan.block, LANES):
             refs.added[group, :, first : first + LANES] += _gathered(refs, plan, pairs, first)
 
 
 def _gathered(refs, plan: Plan, pairs, first: int):
-    """Return what the slots of 128 tokens, from token `first` of the tile on, add to the scores of a lane group.
+    """Return what the slots of 128 tokens, from token `first` of the tile on, add to the scores of
+    a lane group.
 
-    `pairs` holds y in the lower and y~ in the upper halves of words, [M, 128]. The result is [M, 128]."""
+    `pairs` holds y in the lower and y~ in the upper halves of words, [M, 128]. The result is [M,
+    128]."""
     rows, tokens, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
 
     def row_of(ref, row: int):
@@ -204,7 +225,9 @@ def _gathered(refs, plan: Plan, pairs, first: int):
         return jnp.broadcast_to(ref[row : row + 1, tokens], (8, LANES))
 
     for slot in range(plan.spec.key_slots):
-        lane = row_of(refs.key_slots, rows + slot)  # behind the values of all slots come their lanes
+        lane = row_of(
+            refs.key_slots, rows + slot
+        )  # behind the values of all slots come their lanes
         cos = row_of(refs.changes, slot)  # d cos(t)
         sin = row_of(refs.changes, rows + slot)  # d sin(t)
         words = _take_rows(pairs, lane.astype(jnp.int32))

@@ -1,19 +1,22 @@
-"""Decode attention on packed keys and values as a Pallas TPU kernel (same contract as `reference.packed_attention`).
+"""Decode attention on packed keys and values as a Pallas TPU kernel (same contract as
+`reference.packed_attention`).
 
-The grid is (row, split, tile). A tile of tokens of all KV heads is fetched at once and worked off by lane groups: as
-few whole heads as fill the 128 lanes. The queries of the heads that share a lane group are laid out block-diagonally,
-so the kernel sees one head of `lanes` channels. Per tile, with codes c and e, scale s and minimum m of a key group g,
-scale r and minimum n of a value:
+The grid is (row, split, tile). A tile of tokens of all KV heads is fetched at once and worked off
+by lane groups: as few whole heads as fill the 128 lanes. The queries of the heads that share a lane
+group are laid out block-diagonally, so the kernel sees one head of `lanes` channels. Per tile, with
+codes c and e, scale s and minimum m of a key group g, scale r and minimum n of a value:
 
     scores_t = (q * s_g) . c_t + q . m_g            keys with scales per channel and group of tokens
              = s_t (q . c_t) + m_t sum(q)           keys with scales per token and head (OSCAR)
     out      = sum_t (p_t r_t) e_t + sum_t p_t n_t
 
-A product takes the tokens of several key groups. The queries times the scales of all these groups are stacked as rows
-of the product. Where groups have fewer than 128 tokens, key scales multiply the codes instead (`keys`). `rope` says how
-keys before RoPE are scored, `signposts` how KVQuant's codes become numbers, `outliers` what its outliers add.
+A product takes the tokens of several key groups. The queries times the scales of all these groups
+are stacked as rows of the product. Where groups have fewer than 128 tokens, key scales multiply the
+codes instead (`keys`). `rope` says how keys before RoPE are scored, `signposts` how KVQuant's codes
+become numbers, `outliers` what its outliers add.
 
-The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are neither fetched nor computed."""
+The products run in bfloat16 with float32 sums. Tiles outside a row's bounds are neither fetched nor
+computed."""
 
 import functools
 from collections.abc import Callable
@@ -46,8 +49,6 @@ from kvqjax.pallas_kernels.tpu.rows import collect, lane_queries, row_bounds, ti
 from kvqjax.pallas_kernels.tpu.signposts import pair_table
 from kvqjax.pallas_kernels.work import Work
 
-__all__ = ["packed_attention"]
-
 
 def packed_attention(
     q: Float[Array, "B T H D"],
@@ -73,8 +74,8 @@ def packed_attention(
         stop: One past the last token that each query sees.
         spec: The form of the body.
         ways: Fields of a word (`unpack`); None: the cheapest number.
-        work: How a tile is worked off; None: as the table of kernels says. A tile is a multiple of the plan's block and
-            of eight key groups.
+        work: How a tile is worked off; None: as the table of kernels says. A tile is a multiple of
+            the plan's block and of eight key groups.
         splits: Programs that share a row's tokens, where the batch alone does not fill the chip.
         pages: The pages of each row, where the body's rows are pages.
         interpret: As in `pl.pallas_call`.
@@ -88,7 +89,9 @@ def packed_attention(
     nuq = spec.datatype == "nuq"
     # A key group of 0 without channels: scales are constants of the layer.
     if nuq != (spec.key_group == 0 == spec.key_channels) or (nuq and spec.rope is None):
-        raise ValueError(f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only")
+        raise ValueError(
+            f"{spec}: this kernel takes signposts with keys before RoPE that share their scales only"
+        )
     if spec.key_channels not in (0, spec.head_dim):
         raise ValueError(f"{spec}: this kernel takes keys per token with one scale a head")
     if spec.scales != "bfloat16":
@@ -99,7 +102,10 @@ def packed_attention(
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
-    per_split, form = -(-plan.tiles // plan.splits), "" if spec.rope is None else f"{spec.datatype}_pre_"
+    per_split, form = (
+        -(-plan.tiles // plan.splits),
+        "" if spec.rope is None else f"{spec.datatype}_pre_",
+    )
 
     def tile(row, split, step, ends):
         return fetched(row, split * per_split + step, ends)
@@ -119,10 +125,14 @@ def packed_attention(
     return collect(out, lse, q.shape, plan)
 
 
-def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> dict[str, Operand | None]:
-    """Declare what the kernel reads; `tile(row, split, step, ends)` is the number of the tile that is fetched.
+def _operands(
+    q, start, stop, body: PackedBody, plan: Plan, tile: Callable
+) -> dict[str, Operand | None]:
+    """Declare what the kernel reads; `tile(row, split, step, ends)` is the number of the tile that
+    is fetched.
 
-    P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of value scales."""
+    P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of
+    value scales."""
     spec, group = plan.spec, q.shape[2] // plan.spec.kv_heads
     outliers = body.signposts is not None and (spec.key_slots > 0 or spec.value_slots > 0)
     # Constants of a layer, [W], become [1, W]: registers have two axes.
@@ -131,11 +141,18 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
     table, turns = _rope(body, plan)
     key, value = _signposts(body, plan)
     return {
-        # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; before RoPE with q~ beside it, 2W
+        # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; before RoPE with q~
+        # beside it, 2W
         "queries": by_row(lane_queries(q, plan)),
-        "bounds": by_row(row_bounds(start, stop, plan, group)),  # [1, M, 2] i32: first and last + 1 visible token
-        "order": constant(jnp.asarray(plan.order[None], jnp.int32)),  # [1, block]: token of every lane
-        "onehot": constant(jnp.asarray(plan.onehot, jnp.bfloat16)),  # [period, period]: brings scales into lane order
+        "bounds": by_row(
+            row_bounds(start, stop, plan, group)
+        ),  # [1, M, 2] i32: first and last + 1 visible token
+        "order": constant(
+            jnp.asarray(plan.order[None], jnp.int32)
+        ),  # [1, block]: token of every lane
+        "onehot": constant(
+            jnp.asarray(plan.onehot, jnp.bfloat16)
+        ),  # [period, period]: brings scales into lane order
         # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first
         "table": None if table is None else constant(table),
         # [rows, N] bf16: key groups of the tokens of a slab (`keys`)
@@ -154,30 +171,41 @@ def _operands(q, start, stop, body: PackedBody, plan: Plan, tile: Callable) -> d
 
 
 def _rope(body: PackedBody, plan: Plan) -> tuple:
-    """Return the tables of `rope` for keys before RoPE: of offsets in a block, and of the blocks' first positions."""
+    """Return the tables of `rope` for keys before RoPE: of offsets in a block, and of the blocks'
+    first positions."""
     if plan.spec.rope is None or body.positions is None:
         return None, None
     return tpu_rope.table(plan), tpu_rope.turns(body.positions, plan) * plan.spread
 
 
 def _signposts(body: PackedBody, plan: Plan) -> tuple[Operand | None, ...]:
-    """Declare the signposts of keys and of values: [8, 128 or 256] u32 pairs, or [1, 2^b] f32 scalars."""
+    """Declare the signposts of keys and of values: [8, 128 or 256] u32 pairs, or [1, 2^b] f32
+    scalars."""
     if body.signposts is None:
         return None, None
     pairs = zip(body.signposts, (plan.spec.key_bits, plan.spec.value_bits), strict=True)
-    return tuple(constant(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs)
+    return tuple(
+        constant(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs
+    )
 
 
 def _outermost(body: PackedBody) -> Float[Array, "2 2"]:
-    """Return the lowest and the highest signpost of keys and of values, rounded to bfloat16 as codes read them."""
+    """Return the lowest and the highest signpost of keys and of values, rounded to bfloat16 as
+    codes read them."""
     tables = body.signposts or ()
-    return jnp.stack([x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in tables])
+    return jnp.stack(
+        [x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in tables]
+    )
 
 
 def _scratch(plan: Plan) -> dict:
-    """Declare working memory. S tokens of the tile, P*W all channels, N key groups, C rows of value scales."""
+    """Declare working memory. S tokens of the tile, P*W all channels, N key groups, C rows of value
+    scales."""
     spec, shape = plan.spec, (plan.lane_groups, plan.rows)
-    scales, factors = (plan.tile * plan.value_rows // LANES, LANES), (spec.width * plan.key_rows // LANES, LANES)
+    scales, factors = (
+        (plan.tile * plan.value_rows // LANES, LANES),
+        (spec.width * plan.key_rows // LANES, LANES),
+    )
     buffers = {
         "peak": memory(*shape, 1),  # running maximum
         "total": memory(*shape, 1),  # running sum of the softmax weights
@@ -191,10 +219,14 @@ def _scratch(plan: Plan) -> dict:
     }
     if plan.slabs:
         rows = tpu_keys.patterns(plan).shape[0]  # scales and minima of the keys of a slab (`keys`)
-        buffers |= dict.fromkeys(("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16))
+        buffers |= dict.fromkeys(
+            ("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16)
+        )
     if spec.key_factors:  # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
         buffers["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
-    if spec.key_channels:  # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
+    if (
+        spec.key_channels
+    ):  # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
         keys = memory(plan.tile * spec.kv_heads // LANES, LANES)
         return buffers | {"key_scales": keys, "key_lows": keys}
     if spec.value_factors:  # [P*W/128 * N, 128]: what the values of a key group are multiplied by

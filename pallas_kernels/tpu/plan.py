@@ -1,4 +1,5 @@
-"""Static choices of one call of the TPU decode-attention kernel, and the order in which it takes tokens."""
+"""Static choices of one call of the TPU decode-attention kernel, and the order in which it takes
+tokens."""
 
 import dataclasses
 import math
@@ -68,7 +69,8 @@ class Plan:
 
     @property
     def base(self) -> int:
-        """Bits to which narrower plane sets are spread, so that keys and values come in one order."""
+        """Bits to which narrower plane sets are spread, so that keys and values come in one
+        order."""
         return max(split_bits(self.spec.key_bits)[0], split_bits(self.spec.value_bits)[0])
 
     @property
@@ -98,8 +100,9 @@ class Plan:
 
     @property
     def column(self) -> int:
-        """Tokens of one product: as many as the matrix unit takes at once, and a multiple of those that one piece of
-        unpacked codes has. Signposts get fewer tokens, because making them takes registers."""
+        """Tokens of one product: as many as the matrix unit takes at once, and a multiple of those
+        that one piece of unpacked codes has. Signposts get fewer tokens, because making them takes
+        registers."""
         widest = self.chip.matrix_lanes if self.spec.datatype == "uniform" else LANES
         return max(32 * self.ways, widest)
 
@@ -117,7 +120,11 @@ class Plan:
     @property
     def spread(self) -> float:
         """The factor that turns products of queries and keys into scores as base-2 logarithms."""
-        return LOG2E * self.spec.head_dim**-0.5 * (1.0 if self.spec.rope is None else self.spec.rope.factor)
+        return (
+            LOG2E
+            * self.spec.head_dim**-0.5
+            * (1.0 if self.spec.rope is None else self.spec.rope.factor)
+        )
 
     @property
     def paired(self) -> bool:
@@ -137,8 +144,8 @@ class Plan:
         """Say whether key scales multiply the codes. Otherwise they multiply the queries, once for
         every key group.
 
-        To multiply queries is cheaper where a product meets few groups, because each group has its own rows in the
-        product. Keys before RoPE must be decoded before they are rotated."""
+        To multiply queries is cheaper where a product meets few groups, because each group has its
+        own rows in the product. Keys before RoPE must be decoded before they are rotated."""
         small_groups = 0 < self.spec.key_group < LANES
         return self.spec.rope is not None or (small_groups and (self.ways == 2 or not self.wide))
 
@@ -155,7 +162,11 @@ class Plan:
     @property
     def order(self) -> np.ndarray:
         """Token at each position of a block, [block]."""
-        return pair_order(self.base, self.block) if self.paired else token_order(self.base, self.ways, self.block)
+        return (
+            pair_order(self.base, self.block)
+            if self.paired
+            else token_order(self.base, self.ways, self.block)
+        )
 
     @property
     def tile_order(self) -> np.ndarray:
@@ -169,7 +180,8 @@ class Plan:
 
     @property
     def onehot(self) -> np.ndarray:
-        """The matrix that brings numbers of `period` tokens into lane order, [period, period] float32: x @ onehot."""
+        """The matrix that brings numbers of `period` tokens into lane order, [period, period]
+        float32: x @ onehot."""
         matrix = np.zeros((self.period, self.period), np.float32)
         matrix[self.order[: self.period], np.arange(self.period)] = 1
         return matrix

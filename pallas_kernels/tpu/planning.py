@@ -1,5 +1,5 @@
-"""Plan a call of the TPU decode-attention kernel: into how many fields words are cut, how large tiles are, and in which
-order a tile is worked off."""
+"""Plan a call of the TPU decode-attention kernel: into how many fields words are cut, how large
+tiles are, and in which order a tile is worked off."""
 
 import dataclasses
 import math
@@ -12,14 +12,13 @@ from kvqjax.pallas_kernels.tpu.plan import LANES, VMEM_BYTES, Plan, lane_groups
 from kvqjax.pallas_kernels.tpu.unpack import fitting_ways
 from kvqjax.pallas_kernels.work import SHORT, Work
 
-__all__ = ["cheapest_ways", "make_plan"]
-
 
 def cheapest_ways(spec: PackedSpec) -> int:
-    """Choose how many fields a word is cut into (`unpack`): the cheapest number by the records in benchmarks/records.
+    """Choose how many fields a word is cut into (`unpack`): the cheapest number by the records in
+    benchmarks/records.
 
-    Chips whose vector units have bfloat16 convert narrow integers fast. The others are faster at or-ing codes into a
-    mantissa, which is 2 fields."""
+    Chips whose vector units have bfloat16 convert narrow integers fast. The others are faster at
+    or-ing codes into a mantissa, which is 2 fields."""
     most = min(fitting_ways(spec.key_bits), fitting_ways(spec.value_bits))
     if spec.datatype == "nuq" or (most == 8 and not TPUS[spec.target].vector_bfloat16):
         return 2
@@ -30,7 +29,8 @@ def cheapest_ways(spec: PackedSpec) -> int:
 
 
 def work_of(spec: PackedSpec, per_head: int) -> Work:
-    """Choose how a tile is worked off with `per_head` query rows of a KV head: as the table says, or as is usual."""
+    """Choose how a tile is worked off with `per_head` query rows of a KV head: as the table says,
+    or as is usual."""
     entry = lookup(form_of(spec), spec.target)
     # The table's choices were made by compiling kernels with up to 8 query rows of a KV head.
     if per_head <= 8 and entry is not None and entry.work is not None:
@@ -41,7 +41,8 @@ def work_of(spec: PackedSpec, per_head: int) -> Work:
 
 
 def _rows(spec: PackedSpec, per_head: int) -> int:
-    """Return the query rows of a lane group, padded to a multiple of 8, with `per_head` = T*G rows of a KV head."""
+    """Return the query rows of a lane group, padded to a multiple of 8, with `per_head` = T*G rows
+    of a KV head."""
     return -(-spec.width // lane_groups(spec) // spec.head_dim * per_head // 8) * 8
 
 
@@ -61,7 +62,8 @@ def make_plan(
         body: The packed body.
         spec: Its form.
         ways: Fields of a word; None: `cheapest_ways`.
-        work: How a tile is worked off; None: `work_of`, with tiles halved until their words fit the memory.
+        work: How a tile is worked off; None: `work_of`, with tiles halved until their words fit the
+            memory.
         splits: Programs that share a row's tokens. There are never more than tiles.
         slots: Slots of a row; None: the body's. A row of several pages has more slots than the
             body's rows, which are pages.
@@ -73,8 +75,8 @@ def make_plan(
     rows = _rows(spec, per_head)
     chosen = work or work_of(spec, per_head)
     tile = chosen.tile
-    # Two tiles are in memory at a time: one is worked off while the next one is fetched. Their words may take half of
-    # what a kernel may use.
+    # Two tiles are in memory at a time: one is worked off while the next one is fetched. Their
+    # words may take half of what a kernel may use.
     token_bits = spec.width * (spec.key_bits + spec.value_bits)
     while not work and 2 * tile * token_bits > 8 * VMEM_BYTES // 2:
         tile //= 2

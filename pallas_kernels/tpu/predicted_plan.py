@@ -1,9 +1,10 @@
-"""Static choices of one call of the TPU kernel on AQUA-KV's bodies, and the factors of the codes' transform.
+"""Static choices of one call of the TPU kernel on AQUA-KV's bodies, and the factors of the codes'
+transform.
 
-The transform's matrix H of a group of n times 256 channels is Sylvester's, H = H_n (x) H_128 (x) H_2 (see
-`higgs_plan`). A group has n columns of 128 codes. H_2 is applied to the points of the grid. H_128 is a product for
-every column, which also brings the two channels of a pair side by side. H_n adds and subtracts the products of the
-group's columns."""
+The transform's matrix H of a group of n times 256 channels is Sylvester's, H = H_n (x) H_128 (x)
+H_2 (see `higgs_plan`). A group has n columns of 128 codes. H_2 is applied to the points of the
+grid. H_128 is a product for every column, which also brings the two channels of a pair side by
+side. H_n adds and subtracts the products of the group's columns."""
 
 import dataclasses
 import math
@@ -20,7 +21,8 @@ __all__ = ["TILE", "PredictedPlan", "plan_predicted"]
 
 MOST_BESIDE = 4  # columns that are worked off together
 COLUMN = 2 * LANES  # channels of a column of 128 codes
-# Sums and differences of a grid's two numbers are stored as 16-bit integers in units of STEP: they are less than 8.
+# Sums and differences of a grid's two numbers are stored as 16-bit integers in units of STEP: they
+# are less than 8.
 STEP = 2.0**-12
 
 
@@ -77,8 +79,8 @@ class PredictedPlan:
 
     @property
     def beside(self) -> int:
-        """Columns that are worked off together, so that their products follow each other without a wait. A large grid,
-        which is gathered from twice, leaves registers for one column only."""
+        """Columns that are worked off together, so that their products follow each other without a
+        wait. A large grid, which is gathered from twice, leaves registers for one column only."""
         large = max(self.spec.codes.key_bits, self.spec.codes.value_bits) > 7
         return math.gcd(self.parts, 1 if large else MOST_BESIDE)
 
@@ -98,13 +100,16 @@ class PredictedPlan:
 
     @property
     def transform(self) -> np.ndarray:
-        """The matrix [256, 256] of a column: 128 first numbers of pairs, then second ones, to channels in order."""
+        """The matrix [256, 256] of a column: 128 first numbers of pairs, then second ones, to
+        channels in order."""
         matrix = np.zeros((2, LANES, LANES, 2))
         matrix[0, :, :, 0] = matrix[1, :, :, 1] = hadamard(LANES)
         return matrix.reshape(COLUMN, COLUMN)
 
 
-def plan_predicted(spec: PredictedSpec, slots: int, stretch: int, per_head: int, tile: int | None = None):
+def plan_predicted(
+    spec: PredictedSpec, slots: int, stretch: int, per_head: int, tile: int | None = None
+):
     """Make the plan of a call. Arguments, result and errors are those of `plan_higgs`."""
     codes, chunk = spec.codes, 2 * LANES
     columns = codes.group // COLUMN
@@ -115,6 +120,8 @@ def plan_predicted(spec: PredictedSpec, slots: int, stretch: int, per_head: int,
     parts = [part for bits in (codes.key_bits, codes.value_bits) for part in split_bits(bits)]
     unit = math.lcm(chunk, *(1024 // part for part in parts))
     if slots % unit or stretch % chunk or (tile or unit) % unit:
-        raise ValueError(f"{slots} slots in stretches of {stretch}; want multiples of {unit} and of {chunk}")
+        raise ValueError(
+            f"{slots} slots in stretches of {stretch}; want multiples of {unit} and of {chunk}"
+        )
     tile = tile or max(n for n in range(unit, max(TILE, unit) + 1, unit) if slots % n == 0)
     return PredictedPlan(spec, slots, COLUMN // spec.head_dim * per_head, tile, chunk)

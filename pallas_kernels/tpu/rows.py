@@ -1,4 +1,5 @@
-"""Lay queries out as rows of the TPU kernels, find the tiles that a row sees, and bring results back to heads."""
+"""Lay queries out as rows of the TPU kernels, find the tiles that a row sees, and bring results
+back to heads."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,20 +8,21 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.tpu.rope import swapped
 from kvqjax.pallas_kernels.tpu.tile import NEVER
 
-__all__ = ["by_head", "collect", "collect_groups", "lane_queries", "row_bounds", "tile_ends"]
-
 
 def lane_queries(q, plan) -> Float[Array, "B P M W"]:
-    """Lay out queries [B, T, H, D] as rows of every lane group: each head's in its own lanes, zero elsewhere.
+    """Lay out queries [B, T, H, D] as rows of every lane group: each head's in its own lanes, zero
+    elsewhere.
 
-    P lane groups of W lanes, M query rows. For keys before RoPE the half-swapped queries q~ follow beside q: then there
-    are 2W lanes."""
+    P lane groups of W lanes, M query rows. For keys before RoPE the half-swapped queries q~ follow
+    beside q: then there are 2W lanes."""
     batch, length, heads, dim = q.shape
     group, shared = heads // plan.spec.kv_heads, plan.shared
-    # Query heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared, G, D].
+    # Query heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared,
+    # G, D].
     q = q.astype(jnp.bfloat16).reshape(batch, length, plan.lane_groups, shared, group, dim)
     q = q.transpose(0, 2, 3, 1, 4, 5).reshape(batch, plan.lane_groups, shared, length * group, dim)
-    # A row is put in all heads' lanes, and kept in its own head's lanes only: [B, P, shared, T*G, shared, D].
+    # A row is put in all heads' lanes, and kept in its own head's lanes only: [B, P, shared, T*G,
+    # shared, D].
     head_mask = jnp.eye(shared, dtype=q.dtype)[None, None, :, None, :, None]
     parts = [q] if plan.spec.rope is None else [q, swapped(q)]
     used = shared * length * group
@@ -31,7 +33,8 @@ def lane_queries(q, plan) -> Float[Array, "B P M W"]:
 def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     """Return the first visible token of every query row, and one past the last.
 
-    A group of M rows has the queries of `plan.shared` KV heads with `group` query heads each. Rows of padding see no
+    A group of M rows has the queries of `plan.shared` KV heads with `group` query heads each. Rows
+    of padding see no
     token: both numbers are 0."""
     bounds = jnp.stack([start, stop], -1).astype(jnp.int32)  # [B, T, 2]
     # A KV head has G rows for every token in turn, and all KV heads of the group see the same.
@@ -39,7 +42,9 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1]), (0, 0)))
 
 
-def tile_ends(start, stop, tile: int, slots: int, pages: Int[Array, "B N"] | None = None) -> Int[Array, "B _"]:
+def tile_ends(
+    start, stop, tile: int, slots: int, pages: Int[Array, "B N"] | None = None
+) -> Int[Array, "B _"]:
     """Say which tiles each row of the batch sees.
 
     Args:
@@ -50,21 +55,24 @@ def tile_ends(start, stop, tile: int, slots: int, pages: Int[Array, "B N"] | Non
         pages: The pages of each row, where its body lies in pages; -1: none.
 
     Returns:
-        For every row: first visible tile, one past the last, the last tile to fetch, then the numbers of its pages. All
-        tiles and pages lie within the arrays, even for rows that see nothing. The axis of a row's numbers is last,
-        because scalar memory pads the last axis to 128 numbers."""
+        For every row: first visible tile, one past the last, the last tile to fetch, then the
+            numbers of its pages. All
+        tiles and pages lie within the arrays, even for rows that see nothing. The axis of a row's
+        numbers is last, because scalar memory pads the last axis to 128 numbers."""
     tiles = -(-slots // tile)
     first = jnp.minimum(start.min(1) // tile, tiles - 1)
     end = jnp.minimum(-(-stop.max(1) // tile), tiles)
     ends = jnp.stack([first, end, jnp.maximum(end - 1, first)], axis=1)
     if pages is not None:
-        # No query sees a token of a page that is not there (-1). A tile of it may be fetched all the same.
+        # No query sees a token of a page that is not there (-1). A tile of it may be fetched all
+        # the same.
         ends = jnp.concatenate([ends, jnp.maximum(pages, 0)], axis=1)
     return ends.astype(jnp.int32)
 
 
 def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
-    """Merge the splits of a row, take every head's own lanes, and bring rows back to tokens and heads.
+    """Merge the splits of a row, take every head's own lanes, and bring rows back to tokens and
+    heads.
 
     Args:
         out: Normalised outputs of every split, [B, splits, P, M, W].
@@ -87,16 +95,21 @@ def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
     # Rows are brought back to tokens and heads, without padding.
     used = shared * length * group
     out = out[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group, shared, dim)
-    out = jnp.diagonal(out, axis1=2, axis2=5)  # a head's rows in its own lanes: [B, P, T, G, D, shared]
+    out = jnp.diagonal(
+        out, axis1=2, axis2=5
+    )  # a head's rows in its own lanes: [B, P, T, G, D, shared]
     # Heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared, G, D].
     out = out.transpose(0, 2, 1, 5, 3, 4).reshape(shape)
-    lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)  # [B, P, shared, T, G]
+    lse = lse[:, :, :used].reshape(
+        batch, plan.lane_groups, shared, length, group
+    )  # [B, P, shared, T, G]
     lse = lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads)
     return Partial(out, lse)
 
 
 def by_head(x: Float[Array, "B R N"], kv_heads: int, length: int) -> Float[Array, "B T H N"]:
-    """Bring rows, R = K*T*G in the order (KV head, token, query head of it), back to tokens and heads."""
+    """Bring rows, R = K*T*G in the order (KV head, token, query head of it), back to tokens and
+    heads."""
     x = x.reshape(x.shape[0], kv_heads, length, -1, x.shape[-1])  # [B, K, T, G, N]
     return x.transpose(0, 2, 1, 3, 4).reshape(x.shape[0], length, -1, x.shape[-1])
 
@@ -108,7 +121,8 @@ def collect_groups(out, lse, length: int, plan) -> Partial:
         out: Normalised outputs, [B, groups * rows, N].
         lse: Their log-sum-exps, [B, groups * rows, 1]; NEVER where a row saw no token.
         length: T, the tokens.
-        plan: Has groups of `rows` query rows. The first `used` rows of a group are queries, the others are padding.
+        plan: Has groups of `rows` query rows. The first `used` rows of a group are queries, the
+            others are padding.
 
     Returns:
         Attention [B, T, H, N] and its log-sum-exp [B, T, H]."""

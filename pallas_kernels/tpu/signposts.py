@@ -1,14 +1,16 @@
-"""Unpack words to signposts inside a TPU kernel (KVQuant's non-uniform codes). The bfloat16 signposts come out exactly.
+"""Unpack words to signposts inside a TPU kernel (KVQuant's non-uniform codes). The bfloat16
+signposts come out exactly.
 
 There are two ways. Which one is cheaper depends on the chip (benchmarks/records/tpu_bundles.json):
 
-- by selection: The bits of a code choose among the 2^b signposts, bit after bit. Two codes of a word are treated at a
-  time, as 16-bit numbers.
-- in pairs: Two neighbouring codes of a word are one index into a table of pairs of signposts. An entry of the table is
-  a word of two bfloat16 numbers. The table lies along the lanes and is gathered from. This is for chips whose vector
-  units compare 32 bits at a time.
+- by selection: The bits of a code choose among the 2^b signposts, bit after bit. Two codes of a
+  word are treated at a time, as 16-bit numbers.
+- in pairs: Two neighbouring codes of a word are one index into a table of pairs of signposts. An
+  entry of the table is a word of two bfloat16 numbers. The table lies along the lanes and is
+  gathered from. This is for chips whose vector units compare 32 bits at a time.
 
-Both ways yield two tokens a word. Selection yields tokens in the `token_order` of ways = 2, pairs in `pair_order`."""
+Both ways yield two tokens a word. Selection yields tokens in the `token_order` of ways = 2, pairs
+in `pair_order`."""
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +20,16 @@ from jax.experimental.pallas import tpu as pltpu
 from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu.unpack import spread_sets
 
-__all__ = ["chunks", "gathered", "pair_order", "pair_table"]
-
 LANES = 128  # the most entries of a table that one gather reaches
 
 
 def pair_order(base: int, block: int) -> np.ndarray:
-    """Return the token at each position of `block` tokens that are unpacked in pairs, [block]: planes 2j and 2j + 1
-    alternate."""
+    """Return the token at each position of `block` tokens that are unpacked in pairs, [block]:
+    planes 2j and 2j + 1 alternate."""
     planes = 32 // base
-    plane = np.arange(planes).reshape(-1, 1, 2)  # (pair of planes, row of words, member of the pair)
+    plane = np.arange(planes).reshape(
+        -1, 1, 2
+    )  # (pair of planes, row of words, member of the pair)
     order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
     return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
 
@@ -35,12 +37,12 @@ def pair_order(base: int, block: int) -> np.ndarray:
 def _places(bits: int) -> list[tuple[int, int, int]]:
     """Say where the bits of two codes lie in an index of the table of pairs.
 
-    An index has a region of 2 * base bits for each plane set. In it the bits of both codes lie as they lie in the
-    set's words: `base` bits apart.
+    An index has a region of 2 * base bits for each plane set. In it the bits of both codes lie as
+    they lie in the set's words: `base` bits apart.
 
     Returns:
-        (bits of the set, lowest bit of the code that the set holds, first bit of the set's region), for every plane
-        set."""
+        (bits of the set, lowest bit of the code that the set holds, first bit of the set's region),
+        for every plane set."""
     base, low, places = split_bits(bits)[0], 0, []
     for i, part in enumerate(split_bits(bits)):
         places.append((part, low, 2 * base * i))
@@ -56,17 +58,23 @@ def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
         bits: Bits of a code.
 
     Returns:
-        [8, 128 or 256] uint32, all rows equal: at each index the signposts of its two codes, rounded to bfloat16, the
-        first one's in the lower half. Entries that no index of two codes names are arbitrary."""
+        [8, 128 or 256] uint32, all rows equal: at each index the signposts of its two codes,
+        rounded to bfloat16, the first one's in the lower half. Entries that no index of two codes
+        names are arbitrary."""
     base = split_bits(bits)[0]
     # Two codes of 4 bits make 256 indices. Those of fewer bits fit 128.
     index = np.arange(1 << 2 * bits if bits == 4 else LANES)
 
     def code(member: int):
         """Take the first (0) or second code (1) out of every index."""
-        return sum((index >> region + base * member & (1 << part) - 1) << low for part, low, region in _places(bits))
+        return sum(
+            (index >> region + base * member & (1 << part) - 1) << low
+            for part, low, region in _places(bits)
+        )
 
-    halves = jax.lax.bitcast_convert_type(signposts.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    halves = jax.lax.bitcast_convert_type(signposts.astype(jnp.bfloat16), jnp.uint16).astype(
+        jnp.uint32
+    )
     row = halves[code(0)] | (halves[code(1)] << jnp.uint32(16))
     return jnp.broadcast_to(row[None], (8, row.size))
 
@@ -77,7 +85,8 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
     Args:
         words: [rows, W] uint32 of each plane set.
         bits: Bits of a code.
-        table: A reference to a `pair_table` if `paired`, else to the signposts as float32 scalars [1, 2^bits].
+        table: A reference to a `pair_table` if `paired`, else to the signposts as float32 scalars
+            [1, 2^bits].
         paired: Whether two codes are looked up at a time."""
     base = split_bits(bits)[0]
     for block in spread_sets(words, bits, base):
@@ -90,7 +99,8 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
 
 
 def _selected(block, bits: int, first: int, table) -> jax.Array:
-    """Select the signposts of the codes whose lowest bit lies `first` bits up in both halves of the words."""
+    """Select the signposts of the codes whose lowest bit lies `first` bits up in both halves of the
+    words."""
     is_set = []  # a mask for each bit of the code, the lowest bit first
     for words, part in zip(block, split_bits(bits), strict=True):
         half = pltpu.bitcast(words >> jnp.uint32(first), jnp.int16)
@@ -99,7 +109,9 @@ def _selected(block, bits: int, first: int, table) -> jax.Array:
     chosen = [jnp.broadcast_to(x, is_set[0].shape) for x in numbers]
     # Each bit halves the candidates: the lowest bit decides between neighbours.
     for mask in is_set:
-        chosen = [jnp.where(mask, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
+        chosen = [
+            jnp.where(mask, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)
+        ]
     return chosen[0]
 
 
@@ -116,10 +128,14 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
 
 
 def gathered(index: jax.Array, table) -> jax.Array:
-    """Return table[index], [rows, W] like `index`. It is looked up one register, 8 rows of 128 lanes, at a time."""
+    """Return table[index], [rows, W] like `index`. It is looked up one register, 8 rows of 128
+    lanes, at a time."""
     rows = []
     for row in range(0, index.shape[0], 8):
-        pieces = [_look_up(index[row : row + 8, i : i + LANES], table) for i in range(0, index.shape[1], LANES)]
+        pieces = [
+            _look_up(index[row : row + 8, i : i + LANES], table)
+            for i in range(0, index.shape[1], LANES)
+        ]
         rows.append(jnp.concatenate(pieces, axis=1))
     return jnp.concatenate(rows)
 

@@ -1,5 +1,5 @@
-"""The online softmax of TPU kernels that score all query rows of a tile before they sum its values. Scores are base-2
-logarithms.
+"""The online softmax of TPU kernels that score all query rows of a tile before they sum its values.
+Scores are base-2 logarithms.
 
 Shapes: M query rows, S tokens of the tile, W lanes of the output. `refs` holds
 
@@ -16,8 +16,6 @@ from jax.experimental import pallas as pl
 
 from kvqjax.pallas_kernels.tpu.plan import LANES, LOG2E
 from kvqjax.pallas_kernels.tpu.tile import NEVER
-
-__all__ = ["empty", "normalise", "over_tiles", "to_weights"]
 
 
 def over_tiles(refs, ends, work, begin=None, end=None) -> None:
@@ -47,8 +45,8 @@ def empty(refs) -> None:
 
 
 def normalise(refs, rows=slice(None)) -> None:
-    """Divide the running sums by the sums of their weights, and write the log-sum-exps. `rows` are all rows, or some
-    where each has one running sum."""
+    """Divide the running sums by the sums of their weights, and write the log-sum-exps. `rows` are
+    all rows, or some where each has one running sum."""
     peak, total = refs.peak[rows], refs.total[rows]
     sets = refs.out.shape[1] // refs.total.shape[0]
     seen = peak > NEVER / 2
@@ -60,7 +58,8 @@ def normalise(refs, rows=slice(None)) -> None:
 def to_weights(refs, rows=slice(None)) -> None:
     """Turn this tile's scores into softmax weights in place, of all rows or some.
 
-    On entry `top` is the maximum of the tile's scores. On exit it is the factor that rescales the running sums."""
+    On entry `top` is the maximum of the tile's scores. On exit it is the factor that rescales the
+    running sums."""
     peak = jnp.maximum(refs.peak[rows], refs.top[rows])
     rescale = jnp.exp2(refs.peak[rows] - peak)
     total = jnp.zeros((peak.shape[0], LANES))

@@ -1,11 +1,13 @@
-"""Prepare what all lane groups of a tile share: which tokens each query row sees, and scales and minima laid out for
-the products.
+"""Prepare what all lane groups of a tile share: which tokens each query row sees, and scales and
+minima laid out for the products.
 
-Shapes as declared in `packed`: P lane groups, M query rows of a lane group, W its lanes, S tokens of the tile, N key
-groups of the tile, C value scales of a token. Lane order is the order in which unpacked tokens come (`unpack`).
+Shapes as declared in `packed`: P lane groups, M query rows of a lane group, W its lanes, S tokens
+of the tile, N key groups of the tile, C value scales of a token. Lane order is the order in which
+unpacked tokens come (`unpack`).
 
-Codes are unpacked to numbers that are too large by an offset (`unpack.offset`). A decoded number is s (c + offset) +
-(m - offset s), so that the offset is taken off every minimum m once, in advance."""
+Codes are unpacked to numbers that are too large by an offset (`unpack.offset`). A decoded number is
+s (c + offset) + (m - offset s), so that the offset is taken off every minimum m once, in
+advance."""
 
 import functools
 import math
@@ -20,8 +22,6 @@ from kvqjax.pallas_kernels.tpu.columns import aligned, dot, loop, zero_beyond
 from kvqjax.pallas_kernels.tpu.plan import LANES
 from kvqjax.pallas_kernels.tpu.unpack import offset
 
-__all__ = ["NEVER", "order_scales", "prepare", "write_limits"]
-
 # How much is prepared at once, so that it fits the registers.
 TOKENS = 2048  # of whose values scales are brought into lane order
 NUMBERS = 16 * 1024  # scales of keys
@@ -29,7 +29,8 @@ NEVER = -1e30  # a masked score: finite, so that the difference of two of them i
 
 
 def prepare(refs: Refs, plan, tile) -> None:
-    """Write limits, scales and minima of tile number `tile`, its outliers, and what those of keys add to scores."""
+    """Write limits, scales and minima of tile number `tile`, its outliers, and what those of keys
+    add to scores."""
     write_limits(refs, plan, tile)
     order_scales(refs, plan, tile)
     if not plan.spec.key_channels:
@@ -40,55 +41,73 @@ def prepare(refs: Refs, plan, tile) -> None:
 
 
 def write_limits(refs, plan, tile):
-    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. Scores are cut to them."""
+    """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. Scores are cut
+    to them."""
     start, stop = refs.bounds[0, :, 0:1], refs.bounds[0, :, 1:2]  # [M, 1]
     for first in range(0, plan.tile, plan.block):
         token = refs.order[...] + (tile * plan.tile + first)  # [1, block]
-        refs.limits[:, first : first + plan.block] = jnp.where((token >= start) & (token < stop), jnp.inf, NEVER)
+        refs.limits[:, first : first + plan.block] = jnp.where(
+            (token >= start) & (token < stop), jnp.inf, NEVER
+        )
 
 
 def order_scales(refs, plan, tile):
     """Bring into lane order what this tile stores by token.
 
-    This is every value's scale and minimum, [C, S] to [S/128 * C, 128]. Where keys have numbers per token, it is also
-    their scales and minima, or their factors."""
+    This is every value's scale and minimum, [C, S] to [S/128 * C, 128]. Where keys have numbers per
+    token, it is also their scales and minima, or their factors."""
     spec, count = plan.spec, plan.value_rows
     # What a token's keys have: a scale and a minimum for each head, or factors, or nothing.
     key_count = 2 * spec.kv_heads if spec.key_channels else spec.key_factors
-    # `width` tokens are ordered in one step of the loop, as stretches of `period` tokens, after which the order repeats
-    # itself. All stretches stand one below the other in one product with the one-hot matrix of the order.
+    # `width` tokens are ordered in one step of the loop, as stretches of `period` tokens, after
+    # which the order repeats itself. All stretches stand one below the other in one product with
+    # the one-hot matrix of the order.
     width = math.gcd(plan.tile, TOKENS // 2 if key_count and plan.wide else TOKENS)
-    # With keys' numbers beside the values' the results of all lanes would fill the registers. So lanes come in parts.
+    # With keys' numbers beside the values' the results of all lanes would fill the registers. So
+    # lanes come in parts.
     parts = max(plan.period // (plan.chip.scale_columns * LANES), 1) if key_count else 1
 
     def stretches_of(number, tokens, *stored):
-        """Load what is stored by token, in stretches of `period` tokens: [rows of all `stored`, period] each."""
-        rows = from_bits(jnp.concatenate([ref[0, 0, :, tokens] for ref in stored]), plan.spec.scales)
+        """Load what is stored by token, in stretches of `period` tokens: [rows of all `stored`,
+        period] each."""
+        rows = from_bits(
+            jnp.concatenate([ref[0, 0, :, tokens] for ref in stored]), plan.spec.scales
+        )
         if plan.slots % plan.tile:
             rows = zero_beyond(rows, tile * plan.tile + number * width, plan.slots, 1)
         return [rows[:, first : first + plan.period] for first in range(0, width, plan.period)]
 
     def write(number, stretches: int, rows, part):
-        """Order one part of the lanes of all stretches, and write it. `rows` has the 2C rows of values of every
-        stretch, then the rows of keys of every stretch."""
+        """Order one part of the lanes of all stretches, and write it. `rows` has the 2C rows of
+        values of every stretch, then the rows of keys of every stretch."""
         product = dot(rows, refs.onehot[:, aligned(part, plan.period // parts)], 0)
         for i in range(stretches):
-            column = number * (width // LANES) + (i * (plan.period // LANES) + part * (plan.period // parts // LANES))
+            column = number * (width // LANES) + (
+                i * (plan.period // LANES) + part * (plan.period // parts // LANES)
+            )
             values = product[2 * i * count : 2 * (i + 1) * count]
             first_key = 2 * count * stretches + i * key_count
             keys = product[first_key : first_key + key_count]
             _write_pair(refs.scales, refs.lows, values, column, _offset(spec.value_bits, plan))
             if spec.key_channels:
                 scaled = keys * plan.spread
-                _write_pair(refs.key_scales, refs.key_lows, scaled, column, _offset(spec.key_bits, plan))
+                _write_pair(
+                    refs.key_scales, refs.key_lows, scaled, column, _offset(spec.key_bits, plan)
+                )
             elif spec.key_factors:
                 _write_columns(refs.token_factors, keys, column)
 
     def step(number):
         """Order the numbers of `width` tokens."""
         tokens = aligned(number, width)
-        values = stretches_of(number, tokens, refs.body.value_scale, refs.body.value_low)  # [2C, period] each
-        keys = (refs.body.key_scale, refs.body.key_low) if spec.key_channels else (refs.body.key_factor,)
+        values = stretches_of(
+            number, tokens, refs.body.value_scale, refs.body.value_low
+        )  # [2C, period] each
+        keys = (
+            (refs.body.key_scale, refs.body.key_low)
+            if spec.key_channels
+            else (refs.body.key_factor,)
+        )
         by_token = values + stretches_of(number, tokens, *keys) if key_count else values
         write_part = functools.partial(write, number, len(values), jnp.concatenate(by_token))
         if parts == 1:
@@ -112,20 +131,21 @@ def _write_columns(ref, x, first):
 
 
 def _write_pair(scales, lows, pair, first, lift: int):
-    """Write scales and minima [2C, lanes] as `_write_columns` does. The offset `lift` of their codes is taken off the
-    minima."""
+    """Write scales and minima [2C, lanes] as `_write_columns` does. The offset `lift` of their
+    codes is taken off the minima."""
     scale, low = jnp.split(pair, 2)
     _write_columns(scales, scale, first)
     _write_columns(lows, low - lift * scale, first)
 
 
 def _fold_constants(refs: Refs, plan, tile):
-    """Write this tile's key scales and minima, and the channel factors of its values: [N, P*W] to [P*W/128 * N, 128].
+    """Write this tile's key scales and minima, and the channel factors of its values: [N, P*W] to
+    [P*W/128 * N, 128].
 
     Scales and minima of keys multiply the queries, or the codes (`Plan.multiplied`)."""
     spec, rows = plan.spec, plan.key_rows
-    # Lane groups that are written in one step of the loop: a power of two that divides their number, and so few that
-    # their scales fit the registers. A register has 8 rows, filled or not.
+    # Lane groups that are written in one step of the loop: a power of two that divides their
+    # number, and so few that their scales fit the registers. A register has 8 rows, filled or not.
     most = max(NUMBERS // (max(rows, 8) * plan.lanes), 1)
     groups = math.gcd(plan.lane_groups, 1 << most.bit_length() - 1)
     width = groups * plan.lanes
@@ -141,8 +161,9 @@ def _fold_constants(refs: Refs, plan, tile):
             key = (from_bits(x, spec.scales).astype(jnp.float32) for x in stored)
         else:  # constants of the layer, stored as float32
             key = (ref[:, lanes] for ref in (refs.body.key_scale, refs.body.key_low))
-        # Queries are multiplied by scale and `spread` at once. Where scales multiply the codes instead, the scores
-        # themselves, or the rotations of the queries, are multiplied by `spread`.
+        # Queries are multiplied by scale and `spread` at once. Where scales multiply the codes
+        # instead, the scores themselves, or the rotations of the queries, are multiplied by
+        # `spread`.
         scale, low = (x * (1.0 if plan.multiplied else plan.spread) for x in key)
         if spec.key_group and plan.slots % plan.tile:
             scale, low = (inside(x) for x in (scale, low))

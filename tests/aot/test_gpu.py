@@ -1,7 +1,8 @@
-"""GPU kernels compiled ahead of time for sm_90: no spills, no hidden copy of the cache, registers as recorded.
+"""GPU kernels compiled ahead of time for sm_90: no spills, no hidden copy of the cache, registers
+as recorded.
 
-Skipped where the CUDA plugin or ptxas is missing. `make aot` runs it in an environment of its own, since with the
-plugin JAX looks for a GPU at every import.
+Skipped where the CUDA plugin or ptxas is missing. `make aot` runs it in an environment of its own,
+since with the plugin JAX looks for a GPU at every import.
 """
 
 import importlib.util
@@ -16,19 +17,26 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
 FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
-# Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a program costs 1 more
+# Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a
+# program costs 1 more
 RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(("kivi-2", "kivi-4"), 3)
 
 
 def _has_plugin() -> bool:
-    return importlib.util.find_spec("jax_plugins") is not None and importlib.util.find_spec(PLUGIN) is not None
+    return (
+        importlib.util.find_spec("jax_plugins") is not None
+        and importlib.util.find_spec(PLUGIN) is not None
+    )
 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _has_plugin(), reason="no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt"),
     pytest.mark.skipif(
-        shutil.which("ptxas") is None, reason="ptxas is not on the path: it is part of the CUDA toolkit"
+        not _has_plugin(), reason="no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt"
+    ),
+    pytest.mark.skipif(
+        shutil.which("ptxas") is None,
+        reason="ptxas is not on the path: it is part of the CUDA toolkit",
     ),
 ]
 
@@ -47,6 +55,7 @@ def test_compiles_for_hopper_without_spills_or_copies():
         registers = -(-row["registers"] // 8) * 8  # allocated in steps of 8
         assert registers * 128 * RESIDENT[name] <= 65536, name
         assert (row["shared_bytes"] + 1024) * RESIDENT[name] <= 228 * 1024, name
-        # The results of all splits before they are merged; one field of a body's layer is 8 MB and more.
+        # The results of all splits before they are merged; one field of a body's layer is 8 MB and
+        # more.
         assert row["temp_bytes"] < 2e6, name
         assert row["argument_bytes"] == record[name]["argument_bytes"], name

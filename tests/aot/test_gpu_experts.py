@@ -1,4 +1,5 @@
-"""A decode step of experts over eight GPUs, compiled ahead of time: what the devices send each other, and hold.
+"""A decode step of experts over eight GPUs, compiled ahead of time: what the devices send each
+other, and hold.
 
 Skipped where the CUDA plugin or ptxas is missing; see tests/aot/test_gpu.py.
 """
@@ -12,7 +13,8 @@ from importlib.util import find_spec
 import pytest
 
 LAYERS, DEVICES, CONTEXT = 2, 8, 4096
-# JAX looks for a GPU where the plugin is found, unless a process says beforehand that it wants none.
+# JAX looks for a GPU where the plugin is found, unless a process says beforehand that it wants
+# none.
 PROGRAM = f"""
 import dataclasses, json, os
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -39,14 +41,20 @@ pytestmark = [
         find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda13") is None,
         reason="no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt",
     ),
-    pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on the path: it is part of the CUDA toolkit"),
+    pytest.mark.skipif(
+        shutil.which("ptxas") is None, reason="no ptxas on the path: it is part of the CUDA toolkit"
+    ),
 ]
 
 
 def test_experts_over_eight_gpus():
-    """A layer's sums over all devices are two, as without experts: after attention and after the experts. Four KV heads
-    for eight devices: pairs of them gather queries and merge what they attended to. No expert's matrix moves."""
-    output = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    """A layer's sums over all devices are two, as without experts: after attention and after the
+    experts. Four KV heads
+    for eight devices: pairs of them gather queries and merge what they attended to. No expert's
+    matrix moves."""
+    output = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    ).stdout
     found = json.loads(output.splitlines()[-1])
     everyone = "replica_groups={{" + ",".join(map(str, range(DEVICES))) + "}}"
     pairs = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
@@ -57,7 +65,9 @@ def test_experts_over_eight_gpus():
     assert len(sums) == 2 * LAYERS + 1  # and the embedding's
     assert len([line for line in merges if "all-gather-start(" in line]) == LAYERS
     assert len(merges) <= 3 * LAYERS  # queries, the largest score, and output and weight together
-    assert len(rest) <= 2, rest  # the next token: the best of each device's part of the vocabulary, and ties
+    assert len(rest) <= 2, (
+        rest
+    )  # the next token: the best of each device's part of the vocabulary, and ties
     cache = 2 * LAYERS * CONTEXT * 128 * 2 / 2
     assert found["arguments"] < 1.05 * (found["weights"] / DEVICES + cache)
     assert found["temporaries"] < 0.01 * found["weights"] / DEVICES

@@ -1,5 +1,6 @@
-"""A decode step on eight H100s, compiled ahead of time: per-layer arrays and bodies without loops under shard_map, two
-sums a layer and one merge (a maximum and a sum) where a row's tokens are dealt out.
+"""A decode step on eight H100s, compiled ahead of time: per-layer arrays and bodies without loops
+under shard_map, two sums a layer and one merge (a maximum and a sum) where a row's tokens are dealt
+out.
 
 Skipped where the CUDA plugin or ptxas is missing.
 """
@@ -17,12 +18,16 @@ from kvqjax.parallel.sharding import MeshSize
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not on the path: it is part of CUDA's toolkit"),
+    pytest.mark.skipif(
+        shutil.which("ptxas") is None,
+        reason="ptxas is not on the path: it is part of CUDA's toolkit",
+    ),
 ]
 
 
 def compiled(spec: str, mesh: MeshSize, layers: int):
-    """(operations that sum or take a maximum over devices, memory in bytes) of a program of so many layers."""
+    """(operations that sum or take a maximum over devices, memory in bytes) of a program of so many
+    layers."""
     config = config_of("llama-3.1-8b")
     few = dataclasses.replace(config, num_layers=layers, sliding_window=config.windows[:layers])
     try:
@@ -45,5 +50,7 @@ def compiled(spec: str, mesh: MeshSize, layers: int):
 def test_a_layer_sums_twice_and_merges_once(spec, mesh, each):
     (one, _), (two, memory) = compiled(spec, mesh, 1), compiled(spec, mesh, 2)
     assert two - one == each
-    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e6  # the cache stays in place
+    assert (
+        memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e6
+    )  # the cache stays in place
     assert memory.temp_size_in_bytes < 0.3e9

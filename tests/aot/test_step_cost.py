@@ -1,9 +1,9 @@
 """Costs of decode steps and prompts on absent chips: programs compiled ahead of time and counted.
 
-Eight cases stand for the forms that programs take: two of GPUs' bodies (read where they are stored, decoded first), a
-batch, layers that feed each other, three TPUs and prompts. The numbers beside a case were counted by jax 0.10.2, its
-CUDA plugin 0.10.2 and libtpu 0.0.42.1. Each may be exceeded by a tenth. Cases are skipped where the chip's compiler is
-missing.
+Eight cases stand for the forms that programs take: two of GPUs' bodies (read where they are stored,
+decoded first), a batch, layers that feed each other, three TPUs and prompts. The numbers beside a
+case were counted by jax 0.10.2, its CUDA plugin 0.10.2 and libtpu 0.0.42.1. Each may be exceeded by
+a tenth. Cases are skipped where the chip's compiler is missing.
 """
 
 import importlib.util
@@ -17,10 +17,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWANCE = 1.10  # another release of a compiler may fuse a little otherwise
-# -P or PYTHONSAFEPATH keep the working directory off the path, lest the source tree shadow the installed package.
-RUN = (
-    f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.step_cost', run_name='__main__')"
-)
+# -P or PYTHONSAFEPATH keep the working directory off the path, lest the source tree shadow the
+# installed package.
+RUN = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.step_cost', run_name='__main__')"  # noqa: E501
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +67,10 @@ def _skip_without_compiler(chip: str) -> None:
         if importlib.util.find_spec("libtpu") is None:
             pytest.skip("libtpu is not installed: pip install libtpu")
         return
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if (
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    ):
         pytest.skip("no CUDA plugin: pip install jax-cuda13-plugin jax-cuda13-pjrt")
     if not shutil.which("ptxas"):
         pytest.skip("ptxas is not on the path: it is part of the CUDA toolkit")
@@ -79,18 +81,25 @@ def counted(options: dict) -> dict:
     _skip_without_compiler(options["chip"])
     flags = [f"--{name}={value}" for name, value in options.items()]
     command = [sys.executable, "-Pc", RUN, *flags, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
 
 
 def _within(record: dict, limits: dict) -> None:
     assert record["unsure"] == []
-    over = {name: (record[name], limit) for name, limit in limits.items() if record[name] > ALLOWANCE * limit}
+    over = {
+        name: (record[name], limit)
+        for name, limit in limits.items()
+        if record[name] > ALLOWANCE * limit
+    }
     assert not over, over
 
 
 @pytest.mark.parametrize(("options", "limits"), STEPS.values(), ids=STEPS)
 def test_a_decode_step_costs_no_more_than_it_did(options, limits):
-    """Temporaries far below a layer's keys and values say that no second cache and no weights are copied."""
+    """Temporaries far below a layer's keys and values say that no second cache and no weights are
+    copied."""
     _within(counted(options), limits)
 
 

@@ -1,5 +1,5 @@
-"""A decode step on sixteen v5e chips, compiled ahead of time: two sums a layer and one merge (a maximum and a sum)
-where a row's tokens are dealt out, and the cache in place.
+"""A decode step on sixteen v5e chips, compiled ahead of time: two sums a layer and one merge (a
+maximum and a sum) where a row's tokens are dealt out, and the cache in place.
 
 Skipped where libtpu is not installed.
 """
@@ -17,7 +17,9 @@ from kvqjax.parallel.mesh_size import MeshSize
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("mesh", [MeshSize(model=16), MeshSize(seq=2, model=8)], ids=["heads-shared", "tokens"])
+@pytest.mark.parametrize(
+    "mesh", [MeshSize(model=16), MeshSize(seq=2, model=8)], ids=["heads-shared", "tokens"]
+)
 def test_a_layer_sums_twice_and_merges_once(mesh):
     """Two layers are one loop, whose body is counted; one device's part of the cache is 21 MB."""
     few = dataclasses.replace(config_of("llama-3.1-8b"), num_layers=2)

@@ -33,7 +33,11 @@ def by_heads():
 def test_a_cache_of_int4_is_counted_as_its_ledger_counts(by_heads):
     _, cache = by_heads
     assert any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(cache))
-    assert array_bytes(cache) == kvq.ledger(cache).bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert (
+        array_bytes(cache)
+        == kvq.ledger(cache).bytes
+        < sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    )
     assert f"{array_bytes(cache):,} bytes" in repr(cache)
 
 
@@ -55,7 +59,9 @@ def test_bench_and_the_check_of_memory_count_likewise(by_heads, monkeypatch):
 
 def test_no_other_count_of_a_caches_bytes_exists():
     pattern = re.compile(r"(leaf|x|a|array|kv)\.nbytes|\.size \* .*itemsize")
-    folders = [ROOT / name for name in ("kvqjax", "eval", "calibrate", "pallas_kernels", "benchmarks")]
+    folders = [
+        ROOT / name for name in ("kvqjax", "eval", "calibrate", "pallas_kernels", "benchmarks")
+    ]
     found = {
         file.relative_to(ROOT).as_posix()
         for folder in folders

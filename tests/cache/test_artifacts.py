@@ -18,7 +18,10 @@ from kvqjax.methods.spec import calibrated_part
 
 @pytest.fixture
 def saved(tmp_path):
-    constants = ({"k": {"low": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)}, "v": {"lut": jnp.ones(4)}}, {})
+    constants = (
+        {"k": {"low": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)}, "v": {"lut": jnp.ones(4)}},
+        {},
+    )
     artifact = Artifact(kvq.kivi(bits=2), constants, "config=1,headers=2", {"data": "none"})
     artifact.save(tmp_path / "a")
     return artifact, tmp_path / "a"
@@ -27,7 +30,11 @@ def saved(tmp_path):
 def test_round_trip(saved):
     artifact, folder = saved
     back = kvq.load_artifact(folder)
-    assert (back.method, back.fingerprint, back.about) == (artifact.method, artifact.fingerprint, artifact.about)
+    assert (back.method, back.fingerprint, back.about) == (
+        artifact.method,
+        artifact.fingerprint,
+        artifact.about,
+    )
     assert back.constants[1] == {}
     for group, name in (("k", "low"), ("v", "lut")):
         ours, theirs = back.constants[0][group][name], artifact.constants[0][group][name]
@@ -52,7 +59,9 @@ def test_printed_it_says_what_it_is_and_no_numbers(saved):
     text = repr(saved[0])
     assert text == "Artifact(kivi:bits=2, config=1,headers=2): 28 bytes in 2 arrays, data='none'"
     method = kvq.kivi(bits=2, window=32)
-    head, *runs = repr(kvq.init_cache(tiny(), kvq.policy(method, {"0": kvq.exact()}), 1, 512)).split("\n")
+    head, *runs = repr(
+        kvq.init_cache(tiny(), kvq.policy(method, {"0": kvq.exact()}), 1, 512)
+    ).split("\n")
     assert head.startswith("Cache(kivi:bits=2,window=32;0=exact, float32, capacity 512): ")
     readers = ["  layer 0, read by blocks", "  layer 1, read by stored, blocks from 65 new tokens"]
     assert [run.split(":")[0] for run in runs] == readers
@@ -79,7 +88,8 @@ def test_refusals(saved, tmp_path):
 
 
 def test_every_damaged_file_is_named(saved):
-    """A changed number would be read without a word; a file that is missing would leave Orbax's readers behind."""
+    """A changed number would be read without a word; a file that is missing would leave Orbax's
+    readers behind."""
     _, folder = saved
     files = [file for file in folder.glob("arrays/**/*") if file.is_file()]
     assert any("/d/" in str(file) for file in files)
@@ -133,10 +143,14 @@ def test_an_artifact_serves_what_was_calibrated(more, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, ready.constants, constants)
 
 
-@pytest.mark.parametrize("text", [*(f"kvquant:{more}" for more in OTHER), "kvquant:bits=3;0=exact", "kivi"])
+@pytest.mark.parametrize(
+    "text", [*(f"kvquant:{more}" for more in OTHER), "kvquant:bits=3;0=exact", "kivi"]
+)
 def test_and_nothing_else(text, tmp_path):
     Artifact(kvq.parse("kvquant"), (), "", {}).save(tmp_path / "a")
-    with pytest.raises(kvq.UserError, match="an artifact is for kvquant:bits=3, which is none of these caches"):
+    with pytest.raises(
+        kvq.UserError, match="an artifact is for kvquant:bits=3, which is none of these caches"
+    ):
         calibrated(tiny(), [kvq.parse(text)], [tmp_path / "a"])
 
 
@@ -151,21 +165,33 @@ def test_a_bias_that_a_model_lacks_is_no_difference():
 
 @pytest.mark.nightly
 def test_a_model_carries_several_artifacts(tmp_path):
-    """Every cache takes its own method's constants, one of another window those of the same codecs, and one without
-    calibration none; inside jit as well, and a saved cache names those that filled it."""
-    specs = "kvquant:bits=2", "commvq:bits=2,rounds=2,levels=16,hidden=16,window=32,unit=32", "kvquant:bits=4"
+    """Every cache takes its own method's constants, one of another window those of the same codecs,
+    and one without calibration none; inside jit as well, and a saved cache names those that filled
+    it."""
+    specs = (
+        "kvquant:bits=2",
+        "commvq:bits=2,rounds=2,levels=16,hidden=16,window=32,unit=32",
+        "kvquant:bits=4",
+    )
     model, alone = tiny(), {}
     for spec in specs:
         artifact = Artifact(kvq.parse(spec), _constants(tiny(), kvq.parse(spec)), "")
         alone[spec] = tiny().with_artifact(artifact)
         model = model.with_artifact(artifact)
     text, counts = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6] * 12]), jnp.asarray([96])
-    for spec, source in {**{s: s for s in specs}, "kvquant:bits=2,window=32": specs[0], "kivi": specs[0]}.items():
+    for spec, source in {
+        **{s: s for s in specs},
+        "kvquant:bits=2,window=32": specs[0],
+        "kivi": specs[0],
+    }.items():
         cache = kvq.init_cache(model, spec, 1, 128)
         logits, full = jax.jit(kvq.forward)(model, text, counts, cache)
         own = kvq.init_cache(alone[source], spec, 1, 128)
         wanted = jax.jit(kvq.forward)(
-            alone[source].replace(constants=()) if spec == "kivi" else alone[source], text, counts, own
+            alone[source].replace(constants=()) if spec == "kivi" else alone[source],
+            text,
+            counts,
+            own,
         )
         np.testing.assert_array_equal(logits, wanted[0])
         jax.tree.map(np.testing.assert_array_equal, full, wanted[1])
@@ -173,7 +199,9 @@ def test_a_model_carries_several_artifacts(tmp_path):
     back = kvq.load_cache(tmp_path / "cache", alone[specs[0]])
     assert back.layout == full.layout
     with pytest.raises(kvq.UserError, match="constants"):
-        kvq.load_cache(tmp_path / "cache", alone[specs[0]].with_artifact(Artifact(kvq.parse(specs[0]), (), "")))
+        kvq.load_cache(
+            tmp_path / "cache", alone[specs[0]].with_artifact(Artifact(kvq.parse(specs[0]), (), ""))
+        )
     again = model.with_artifact(Artifact(kvq.parse(specs[0]), (), ""))
     assert len(again.others) == 2  # the newest of one method counts
     with pytest.raises(kvq.UserError, match="calibrated constant"):

@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 from algebra import body, extend, fresh
 from cases import CASES, model_and_method
-from evicted import BOUND, BUDGET, CAPACITY, LENGTH, SPEC, UNIT, ByHand, begin, check, forward, prefill, sharp, steps
+from evicted import (
+    BOUND,
+    BUDGET,
+    CAPACITY,
+    LENGTH,
+    SPEC,
+    UNIT,
+    ByHand,
+    begin,
+    check,
+    forward,
+    prefill,
+    sharp,
+    steps,
+)
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -21,13 +35,16 @@ commit = jax.jit(kvq.commit)
 
 
 def test_queries_see_the_kept_tokens_at_their_positions():
-    """Prefill, then decoding through several evictions, ragged; then a crop below evicted tokens, and on from there."""
+    """Prefill, then decoding through several evictions, ragged; then a crop below evicted tokens,
+    and on from there."""
     rows, cache = begin()
     first = np.asarray(cache.kept["positions"])
     assert (first[0] != first[1]).any(), "rows choose by themselves"
     before = np.asarray(cache.runs[0].flushed[0])
     cache = steps(rows, cache, 30)
-    assert (np.asarray(cache.runs[0].flushed[0]) > before).all(), "nothing left the window: the test shows nothing"
+    assert (np.asarray(cache.runs[0].flushed[0]) > before).all(), (
+        "nothing left the window: the test shows nothing"
+    )
     moved = (np.asarray(cache.kept["positions"]) != first).any(1)
     assert moved.tolist() == [True, True]
     lengths = [rows[0].length - 70, rows[1].length - 3]
@@ -41,7 +58,8 @@ def test_queries_see_the_kept_tokens_at_their_positions():
 
 
 def test_chunks_evict_whole_groups():
-    """Through the cache 60 tokens at a time: two groups can fall due in one call, and the oldest make room."""
+    """Through the cache 60 tokens at a time: two groups can fall due in one call, and the oldest
+    make room."""
     text = tokens(1, LENGTH)
     row, cache = ByHand(text[0]), kvq.init_cache(sharp(), kvq.parse(SPEC), 1, CAPACITY)
     for start in range(0, 240, 60):
@@ -53,7 +71,8 @@ def test_chunks_evict_whole_groups():
 
 
 def test_another_capacity_keeps_what_is_kept():
-    """As large a body in a larger cache, and back; a smaller body, whose groups come first, and back."""
+    """As large a body in a larger cache, and back; a smaller body, whose groups come first, and
+    back."""
     rows, cache = begin()
     cache = steps(rows, kvq.resize(kvq.resize(cache, 700), CAPACITY), 3)
     counts, method = jnp.asarray([90, 70]), kvq.parse(SPEC)
@@ -66,7 +85,9 @@ def test_another_capacity_keeps_what_is_kept():
         assert cache.layout == wanted.layout
         jax.tree.map(np.testing.assert_array_equal, cache.kept, wanted.kept)
         one = tokens(2, 1), jnp.ones(2, jnp.int32)
-        np.testing.assert_array_equal(forward(sharp(), *one, cache)[0], forward(sharp(), *one, wanted)[0])
+        np.testing.assert_array_equal(
+            forward(sharp(), *one, cache)[0], forward(sharp(), *one, wanted)[0]
+        )
     with pytest.raises(kvq.UserError, match="holds 90 tokens"):
         kvq.resize(few, 80)
 
@@ -80,7 +101,9 @@ def test_surgery_carries_what_is_kept(tmp_path):
     swapped = kvq.gather(kvq.fork(cache), jnp.asarray([1, 0]))
     check(rows[::-1], swapped)
     both = kvq.insert(swapped, 0, back, 0)
-    np.testing.assert_array_equal(both.kept["positions"], cache.kept["positions"][jnp.asarray([0, 0])])
+    np.testing.assert_array_equal(
+        both.kept["positions"], cache.kept["positions"][jnp.asarray([0, 0])]
+    )
     gone = kvq.evict(both, jnp.asarray([False, True]))
     check([rows[0], ByHand(rows[1].text)], gone)
     check([rows[0]], kvq.gather(gone, jnp.asarray([0])))
@@ -102,7 +125,9 @@ def test_drafts_see_what_single_steps_see():
         cache, logits = kvq.init_cache(model, method, 2, CAPACITY), []
         for start in range(0, 225, size):
             counts = jnp.asarray([size, size])
-            got, pending = attend(model, text[:, start : start + size], counts, cache, within="step")
+            got, pending = attend(
+                model, text[:, start : start + size], counts, cache, within="step"
+            )
             cache = commit(model, cache, pending, counts)
             logits.append(np.asarray(got))
         out.append(np.concatenate(logits, 1))
@@ -115,7 +140,8 @@ ONE_CLOCK += tuple(name for name in ("higgs", "aqua", "xquant", "xquant_cl") if 
 
 @pytest.mark.parametrize("name", ONE_CLOCK)
 def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
-    """Filled from sources without attention: the newest groups are kept, and their words are those of the whole row."""
+    """Filled from sources without attention: the newest groups are kept, and their words are those
+    of the whole row."""
     model, method = model_and_method(name)
     unit = max(32, runs_of(fresh(name, [[0]]).layout)[0].wiring.storage.clocks[0].unit)
     kept = dataclasses.replace(method, keep=Keep("streaming", 2 * unit))
@@ -143,7 +169,9 @@ def test_bytes_are_those_of_the_budget(spec):
     model = tiny()
     options = spec + ("," if ":" in spec else ":") + "keep=streaming:512"
     method, most = kvq.parse(options), 51200
-    clock = runs_of(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[0].wiring.storage.clocks[0]
+    clock = runs_of(jax.eval_shape(lambda: kvq.init_cache(model, method, 1, 512)).layout)[
+        0
+    ].wiring.storage.clocks[0]
     fits = 512 + method.sinks + clock.window
     kept, whole = (
         kvq.ledger(jax.eval_shape(lambda m=m, c=c: kvq.init_cache(model, m, 2, c)))
@@ -161,7 +189,9 @@ def test_a_decode_step_updates_the_cache_in_place():
     model, method = tiny(), kvq.parse("kivi:bits=4,window=32,keep=streaming:16384")
     cache = jax.eval_shape(lambda: kvq.init_cache(model, method, 2, 65536))
     new = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    memory = jax.jit(kvq.forward, donate_argnums=3).lower(model, *new, cache).compile().memory_analysis()
+    memory = (
+        jax.jit(kvq.forward, donate_argnums=3).lower(model, *new, cache).compile().memory_analysis()
+    )
     size = kvq.ledger(cache).bytes
     assert memory.alias_size_in_bytes >= 0.99 * size
     assert memory.temp_size_in_bytes < 0.1 * size + 2 * 16384 * 16
@@ -183,7 +213,10 @@ def test_what_cannot_be_evicted_is_refused(spec, words):
 def test_a_mesh_is_refused():
     rules = Rules(mesh=jax.sharding.AbstractMesh((2, 1, 1, 1), ("data", "seq", "kv", "group")))
     layout = CacheLayout(
-        shape=tiny().config.kv_shape, method=kvq.parse("kivi:keep=streaming:64"), capacity=CAPACITY, dtype="float32"
+        shape=tiny().config.kv_shape,
+        method=kvq.parse("kivi:keep=streaming:64"),
+        capacity=CAPACITY,
+        dtype="float32",
     )
     with pytest.raises(kvq.UserError, match="on one device only"):
         rules.cache_layout(layout, 2)

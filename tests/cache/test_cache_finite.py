@@ -1,5 +1,5 @@
-"""A row's output depends on its own live tokens alone: whatever stands in dead slots, in padding and in other rows, and
-what is not finite is seen (docs/design.md, idea 13)."""
+"""A row's output depends on its own live tokens alone: whatever stands in dead slots, in padding
+and in other rows, and what is not finite is seen (docs/design.md, idea 13)."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,10 @@ def with_bad_dead_slots(cache):
         end = body_tokens(run, state)[:, None]
         ring = ring_tokens(run.ring, end[:, 0])
         free = jnp.arange(sinks)[None] >= cache.lengths[:, None]
-        marks = {"window": (ring < end) | (ring >= held), "sinks": jnp.broadcast_to(free, (cache.batch, sinks))}
+        marks = {
+            "window": (ring < end) | (ring >= held),
+            "sinks": jnp.broadcast_to(free, (cache.batch, sinks)),
+        }
         exact = {
             part: {
                 s: jnp.where(dead[None, :, :, None], bad_like(x, str(x.dtype)), x)
@@ -67,7 +70,10 @@ def with_bad_dead_slots(cache):
             for part, dead in marks.items()
         }
         body = {
-            s: {n: with_bad_field(run.wiring.storage.codecs[s].fields[n], x, end, run.slots) for n, x in fields.items()}
+            s: {
+                n: with_bad_field(run.wiring.storage.codecs[s].fields[n], x, end, run.slots)
+                for n, x in fields.items()
+            }
             for s, fields in state.body.items()
         }
         states.append(state.replace(body=body, **exact))
@@ -87,7 +93,8 @@ def with_bad_field(field, stored, end, slots: int):
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 def test_dead_slots_may_hold_anything(name):
-    """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one that is new."""
+    """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one
+    that is new."""
     cache = crop(fresh(name, ROWS), jnp.asarray([170, 60, 17], jnp.int32))
     cache = evict(cache, jnp.asarray([False, False, True]))
     model = model_and_method(name)[0]
@@ -98,7 +105,8 @@ def test_dead_slots_may_hold_anything(name):
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
-    """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they would be alone.
+    """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they
+    would be alone.
     Cropped or evicted: an ordinary row."""
     model, cache = model_and_method(name)[0], fresh(name, ROWS)
     want = attend(model, TOKENS, COUNTS, cache)[0]
@@ -130,10 +138,14 @@ THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", "exact:keep=str
 
 @pytest.mark.parametrize("name", thinned(THROUGH, 2))
 def test_a_token_without_a_finite_embedding(name):
-    """Through `forward` and through `prefill`: logits are NaN from that token on, and in later calls; the padding,
-    which is such tokens too, and the other rows do no harm."""
+    """Through `forward` and through `prefill`: logits are NaN from that token on, and in later
+    calls; the padding, which is such tokens too, and the other rows do no harm."""
     model, method = infected(name)
-    text = jnp.full((3, 48), WRONG).at[:, :40].set(jnp.asarray(np.random.default_rng(1).integers(0, 49, (3, 40))))
+    text = (
+        jnp.full((3, 48), WRONG)
+        .at[:, :40]
+        .set(jnp.asarray(np.random.default_rng(1).integers(0, 49, (3, 40))))
+    )
     counts, spoilt = jnp.asarray([40, 33, 40]), text.at[0, 25].set(WRONG)
     start = kvq.init_cache(model, method, 3, 256)
     want, clean = forward(model, text, counts, start)
@@ -152,7 +164,9 @@ def test_a_token_without_a_finite_embedding(name):
         assert all_finite(broken)
         after = forward(model, TOKENS, COUNTS, broken)[0]
         assert np.isnan(valid(after)[0]).all()
-        np.testing.assert_array_equal(valid(after)[1], valid(forward(model, TOKENS, COUNTS, whole)[0])[1])
+        np.testing.assert_array_equal(
+            valid(after)[1], valid(forward(model, TOKENS, COUNTS, whole)[0])[1]
+        )
         again = evict(broken, jnp.asarray([True, False, False]))
         again = forward(model, text, jnp.asarray([40, 0, 0]), again)[1]
         alone, others = (forward(model, TOKENS, COUNTS, c)[0] for c in (clean, whole))
@@ -160,15 +174,18 @@ def test_a_token_without_a_finite_embedding(name):
 
 
 def test_a_key_that_overflows_to_minus_infinity_is_seen():
-    """Its weight is 0, so the output alone would not show it. Channel 31 of the input is the third token's alone; RoPE
-    turns that token's key, two equal channels of 3e38, so that one of them overflows."""
+    """Its weight is 0, so the output alone would not show it. Channel 31 of the input is the third
+    token's alone; RoPE turns that token's key, two equal channels of 3e38, so that one of them
+    overflows."""
     model, pair = tiny(num_layers=1), np.asarray([0, 8])
     layers, own = model.params["layers"], 1 / np.sqrt(32)  # its input after the norm is sqrt(32)
     embed = model.params["embed"].at[:, 31].set(0).at[WRONG].set(jnp.zeros(32).at[31].set(1.0))
     k = layers["k"].at[..., pair].set(0).at[0, 31, pair].set(3e38 * own)
     both = np.concatenate([pair, pair + 16])  # the two query heads of that KV head
     q = layers["q"].at[..., both].set(0).at[0, 31, both].set(-own)
-    model = model.replace(params=model.params | {"embed": embed, "layers": layers | {"k": k, "q": q}})
+    model = model.replace(
+        params=model.params | {"embed": embed, "layers": layers | {"k": k, "q": q}}
+    )
     text, cache = jnp.asarray([[1, 2, WRONG]]), kvq.init_cache(model, kvq.exact(), 1, 64)
     logits, pending = attend(model, text, jnp.full(1, 3), cache)
     keys = np.asarray(pending[0]["k"])[0, 0]
@@ -183,20 +200,30 @@ HUGE = 6e4
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["kivi-published", "kivi-pre", "kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"], 3)
+    "name",
+    thinned(
+        ["kivi-published", "kivi-pre", "kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"],
+        3,
+    ),
 )
 def test_reconstructions_saturate_in_float16(name):
-    """Sources near the largest number of float16: what is stored, decoded and attended to stays finite."""
+    """Sources near the largest number of float16: what is stored, decoded and attended to stays
+    finite."""
     model, method = model_and_method(name)
     params = jax.tree.map(lambda x: x.astype(jnp.float16), model.params)
-    params["layers"]["o"] = params["layers"]["o"] * jnp.float16(1e-6)  # sums of huge outputs are not what is tested
+    params["layers"]["o"] = params["layers"]["o"] * jnp.float16(
+        1e-6
+    )  # sums of huge outputs are not what is tested
     model = model.replace(params=params)
     cache = kvq.init_cache(model, method, 3, 512)
     random, sources = np.random.default_rng(0), []
     for run in runs_of(cache.layout):
-        shapes = {name: (run.count, 3, 200, width) for name, width in run.wiring.storage.sources.items()}
+        shapes = {
+            name: (run.count, 3, 200, width) for name, width in run.wiring.storage.sources.items()
+        }
         made = {
-            name: random.choice([-1, 1], shape) * random.uniform(0.9, 1.09, shape) for name, shape in shapes.items()
+            name: random.choice([-1, 1], shape) * random.uniform(0.9, 1.09, shape)
+            for name, shape in shapes.items()
         }
         sources.append({name: jnp.asarray(HUGE * x, jnp.float16) for name, x in made.items()})
     cache = jax.jit(kvq.commit)(model, cache, tuple(sources), jnp.asarray([200, 170, 3]))
@@ -208,7 +235,10 @@ def test_reconstructions_saturate_in_float16(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in (*FEW, "kvquant", "commvq"))],
+    [
+        *((name, "float32") for name in CASES),
+        *((name, "bfloat16") for name in (*FEW, "kvquant", "commvq")),
+    ],
 )
 def test_codecs_of_huge_numbers_stay_finite(name, dtype):
     """Up to the largest number of the type: ranges and sums of squares would overflow."""
@@ -216,14 +246,17 @@ def test_codecs_of_huge_numbers_stay_finite(name, dtype):
     for run, constants in zip(runs_of(empty(name, 1).layout), model.constants, strict=True):
         for source, codec in run.wiring.storage.codecs.items():
             own = jax.tree.map(lambda x: x[0], constants.get(source, {}))
-            signs = np.random.default_rng(0).choice([-1, 1], (run.wiring.storage.clocks[0].unit, codec.width))
+            signs = np.random.default_rng(0).choice(
+                [-1, 1], (run.wiring.storage.clocks[0].unit, codec.width)
+            )
             decoded = jax.jit(lambda own, x, codec=codec: codec.decode(own, codec.encode(own, x)))
             back = decoded(own, jnp.asarray(signs, dtype) * jnp.finfo(dtype).max)
             assert np.isfinite(np.asarray(back, np.float32)).all()
 
 
 def test_generation_says_so():
-    """The model draws a token that has no finite embedding: not a word of what follows is given out."""
+    """The model draws a token that has no finite embedding: not a word of what follows is given
+    out."""
     message = "row 0: a key or value of token 2 is NaN or infinite; check the model's weights, or try dtype='f32'"
     for call in (kvq.generate, kvq.speculate, kvq.beam_search):
         with pytest.raises(kvq.UserError, match=f"^{message}$"):
@@ -233,6 +266,8 @@ def test_generation_says_so():
 def test_calibration_sees_it_too():
     """AQUA-KV fits what an exact prefill gives the cache, where 0 stands for what is not finite."""
     model = kvq.load("recall")
-    broken = model.replace(params=model.params | {"embed": model.params["embed"].at[:, 0].set(jnp.nan)})
+    broken = model.replace(
+        params=model.params | {"embed": model.params["embed"].at[:, 0].set(jnp.nan)}
+    )
     with pytest.raises(kvq.UserError, match="came out NaN or infinite"):
         kvq.calibrate.run(broken, kvq.parse("aqua"), "ab12" * 99, count=1, length=132)

@@ -1,5 +1,5 @@
-"""The decoder through a cache: chunks, ragged rows and exact prefill against the plain decoder; drafts against single
-steps."""
+"""The decoder through a cache: chunks, ragged rows and exact prefill against the plain decoder;
+drafts against single steps."""
 
 import functools
 
@@ -14,10 +14,14 @@ import kvqjax as kvq
 from kvqjax.model import decoder
 
 attend = jax.jit(kvq.attend, static_argnames=("within", "last"))
-commit, forward, prefill = jax.jit(kvq.commit), jax.jit(kvq.forward, static_argnames="last"), jax.jit(kvq.prefill)
+commit, forward, prefill = (
+    jax.jit(kvq.commit),
+    jax.jit(kvq.forward, static_argnames="last"),
+    jax.jit(kvq.prefill),
+)
 
-# Float32 throughout: sums of at most 160 terms of size about 1 in another order, through 2 layers and the head. 160
-# eps = 2e-5 for one sum; the factor 10 is for what follows it.
+# Float32 throughout: sums of at most 160 terms of size about 1 in another order, through 2 layers
+# and the head. 160 eps = 2e-5 for one sum; the factor 10 is for what follows it.
 BOUND = 2e-4
 LENGTH = 160
 COUNTS = (160, 77)
@@ -30,8 +34,8 @@ def plain(**changes):
 
 
 def through(model, method, size: int, within: str):
-    """Logits of two rows of COUNTS tokens, `size` at a time: [2, LENGTH, V]; entries past a row's count mean
-    nothing."""
+    """Logits of two rows of COUNTS tokens, `size` at a time: [2, LENGTH, V]; entries past a row's
+    count mean nothing."""
     cache, out, text = kvq.init_cache(model, method, 2, 256), [], tokens(2, LENGTH)
     text = jnp.pad(text, ((0, 0), (0, -LENGTH % size)))
     for start in range(0, LENGTH, size):
@@ -47,16 +51,22 @@ def through(model, method, size: int, within: str):
 def test_exact_cache_in_chunks_is_the_plain_decoder(size, windows):
     got, _ = through(tiny(sliding_window=windows), kvq.exact(sinks=3), size, "chunk")
     for row, count in enumerate(COUNTS):
-        np.testing.assert_allclose(got[row, :count], plain(sliding_window=windows)[row, :count], atol=BOUND)
+        np.testing.assert_allclose(
+            got[row, :count], plain(sliding_window=windows)[row, :count], atol=BOUND
+        )
 
 
 @pytest.mark.parametrize("windows", [None, (40, None)])
 def test_exact_prefill_is_the_plain_decoder(windows):
     """And generation goes on from it as from the chunks."""
     model, counts = tiny(sliding_window=windows), jnp.asarray(COUNTS)
-    last, cache = prefill(model, tokens(2, LENGTH), counts, kvq.init_cache(model, kvq.exact(), 2, 256))
+    last, cache = prefill(
+        model, tokens(2, LENGTH), counts, kvq.init_cache(model, kvq.exact(), 2, 256)
+    )
     for row, count in enumerate(COUNTS):
-        np.testing.assert_allclose(last[row], plain(sliding_window=windows)[row, count - 1], atol=BOUND)
+        np.testing.assert_allclose(
+            last[row], plain(sliding_window=windows)[row, count - 1], atol=BOUND
+        )
     assert cache.lengths.tolist() == list(COUNTS)
 
 
@@ -64,16 +74,23 @@ def test_exact_prefill_is_the_plain_decoder(windows):
     "name", thinned(["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"], 2)
 )
 def test_drafts_see_what_single_steps_see(name):
-    """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a piece."""
+    """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a
+    piece."""
     model, method = model_and_method(name)
     single, one = through(model, method, 1, "chunk")
     drafted, other = through(model, method, 9, "step")
     assert min(int(f.max()) for run in one.runs for f in run.flushed) > 1
-    jax.tree.map(np.testing.assert_array_equal, [r.flushed for r in one.runs], [r.flushed for r in other.runs])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        [r.flushed for r in one.runs],
+        [r.flushed for r in other.runs],
+    )
     for row, count in enumerate(COUNTS):
         np.testing.assert_allclose(drafted[row, :count], single[row, :count], atol=BOUND)
     rough, _ = through(model, method, 9, "chunk")
-    assert np.abs(rough[0] - single[0]).max() > 10 * BOUND, "the test cannot tell the two modes apart"
+    assert np.abs(rough[0] - single[0]).max() > 10 * BOUND, (
+        "the test cannot tell the two modes apart"
+    )
 
 
 @pytest.mark.parametrize("name", thinned([name for name in GENERAL if name.startswith("kivi")], 2))

@@ -30,7 +30,8 @@ def test_ledger_is_the_live_buffers(name):
 
 
 def test_padding_is_a_part_of_a_field():
-    """A window as long as the capacity encodes nothing, and the other source's body has slots all the same."""
+    """A window as long as the capacity encodes nothing, and the other source's body has slots all
+    the same."""
     method = "k=kivi:bits=2,window=0;v=kivi:bits=2,window=512"
     book = ledger(jax.eval_shape(lambda: kvq.init_cache(tiny(), method, 1, 256)))
     padding = {(entry.source, entry.field): entry.padding / entry.bytes for entry in book.entries}
@@ -39,9 +40,12 @@ def test_padding_is_a_part_of_a_field():
 
 
 def test_ledger_is_the_compiled_argument():
-    """Sub-byte types could take more room than their `.nbytes` say: what counts is what XLA allocates."""
+    """Sub-byte types could take more room than their `.nbytes` say: what counts is what XLA
+    allocates."""
     _, cache = abstract("kivi3-sinks", 2, 4096)
-    compiled = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, cache)).lower(cache)
+    compiled = jax.jit(
+        lambda cache: jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, cache)
+    ).lower(cache)
     size = compiled.compile(AS_USERS_DO).memory_analysis().argument_size_in_bytes
     assert abs(ledger(cache).bytes - size) <= 0.02 * size
 
@@ -52,21 +56,26 @@ if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
 
 
 def check(compiled, cache, more: int) -> None:
-    """The cache is updated in place; temporaries are below a tenth of it beyond `more` stated bytes."""
+    """The cache is updated in place; temporaries are below a tenth of it beyond `more` stated
+    bytes."""
     memory, size = compiled.memory_analysis(), ledger(cache).bytes
     assert memory.alias_size_in_bytes >= 0.99 * size
-    assert memory.temp_size_in_bytes < 0.1 * size + more, f"{memory.temp_size_in_bytes} bytes beside {size} of cache"
+    assert memory.temp_size_in_bytes < 0.1 * size + more, (
+        f"{memory.temp_size_in_bytes} bytes beside {size} of cache"
+    )
 
 
-@pytest.mark.parametrize("name", thinned(["exact", "kivi2", "kivi4-float32", "kivi-published", "mixed"], 3))
+@pytest.mark.parametrize(
+    "name", thinned(["exact", "kivi2", "kivi4-float32", "kivi-published", "mixed"], 3)
+)
 def test_no_second_cache_in_forward(name):
     model, cache = abstract(name, 2, 65536)
     length = 16
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
     step = jax.jit(kvq.forward, static_argnames="last", donate_argnames="cache")
-    compiled = step.lower(model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache, last=True).compile(
-        AS_USERS_DO
-    )
+    compiled = step.lower(
+        model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache, last=True
+    ).compile(AS_USERS_DO)
     # One block of decoded keys and values, its scores, and unpacked codes, in float32 and integers.
     block, config = 1024, tiny().config
     check(compiled, cache, 2 * block * (8 * config.kv_width + 4 * config.num_heads * length) * 4)
@@ -83,9 +92,15 @@ def test_no_second_cache_in_a_decode_loop(name):
 
 @pytest.mark.parametrize("layers", ["scan", pytest.param("unroll", marks=pytest.mark.nightly)])
 def test_states_of_recurrent_layers_are_updated_in_place(layers):
-    """Eight layers of 8 MiB: a step holds no more than three of them besides, and a `commit` of stacks likewise."""
+    """Eight layers of 8 MiB: a step holds no more than three of them besides, and a `commit` of
+    stacks likewise."""
     shape = RecurrentConfig(
-        layers=(*range(4), *range(5, 9)), key_heads=4, value_heads=8, key_dim=128, value_dim=128, kernel=4
+        layers=(*range(4), *range(5, 9)),
+        key_heads=4,
+        value_heads=8,
+        key_dim=128,
+        value_dim=128,
+        kernel=4,
     )
     model, one = jax.eval_shape(lambda: tiny(recurrent=shape)), 2**23
     if layers == "unroll":
@@ -94,9 +109,13 @@ def test_states_of_recurrent_layers_are_updated_in_place(layers):
     assert kvq.ledger(cache).state_bytes > 8 * one
     tokens, counts = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((16, 1), (16,)))
     lowered = [jax.jit(kvq.forward, donate_argnames="cache").lower(model, tokens, counts, cache)]
-    if layers == "scan":  # of a list, XLA for CPUs holds all new states of a commit before it writes the first
+    if (
+        layers == "scan"
+    ):  # of a list, XLA for CPUs holds all new states of a commit before it writes the first
         pending = jax.eval_shape(kvq.attend, model, tokens, counts, cache)[1]
-        lowered.append(jax.jit(kvq.commit, donate_argnames="cache").lower(model, cache, pending, counts))
+        lowered.append(
+            jax.jit(kvq.commit, donate_argnames="cache").lower(model, cache, pending, counts)
+        )
     for program in lowered:
         memory = program.compile(AS_USERS_DO).memory_analysis()
         assert memory.alias_size_in_bytes >= 0.99 * ledger(cache).bytes
@@ -104,16 +123,24 @@ def test_states_of_recurrent_layers_are_updated_in_place(layers):
 
 
 def test_exact_prefill_holds_one_layer():
-    """Beside a cache of six layers: hidden states in and out of one, its keys and values as projected and as captured
-    (a prompt's worth for all six layers would be 17 MB more), and two blocks of scores."""
+    """Beside a cache of six layers: hidden states in and out of one, its keys and values as
+    projected and as captured (a prompt's worth for all six layers would be 17 MB more), and two
+    blocks of scores."""
     model = tiny(num_layers=6)
-    cache = jax.eval_shape(lambda: kvq.init_cache(model, kvq.parse("kivi:bits=2,window=32"), 2, 65536))
+    cache = jax.eval_shape(
+        lambda: kvq.init_cache(model, kvq.parse("kivi:bits=2,window=32"), 2, 65536)
+    )
     length, config = 8192, model.config
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
     step = jax.jit(kvq.prefill, donate_argnames="cache")
-    compiled = step.lower(model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache).compile(AS_USERS_DO)
+    compiled = step.lower(
+        model, jax.ShapeDtypeStruct((2, length), jnp.int32), numbers, cache
+    ).compile(AS_USERS_DO)
     memory, size = compiled.memory_analysis(), ledger(cache).bytes
-    prompt, scores = 2 * length * (2 * config.width + 4 * config.kv_width) * 4, 2 * 2 * config.num_heads * 512 * 512 * 4
+    prompt, scores = (
+        2 * length * (2 * config.width + 4 * config.kv_width) * 4,
+        2 * 2 * config.num_heads * 512 * 512 * 4,
+    )
     windows = sum(a.size * a.dtype.itemsize for run in cache.runs for a in run.window.values())
     assert memory.alias_size_in_bytes >= 0.99 * (size - windows), "windows are made anew"
     assert memory.temp_size_in_bytes < 0.1 * size + prompt + scores

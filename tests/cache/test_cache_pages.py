@@ -1,4 +1,5 @@
-"""Bodies in pages hold and give what rows of their own do, wherever the pages lie; the pool loses none."""
+"""Bodies in pages hold and give what rows of their own do, wherever the pages lie; the pool loses
+none."""
 
 import random
 
@@ -56,14 +57,22 @@ def test_pages_hold_the_words_of_rows_of_their_own(name):
         check_row(name, alone, row, numbers)
 
 
-@pytest.mark.parametrize("name", with_nightly(CORE, ("exact", "kivi2", "kvquant", "aqua", "sliding-mixed")))
+@pytest.mark.parametrize(
+    "name", with_nightly(CORE, ("exact", "kivi2", "kvquant", "aqua", "sliding-mixed"))
+)
 def test_queries_see_through_pages_what_they_see_in_rows(name):
     """Chunks, then single tokens, of rows of different lengths; some longer than a page."""
     model, method = model_and_method(name)
     plain = kvq.init_cache(model, method, ROWS, CAPACITY)
     paged = shuffled(paged_like(name), (1203, 452))
     text, step = tokens(ROWS, 1203), jax.jit(kvq.forward)
-    for start, counts in ((0, (600, 250)), (600, (600, 200)), (1200, (1, 1)), (1201, (1, 0)), (1202, (1, 1))):
+    for start, counts in (
+        (0, (600, 250)),
+        (600, (600, 200)),
+        (1200, (1, 1)),
+        (1201, (1, 0)),
+        (1202, (1, 1)),
+    ):
         new = text[:, start : start + max(counts)], jnp.asarray(counts)
         wanted, plain = step(model, *new, plain)
         got, paged = step(model, *new, paged)
@@ -72,9 +81,12 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
     assert not np.asarray(paged.overflow).any()
 
 
-@pytest.mark.parametrize(("form", "target"), [("stripes", "cpu"), ("planes", "v5e"), ("heads", "sm90")])
+@pytest.mark.parametrize(
+    ("form", "target"), [("stripes", "cpu"), ("planes", "v5e"), ("heads", "sm90")]
+)
 def test_forms_of_all_chips_lie_in_pages(form, target):
-    """As CPUs store long bodies, and TPUs and GPUs; the readers of these two want pages side by side."""
+    """As CPUs store long bodies, and TPUs and GPUs; the readers of these two want pages side by
+    side."""
     model, method = model_and_method("kivi2")
     options = {"form": form, "target": target, "kernels": "off"}
     plain = kvq.init_cache(model, method, ROWS, 5000, **options)
@@ -103,7 +115,12 @@ def test_rows_share_pages_and_go_on_apart():
     row = kvq.without_pages(cache)
     table[1, :1] = pool.take(1)
     cache = kvq.with_pages(kvq.copy_page(cache, int(table[0, 0]), int(table[1, 0])), table)
-    put = lambda x, axis: jnp.moveaxis(jnp.moveaxis(x, axis, 0).at[1].set(jnp.moveaxis(x, axis, 0)[0]), 0, axis)  # noqa: E731
+
+    def put(x, axis):
+        return jnp.moveaxis(
+            jnp.moveaxis(x, axis, 0).at[1].set(jnp.moveaxis(x, axis, 0)[0]), 0, axis
+        )
+
     runs = tuple(
         state.replace(
             sinks=jax.tree.map(lambda x: put(x, 1), state.sinks),
@@ -124,12 +141,21 @@ def test_a_row_without_a_page_takes_no_more_tokens():
     model, method = tiny(), "kivi:bits=2,window=32"
     cache = kvq.init_cache(model, method, ROWS, CAPACITY, pages=3)
     page = cache.layout.pool.tokens
-    assert [kvq.pages_needed(cache.layout, n) for n in (0, 63, 64, page + 63, page + 64)] == [0, 0, 1, 1, 2]
+    assert [kvq.pages_needed(cache.layout, n) for n in (0, 63, 64, page + 63, page + 64)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
     cache = kvq.with_pages(cache, np.asarray([[0, -1, -1, -1], [2, 1, -1, -1]]))
     text, counts = tokens(ROWS, page + 100), jnp.asarray([page + 60, page + 60])
     _, cache = kvq.forward(model, text, counts, cache)
     more = tokens(ROWS, 20), jnp.asarray([20, 20])
-    with pytest.raises(kvq.UserError, match=f"row 0 would hold {page + 80} tokens, which take 2 pages, and it has 1"):
+    with pytest.raises(
+        kvq.UserError,
+        match=f"row 0 would hold {page + 80} tokens, which take 2 pages, and it has 1",
+    ):
         kvq.forward(model, *more, cache)
     _, after = jax.jit(kvq.forward)(model, *more, cache)
     assert after.lengths.tolist() == [page + 63, page + 80]
@@ -167,7 +193,8 @@ def test_doors_say_what_they_want():
 
 
 def test_the_pool_keeps_its_books():
-    """Ten thousand operations against a dictionary: none leaked, none freed twice, none given to two."""
+    """Ten thousand operations against a dictionary: none leaked, none freed twice, none given to
+    two."""
     dice, pool, users = random.Random(0), kvq.PagePool(17), {}
     lists: list[list[int]] = []
     for _ in range(10_000):
@@ -219,5 +246,7 @@ def test_the_ledger_counts_what_pages_have_room_for():
 
 
 def test_a_pool_that_no_memory_holds_is_one_line():
-    with pytest.raises(kvq.UserError, match="pages=2147483647; it must be a whole number from 1 to 16777216"):
+    with pytest.raises(
+        kvq.UserError, match="pages=2147483647; it must be a whole number from 1 to 16777216"
+    ):
         kvq.PagePool(2**31 - 1)

@@ -59,7 +59,8 @@ def test_damage_is_named(tmp_path):
 
 
 def test_a_cache_of_a_shape_comes_back_for_its_shape_and_constants(tmp_path):
-    """Saved and loaded without a model: by KVShape and, where there are any, an artifact's constants."""
+    """Saved and loaded without a model: by KVShape and, where there are any, an artifact's
+    constants."""
     model, _ = model_and_method("kivi2")
     shape, cache = model.config.kv_shape, fresh("kivi2", [list(range(150)), list(range(33))])
     cache = cache.replace(layout=dataclasses.replace(cache.layout, shape=shape.alone))

@@ -1,4 +1,5 @@
-"""Caches of another capacity, and caches cut and joined along tokens: equal to those that were filled at once."""
+"""Caches of another capacity, and caches cut and joined along tokens: equal to those that were
+filled at once."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ def check(name: str, cache, rows=ROWS) -> None:
 
 
 def same(cache, other) -> None:
-    """Assert that two caches hold the same, to the bit: counts, words, and the window where it is live."""
+    """Assert that two caches hold the same, to the bit: counts, words, and the window where it is
+    live."""
     assert cache.layout == other.layout
     for field in ("lengths", "finite", "overflow"):
         np.testing.assert_array_equal(getattr(cache, field), getattr(other, field))
@@ -32,29 +34,38 @@ def same(cache, other) -> None:
             np.testing.assert_array_equal(mine, its)
         for row, length in enumerate(np.asarray(cache.lengths)):
             done = [
-                int(count[row]) * clock.unit for count, clock in zip(a.flushed, run.wiring.storage.clocks, strict=True)
+                int(count[row]) * clock.unit
+                for count, clock in zip(a.flushed, run.wiring.storage.clocks, strict=True)
             ]
             live = np.arange(min(done), max(int(length) - sinks, min(done))) % run.ring
             for name in a.window:
-                np.testing.assert_array_equal(a.window[name][:, row, live], b.window[name][:, row, live], name)
+                np.testing.assert_array_equal(
+                    a.window[name][:, row, live], b.window[name][:, row, live], name
+                )
                 few = min(sinks, int(length))
                 if sinks:  # a cache without sinks has no arrays of them
-                    np.testing.assert_array_equal(a.sinks[name][:, row, :few], b.sinks[name][:, row, :few], name)
+                    np.testing.assert_array_equal(
+                        a.sinks[name][:, row, :few], b.sinks[name][:, row, :few], name
+                    )
     for row in range(cache.batch):
         same_words(cache, row, other, row)
 
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 def test_another_capacity_and_back(name):
-    """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow as if nothing had
-    been there."""
+    """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow
+    as if nothing had been there."""
     cache = fresh(name, ROWS)
     other = kvq.resize(kvq.resize(kvq.resize(cache, 1100), LEAST), CAPACITY)
     same(other, cache)
-    check(name, extend(name, other, MORE), [row + more for row, more in zip(ROWS, MORE, strict=True)])
+    check(
+        name, extend(name, other, MORE), [row + more for row, more in zip(ROWS, MORE, strict=True)]
+    )
 
 
-@pytest.mark.parametrize("name", ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"])
+@pytest.mark.parametrize(
+    "name", ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"]
+)
 def test_a_resized_cache_is_as_one_that_was_made_so(name):
     """Down to capacities whose rows fit the window, whose rings are shorter."""
     model, method = model_and_method(name)
@@ -78,12 +89,19 @@ def test_rings_of_sliding_windows():
     wanted = [forward(model, text[:, :1], jnp.ones(2, jnp.int32), cache)[0] for cache in caches]
     for cache, capacity, logits in ((caches[0], 4096, wanted[1]), (caches[1], 1310, wanted[0])):
         other = kvq.resize(cache, capacity)
-        np.testing.assert_array_equal(forward(model, text[:, :1], jnp.ones(2, jnp.int32), other)[0], logits)
+        np.testing.assert_array_equal(
+            forward(model, text[:, :1], jnp.ones(2, jnp.int32), other)[0], logits
+        )
     short = kvq.gather(kvq.crop(caches[0], jnp.asarray([0, 700])), jnp.asarray([1]))
     plain = kvq.resize(short, 740)
     assert not runs_of(plain.layout)[0].wraps
-    fresh_plain = forward(model, text[1:], counts[1:], kvq.init_cache(model, "kivi:bits=2,window=32", 1, 740))[1]
-    logits = [forward(model, text[:1, :1], jnp.ones(1, jnp.int32), cache)[0] for cache in (plain, fresh_plain)]
+    fresh_plain = forward(
+        model, text[1:], counts[1:], kvq.init_cache(model, "kivi:bits=2,window=32", 1, 740)
+    )[1]
+    logits = [
+        forward(model, text[:1, :1], jnp.ones(1, jnp.int32), cache)[0]
+        for cache in (plain, fresh_plain)
+    ]
     np.testing.assert_array_equal(*logits)
 
 
@@ -99,11 +117,15 @@ def test_long_bodies_change_their_form_with_their_capacity():
     same(kvq.resize(caches[1], 512), caches[0])
 
 
-@pytest.mark.parametrize("name", thinned(["kivi2", "kivi8", "kivi-published", "uniform", "exact"], 3))
+@pytest.mark.parametrize(
+    "name", thinned(["kivi2", "kivi8", "kivi-published", "uniform", "exact"], 3)
+)
 def test_bodies_head_by_head(name):
     """The form of GPUs: int4, pairs of codes in a nibble, int8."""
     model, method = model_and_method(name)
-    caches = [kvq.init_cache(model, method, 1, capacity, form="heads") for capacity in (CAPACITY, 800)]
+    caches = [
+        kvq.init_cache(model, method, 1, capacity, form="heads") for capacity in (CAPACITY, 800)
+    ]
     text, counts = tokens(1, 330), jnp.asarray([330])
     first, second = (jax.jit(kvq.forward)(model, text, counts, cache)[1] for cache in caches)
     same(kvq.resize(first, 800), second)
@@ -115,21 +137,31 @@ def test_bodies_head_by_head(name):
 
 def test_a_smaller_capacity_is_refused_where_rows_hold_more():
     cache = fresh("kivi2", ROWS)
-    with pytest.raises(kvq.UserError, match=r"row 0 holds 330 tokens; a capacity of 300 is too small: crop it first"):
+    with pytest.raises(
+        kvq.UserError,
+        match=r"row 0 holds 330 tokens; a capacity of 300 is too small: crop it first",
+    ):
         kvq.resize(cache, 300)
     for capacity in (0, -1, True):
-        with pytest.raises(kvq.UserError, match=r"capacity=.*; it must be a whole number of at least 1"):
+        with pytest.raises(
+            kvq.UserError, match=r"capacity=.*; it must be a whole number of at least 1"
+        ):
             kvq.resize(cache, capacity)
     cut = jax.jit(kvq.resize, static_argnames="capacity")(cache, capacity=300)
     assert cut.overflow.tolist() == [True, False, False]
     assert cut.lengths.tolist()[1:] == [290, 57]
-    check("kivi2", kvq.resize(cut, CAPACITY), [row[: int(n)] for row, n in zip(ROWS, cut.lengths, strict=True)])
+    check(
+        "kivi2",
+        kvq.resize(cut, CAPACITY),
+        [row[: int(n)] for row, n in zip(ROWS, cut.lengths, strict=True)],
+    )
 
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 @pytest.mark.parametrize("wish", thinned([230, 70], 2))
 def test_a_cache_is_what_it_was_cut_into(name, wish):
-    """Head and tail, each made as small as it goes, joined; and a tail that another text has behind the same head."""
+    """Head and tail, each made as small as it goes, joined; and a tail that another text has behind
+    the same head."""
     cache = fresh(name, ROWS[:2])
     head, tail = kvq.cut(cache, wish)
     start = tail.start
@@ -138,14 +170,19 @@ def test_a_cache_is_what_it_was_cut_into(name, wish):
     assert tail.lengths.tolist() == [330 - start, 290 - start]
     joined = kvq.join(kvq.resize(head, wish + 150), tail)
     same(joined, cache)
-    check(name, extend(name, joined, MORE[:2]), [row + more for row, more in zip(ROWS[:2], MORE[:2], strict=True)])
+    check(
+        name,
+        extend(name, joined, MORE[:2]),
+        [row + more for row, more in zip(ROWS[:2], MORE[:2], strict=True)],
+    )
     other = [row[:wish] + list(range(350, 500)) for row in ROWS[:2]]
     other = fresh(name, other)
     same(kvq.join(head, kvq.cut(other, start)[1]), other)
 
 
 def test_a_jitted_function_may_close_over_a_cache():
-    """What it holds is known then: it is cut and resized as outside, and what cannot be is refused."""
+    """What it holds is known then: it is cut and resized as outside, and what cannot be is
+    refused."""
     cache = fresh("mixed", ROWS[:1])
     resized, joined = jax.jit(lambda: (kvq.resize(cache, 340), kvq.join(*kvq.cut(cache, 200))))()
     same(resized, kvq.resize(cache, 340))
@@ -160,9 +197,15 @@ def test_three_pieces_make_a_cache():
     both, last = kvq.cut(cache, 200)
     first, middle = kvq.cut(both, 80)
     assert 0 < middle.start < last.start
-    assert min(int(n.min()) for run in encoded(middle.cache) for n in run.values()) == last.start - middle.start
+    assert (
+        min(int(n.min()) for run in encoded(middle.cache) for n in run.values())
+        == last.start - middle.start
+    )
     same(kvq.join(kvq.join(first, middle), last), cache)
-    same(kvq.join(kvq.join(first, middle, capacity=300), last, capacity=1000), kvq.resize(cache, 1000))
+    same(
+        kvq.join(kvq.join(first, middle, capacity=300), last, capacity=1000),
+        kvq.resize(cache, 1000),
+    )
 
 
 def test_pieces_know_what_was_not_finite():
@@ -173,18 +216,29 @@ def test_pieces_know_what_was_not_finite():
 
 def test_what_cannot_be_cut_or_joined_is_one_line():
     cache = fresh("kivi3-sinks", ROWS)
-    assert [kvq.cut(cache, wish)[1].start for wish in (5, 36, 37, 68, 69, 200)] == [5, 5, 37, 37, 37, 37]
+    assert [kvq.cut(cache, wish)[1].start for wish in (5, 36, 37, 68, 69, 200)] == [
+        5,
+        5,
+        37,
+        37,
+        37,
+        37,
+    ]
     with pytest.raises(kvq.UserError, match="tokens=4; the 5 sinks cannot be cut apart"):
         kvq.cut(cache, 4)
     with pytest.raises(kvq.UserError, match="row 1 holds 3 tokens, fewer than the 5 sinks"):
         kvq.cut(kvq.crop(cache, jnp.asarray([99, 3, 99])), 50)
     rows = kvq.gather(cache, jnp.asarray([0, 1]))
     tail = kvq.cut(rows, 69)[1]
-    with pytest.raises(kvq.UserError, match="row 0 of the head has not encoded the 69 tokens before the piece"):
+    with pytest.raises(
+        kvq.UserError, match="row 0 of the head has not encoded the 69 tokens before the piece"
+    ):
         kvq.join(empty("kivi3-sinks", 2), tail)
     with pytest.raises(kvq.UserError, match="3 rows cannot be joined with 2"):
         kvq.join(cache, tail)
-    with pytest.raises(kvq.UserError, match="row 0 would hold 330 tokens, which do not fit a capacity of 300"):
+    with pytest.raises(
+        kvq.UserError, match="row 0 would hold 330 tokens, which do not fit a capacity of 300"
+    ):
         kvq.join(rows, tail, capacity=300)
     with pytest.raises(kvq.UserError, match="another method"):
         kvq.join(fresh("kivi2", ROWS[:2]), tail)
@@ -256,22 +310,29 @@ def test_bodies_dealt_over_a_mesh():
         kvq.cut(cache, 64)
 
 
-@pytest.mark.parametrize(("capacity", "held", "at", "later"), [(70, 68, 64, 70), (66, 66, 64, 200), (20, 18, 10, 512)])
+@pytest.mark.parametrize(
+    ("capacity", "held", "at", "later"), [(70, 68, 64, 70), (66, 66, 64, 200), (20, 18, 10, 512)]
+)
 def test_pieces_and_caches_that_are_too_short_for_a_body(capacity, held, at, later):
-    """A piece of fewer tokens than a unit, near a row's end; a cache whose tokens all fit the window, joined to one
-    that has a body."""
+    """A piece of fewer tokens than a unit, near a row's end; a cache whose tokens all fit the
+    window, joined to one that has a body."""
     model, forward = tiny(), jax.jit(kvq.forward)
     method = "kivi:bits=2,group=32,window=0" if capacity > 32 else "kivi:bits=2,window=32"
-    cache = forward(model, tokens(1, held), jnp.asarray([held]), kvq.init_cache(model, method, 1, capacity))[1]
+    cache = forward(
+        model, tokens(1, held), jnp.asarray([held]), kvq.init_cache(model, method, 1, capacity)
+    )[1]
     joined, wanted = kvq.join(*kvq.cut(cache, at), capacity=later), kvq.resize(cache, later)
     same(joined, wanted)
     more, one = tokens(1, 1), jnp.ones(1, jnp.int32)
     if held < later:
-        np.testing.assert_array_equal(*(forward(model, more, one, cache)[0] for cache in (joined, wanted)))
+        np.testing.assert_array_equal(
+            *(forward(model, more, one, cache)[0] for cache in (joined, wanted))
+        )
 
 
 def test_no_more_tokens_are_joined_than_the_rope_is_for():
-    """A larger capacity is refused as `resize` refuses it: the frequencies would be those of another text."""
+    """A larger capacity is refused as `resize` refuses it: the frequencies would be those of
+    another text."""
     model = tiny(rope=kvq.Rope(kind="dynamic", factor=2.0, original_max_position=400))
     pieces = kvq.cut(kvq.init_cache(model, "kivi:window=0", 1, 300), 0)
     with pytest.raises(kvq.UserError, match="401 tokens are more than the 400"):

@@ -1,4 +1,5 @@
-"""Generic tree code on caches: the row axis of every array, and one line at every door for arrays of another shape."""
+"""Generic tree code on caches: the row axis of every array, and one line at every door for arrays
+of another shape."""
 
 import dataclasses
 
@@ -16,7 +17,9 @@ from kvqjax.model.config import KVShape
 
 METHOD = "kivi:bits=2,window=32,sinks=2"
 ROWS = [list(range(200)), list(range(50, 90))]
-LAYERS = "its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat"
+LAYERS = (
+    "its axis 0 counts layers, and tree code along axis 0 changed them; for rows use kvqjax.repeat"
+)
 
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL))
@@ -24,7 +27,10 @@ def test_tree_code_along_the_row_axes_is_repeat(name):
     cache = empty(name, 2)
     axes = kvq.row_axes(cache)
     assert jax.tree.structure(axes) == jax.tree.structure(cache)
-    assert all(x.shape[axis] == 2 for axis, x in zip(jax.tree.leaves(axes), jax.tree.leaves(cache), strict=True))
+    assert all(
+        x.shape[axis] == 2
+        for axis, x in zip(jax.tree.leaves(axes), jax.tree.leaves(cache), strict=True)
+    )
     assert kvq.row_axes(jax.eval_shape(lambda: cache)) == axes
     by_hand = jax.tree.map(lambda x, axis: jnp.repeat(x, 3, axis=axis), cache, axes)
     assert jax.tree.map(jnp.shape, by_hand) == jax.tree.map(jnp.shape, kvq.repeat(cache, 3))
@@ -71,14 +77,18 @@ def doors() -> dict:
         "resize": lambda cache: kvq.resize(cache, 300),
         "cut": lambda cache: kvq.cut(cache, 2),
         "join": lambda cache: kvq.join(cache, piece),
-        "join behind": lambda cache: kvq.join(kvq.init_cache(model, METHOD, 2, 256), piece.replace(cache=cache)),
+        "join behind": lambda cache: kvq.join(
+            kvq.init_cache(model, METHOD, 2, 256), piece.replace(cache=cache)
+        ),
         "ledger": kvq.ledger,
         "save_cache": lambda cache: kvq.save_cache("never", cache, model),
     }
 
 
 def shaped():
-    return kvq.init_cache(KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16), METHOD, 2, 256)
+    return kvq.init_cache(
+        KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16), METHOD, 2, 256
+    )
 
 
 def test_every_door_names_what_a_tree_map_did():
@@ -95,15 +105,26 @@ def test_every_door_names_what_a_tree_map_did():
 def test_every_kind_of_fault_has_its_line(name):
     cache = empty(name, 3)
     run = cache.runs[0]
-    first = lambda change: cache.replace(runs=(run.replace(window=jax.tree.map(change, run.window)), *cache.runs[1:]))  # noqa: E731
+
+    def first(change):
+        return cache.replace(
+            runs=(run.replace(window=jax.tree.map(change, run.window)), *cache.runs[1:])
+        )
+
     for broken, line in (
-        (jax.tree.map(lambda x: x[:1], cache), r"runs\[0\].* wanted \[\d+, 1, .*for rows use kvqjax.repeat"),
+        (
+            jax.tree.map(lambda x: x[:1], cache),
+            r"runs\[0\].* wanted \[\d+, 1, .*for rows use kvqjax.repeat",
+        ),
         (jax.tree.map(lambda x: jnp.concatenate([x, x]), cache), LAYERS),
         (jax.tree.map(lambda x: x[None], cache), r"lengths have shape \[1, 3\], wanted \[rows\]"),
         (jax.tree.map(lambda x: x[0], cache), r"lengths have shape \[\], wanted \[rows\]"),
         (first(lambda x: x[:, :2]), r"runs\[0\].window.* its rows are not the 3 of cache.lengths"),
         (first(lambda x: x[0]), r"window.* an axis was added or removed"),
-        (first(lambda x: x[:, :, :-1]), r"window.* the layout of a capacity of 512 promises that; kvqjax.resize"),
+        (
+            first(lambda x: x[:, :, :-1]),
+            r"window.* the layout of a capacity of 512 promises that; kvqjax.resize",
+        ),
         (first(lambda x: x.astype(jnp.bfloat16)), r"window.* is of type bfloat16, wanted float32"),
         (first(lambda x: None), r"the cache has \d+ arrays, its layout promises \d+"),
         (first(lambda x: "x"), r"window.* is a str, not an array"),
@@ -114,7 +135,8 @@ def test_every_kind_of_fault_has_its_line(name):
 
 
 def test_parts_of_a_mesh_pass():
-    """In a `shard_map` of one's own, where a device has its share of the rows or of anything else, and in a vmap."""
+    """In a `shard_map` of one's own, where a device has its share of the rows or of anything else,
+    and in a vmap."""
     model, method = model_and_method("kivi2")
     cache = extend("kivi2", empty("kivi2", 2), ROWS)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -125,11 +147,18 @@ def test_parts_of_a_mesh_pass():
     ))  # fmt: skip
     text = tokens(2, 1)
     logits, after = step(text, cache)
-    np.testing.assert_allclose(logits, kvq.forward(model, text, jnp.asarray([1, 1]), cache)[0], atol=1e-4)
+    np.testing.assert_allclose(
+        logits, kvq.forward(model, text, jnp.asarray([1, 1]), cache)[0], atol=1e-4
+    )
     assert after.lengths.tolist() == [201, 41]
     spread = kvq.init_cache(kvq.shard(model, method, data=2, model=2), method, 2, 512)
     dealt = kvq.init_cache(kvq.shard(model, method, seq=2), method, 2, 512)
     for cache in (spread, dealt, jax.eval_shape(lambda: dealt)):
-        assert kvq.ledger(cache).bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        assert kvq.ledger(cache).bytes == sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
+        )
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), empty("kivi2", 2))
-    assert jax.vmap(lambda cache: kvq.crop(cache, jnp.asarray([1, 1])).lengths)(stacked).shape == (2, 2)
+    assert jax.vmap(lambda cache: kvq.crop(cache, jnp.asarray([1, 1])).lengths)(stacked).shape == (
+        2,
+        2,
+    )

@@ -1,4 +1,5 @@
-"""Crop, fork, gather, insert and evict, alone and in random sequences, against fresh encodes of the same tokens."""
+"""Crop, fork, gather, insert and evict, alone and in random sequences, against fresh encodes of the
+same tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,22 @@ from hypothesis import strategies as st
 
 import kvqjax as kvq
 
-crop, gather, insert, evict, fork = (jax.jit(f) for f in (kvq.crop, kvq.gather, kvq.insert, kvq.evict, kvq.fork))
+crop, gather, insert, evict, fork = (
+    jax.jit(f) for f in (kvq.crop, kvq.gather, kvq.insert, kvq.evict, kvq.fork)
+)
 BROKEN = -1
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
 
 @pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
 def test_crop_inside_the_window_is_exact(name):
-    """No encoded token is cut: the length is kept to the token, and other tokens follow as if nothing had been
-    there."""
+    """No encoded token is cut: the length is kept to the token, and other tokens follow as if
+    nothing had been there."""
     cache = fresh(name, ROWS)
-    top = [max(int(c[row]) for e in encoded(cache) for c in e.values()) + cache.layout.method.sinks for row in range(3)]
+    top = [
+        max(int(c[row]) for e in encoded(cache) for c in e.values()) + cache.layout.method.sinks
+        for row in range(3)
+    ]
     lengths = [max(len(r) - 5, t) for r, t in zip(ROWS, top, strict=True)]
     cut = crop(cache, jnp.asarray(lengths, jnp.int32))
     assert cut.lengths.tolist() == lengths
@@ -40,10 +46,13 @@ def test_deep_crop_ends_on_whole_units(name):
 
 
 def check_deep_crop(name: str, cache, wish: int) -> None:
-    """Every row cut back to at most `wish` tokens holds whole units of them, and can be appended to."""
+    """Every row cut back to at most `wish` tokens holds whole units of them, and can be appended
+    to."""
     cut = crop(cache, jnp.full((3,), wish, jnp.int32))
     kept = cut.lengths.tolist()
-    unit = max(clock.unit for run in kvq.cache.runs_of(cache.layout) for clock in run.wiring.storage.clocks)
+    unit = max(
+        clock.unit for run in kvq.cache.runs_of(cache.layout) for clock in run.wiring.storage.clocks
+    )
     sliding = any(run.wraps for run in kvq.cache.runs_of(cache.layout))
     for row, tokens in enumerate(ROWS):
         assert kept[row] <= min(wish, len(tokens))
@@ -68,12 +77,19 @@ def test_insert_refuses_another_layout():
     cache = empty("kivi2", 2)
     with pytest.raises(kvq.UserError, match="another method: exact, wanted kivi"):
         kvq.insert(cache, 0, empty("exact", 1), 0)
-    with pytest.raises(kvq.UserError, match="a larger capacity, 1024; its rows fit a cache of 512 tokens a row after"):
+    with pytest.raises(
+        kvq.UserError,
+        match="a larger capacity, 1024; its rows fit a cache of 512 tokens a row after",
+    ):
         kvq.insert(cache, 0, kvq.init_cache(model, cache.layout.method, 1, 1024), 0)
 
 
 OPERATION = st.one_of(
-    st.tuples(st.just("append"), st.lists(st.integers(0, PAD), min_size=3, max_size=3), st.integers(0, 100)),
+    st.tuples(
+        st.just("append"),
+        st.lists(st.integers(0, PAD), min_size=3, max_size=3),
+        st.integers(0, 100),
+    ),
     st.tuples(st.just("spoil"), st.integers(0, 2), st.integers(1, PAD)),
     st.tuples(st.just("crop"), st.lists(st.integers(0, CAPACITY), min_size=3, max_size=3)),
     st.tuples(st.just("trim"), st.integers(1, 40)),
@@ -85,7 +101,8 @@ OPERATION = st.one_of(
 
 
 class Driver:
-    """A cache and what its rows should hold: lists of pool tokens, BROKEN for one that is not finite."""
+    """A cache and what its rows should hold: lists of pool tokens, BROKEN for one that is not
+    finite."""
 
     def __init__(self, name: str):
         self.name, self.rows = name, [[], [], []]
@@ -103,7 +120,10 @@ class Driver:
 
     def spoil(self, row, count):
         """Append tokens to one row, the middle one of them not finite."""
-        new = [list(range(min(count, self.room - len(r)))) if i == row else [] for i, r in enumerate(self.rows)]
+        new = [
+            list(range(min(count, self.room - len(r)))) if i == row else []
+            for i, r in enumerate(self.rows)
+        ]
         broken = {row: len(new[row]) // 2} if new[row] else {}
         self.cache = extend(self.name, self.cache, new, broken=broken)
         for at, token in broken.items():

@@ -1,4 +1,5 @@
-"""How many programs a generation compiles does not grow with its length, nor follow how many tokens are wanted."""
+"""How many programs a generation compiles does not grow with its length, nor follow how many tokens
+are wanted."""
 
 import numpy as np
 from tiny import tiny
@@ -39,7 +40,10 @@ def programs(*functions):
 
 def test_how_many_tokens_are_wanted_is_data():
     """The same prompt and, of its bucket, another; the capacity is chosen by buckets too."""
-    model, functions = tiny(), (generation._prefill, generation.first_token, generation.decode_steps)
+    model, functions = (
+        tiny(),
+        (generation._prefill, generation.first_token, generation.decode_steps),
+    )
     kvq.generate(model, [[1] * 180], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
     for length, new in ((180, 66), (180, 80), (180, 100), (180, 128), (130, 20), (250, 1)):
@@ -67,7 +71,10 @@ def test_beams_and_drafts_share_their_programs_too():
 
 def test_a_few_short_prompts_share_a_batch():
     """Rows without a prompt raise no flag, and the cache that comes back has none of them."""
-    model, functions = tiny(), (generation._prefill, generation.first_token, generation.decode_steps)
+    model, functions = (
+        tiny(),
+        (generation._prefill, generation.first_token, generation.decode_steps),
+    )
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     whole = kvq.generate(model, prompts, METHOD, max_new_tokens=40, eos_ids=())
     before = programs(*functions)
@@ -76,6 +83,9 @@ def test_a_few_short_prompts_share_a_batch():
     assert out.tokens == whole.tokens[:3]
     assert (out.cache.batch, out.cache.lengths.tolist()) == (3, whole.cache.lengths.tolist()[:3])
     assert not out.cache.overflow.any()
-    rows = lambda count, length, capacity: padded_rows(model, [[1] * length] * count, capacity)  # noqa: E731
+
+    def rows(count, length, capacity):
+        return padded_rows(model, [[1] * length] * count, capacity)
+
     assert [rows(n, 512, 4096) for n in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 9]
     assert (rows(3, 513, 4096), rows(3, 512, 4097)) == (3, 3)

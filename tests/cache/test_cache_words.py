@@ -45,7 +45,8 @@ def test_words_do_not_depend_on_chunks(name):
     for row in range(3):
         tokens = same_words(whole, row, pieces, row)
         assert tokens == min(
-            max(int(c[row]) for e in encoded(whole) for c in e.values()), runs_of(whole.layout)[-1].slots
+            max(int(c[row]) for e in encoded(whole) for c in e.values()),
+            runs_of(whole.layout)[-1].slots,
         )
     assert tokens < 32 < same_words(whole, 0, pieces, 0)
     jax.tree.map(np.testing.assert_array_equal, whole, pieces)
@@ -103,14 +104,19 @@ def test_cleared_before_written(name):
 
 @pytest.mark.parametrize("name", with_nightly(name for name in CASES if name != "exact"))
 def test_no_full_precision_body(name):
-    """Whatever is no packed word holds at most one number for 16 channels' worth of tokens (an outlier and its channel
-    count as one); only exact layers hold vectors."""
+    """Whatever is no packed word holds at most one number for 16 channels' worth of tokens (an
+    outlier and its channel count as one); only exact layers hold vectors."""
     layout = empty(name, 1).layout
-    exact = [isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.shape)]
+    exact = [
+        isinstance(getattr(spec, "key", None), Exact) for spec in layout.method.layers(layout.shape)
+    ]
     for run, state in zip(runs_of(layout), empty(name, 1).runs, strict=True):
         for source, fields in state.body.items():
             whole = run.count * run.slots * run.wiring.storage.sources[source]
-            sizes = {n: sum(a.size for a in arrays if a.dtype != jnp.uint32) for n, arrays in fields.items()}
+            sizes = {
+                n: sum(a.size for a in arrays if a.dtype != jnp.uint32)
+                for n, arrays in fields.items()
+            }
             sizes |= {"outliers": sizes["outliers"] // 2} if "outliers" in sizes else {}
             assert exact[run.first] or all(size * 16 <= whole for size in sizes.values())
 
@@ -120,7 +126,12 @@ def test_overflow_is_flagged_and_not_stored():
     fuller = extend("kivi2", cache, [list(range(20))])
     assert fuller.lengths.tolist() == [CAPACITY]
     assert fuller.overflow.tolist() == [True]
-    check_row("kivi2", extend("kivi2", cache, [list(range(10))]), 0, list(range(CAPACITY - 10)) + list(range(10)))
+    check_row(
+        "kivi2",
+        extend("kivi2", cache, [list(range(10))]),
+        0,
+        list(range(CAPACITY - 10)) + list(range(10)),
+    )
 
 
 def _random(random, array):
@@ -132,25 +143,37 @@ def _random(random, array):
 
 @pytest.mark.parametrize(("capacity", "blocks"), [(1536, 3), (1280, 1), (300, 2)])
 def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
-    """As many as divide the body, up to 1024 tokens; rows end within them. The sums are float32, in another order."""
+    """As many as divide the body, up to 1024 tokens; rows end within them. The sums are float32, in
+    another order."""
     model, method = tiny(), kvq.parse("higgs:bits=2,sinks=0,buffer=32")
     cache = kvq.init_cache(model, method, 2, capacity)
     run, state = runs_of(cache.layout)[0], cache.runs[0]
     assert run.reading == blocks * run.block == blocks * 256
     random = np.random.default_rng(0)
-    fill = {n: {f: tuple(_random(random, a) for a in x) for f, x in s.items()} for n, s in state.body.items()}
+    fill = {
+        n: {f: tuple(_random(random, a) for a in x) for f, x in s.items()}
+        for n, s in state.body.items()
+    }
     state = state.replace(body=fill, flushed=(jnp.asarray([run.slots // 32, 7], jnp.int32),))
     config = model.config
     q = jnp.asarray(random.normal(size=(2, 1, config.num_heads, config.head_dim)), jnp.float32)
-    new = {name: jnp.zeros((2, 1, width), jnp.float32) for name, width in run.wiring.storage.sources.items()}
-    tokens = NewTokens(jnp.full((2, 1), run.slots + 32), jnp.ones(2, jnp.int32), jnp.full(2, run.slots + 32))
+    new = {
+        name: jnp.zeros((2, 1, width), jnp.float32)
+        for name, width in run.wiring.storage.sources.items()
+    }
+    tokens = NewTokens(
+        jnp.full((2, 1), run.slots + 32), jnp.ones(2, jnp.int32), jnp.full(2, run.slots + 32)
+    )
 
     def attend(run):
         view = LayerView(run, state, jnp.int32(0), {}, {}, new, 0)
         return attend_body(q, view, tokens, {})[0]
 
     together, alone = (
-        jax.jit(lambda run=r: attend(run))() for r in (run, run._replace(wiring=run.wiring.having(fast={"reading": 1})))
+        jax.jit(lambda run=r: attend(run))()
+        for r in (run, run._replace(wiring=run.wiring.having(fast={"reading": 1})))
     )
     for part in ("out", "lse"):
-        np.testing.assert_allclose(getattr(together, part), getattr(alone, part), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            getattr(together, part), getattr(alone, part), rtol=1e-5, atol=1e-5
+        )

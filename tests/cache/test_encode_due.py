@@ -1,4 +1,5 @@
-"""A chunk's units are encoded as one tile where that gives the very bits that one after the other does."""
+"""A chunk's units are encoded as one tile where that gives the very bits that one after the other
+does."""
 
 import dataclasses
 
@@ -20,7 +21,10 @@ AT_ONCE = [
     ("kivi:bits=2,value_group=16,window=32,sinks=3", "heads"),
     ("kivi:bits=4,value_group=16,window=64,rule=published", "planes"),
     ("kivi:bits=4,value_group=16,window=32;0=exact", "heads"),
-    ("kivi:bits=4,value_group=16,window=480", "planes"),  # a window as large as a tile, which begins anywhere in it
+    (
+        "kivi:bits=4,value_group=16,window=480",
+        "planes",
+    ),  # a window as large as a tile, which begins anywhere in it
     ("xquant:bits=4,group=32,window=32", "planes"),
     ("kvquant:bits=3,window=40,sinks=3", "planes"),  # single tokens: many planes at once
 ]
@@ -37,7 +41,10 @@ def filled(model, spec: str, form: str, chunk: int):
     sources = [{n: rng.normal(size=s).astype(np.float32) for n, s in own.items()} for own in shapes]
     commit = jax.jit(kvq.commit)
     for start in range(0, max(LENGTHS), chunk):
-        piece = tuple({n: jnp.asarray(x[:, :, start : start + chunk]) for n, x in own.items()} for own in sources)
+        piece = tuple(
+            {n: jnp.asarray(x[:, :, start : start + chunk]) for n, x in own.items()}
+            for own in sources
+        )
         length = min(chunk, max(LENGTHS) - start)
         cache = commit(model, cache, piece, jnp.clip(jnp.asarray(LENGTHS) - start, 0, length))
     return cache
@@ -68,9 +75,13 @@ def test_what_is_encoded_unit_by_unit():
         assert encoding.units_at_once([run], run.wiring.storage.clocks[0], 2048) == 1, spec
     short = runs_of(kvq.init_cache(tiny(), "kivi:bits=4,window=32", 1, 300).layout)
     assert (
-        encoding.units_at_once(short, short[0].wiring.storage.clocks[0], 2048) * 32 <= short[0].slots
+        encoding.units_at_once(short, short[0].wiring.storage.clocks[0], 2048) * 32
+        <= short[0].slots
     )  # a bucket is longer
     layout = kvq.init_cache(tiny(), "kivi", 1, 4096).layout
-    assert encoding.units_at_once(runs_of(layout), runs_of(layout)[0].wiring.storage.clocks[0], 2048) == 64
+    assert (
+        encoding.units_at_once(runs_of(layout), runs_of(layout)[0].wiring.storage.clocks[0], 2048)
+        == 64
+    )
     dealt = runs_of(dataclasses.replace(layout, dealt=2))
     assert encoding.units_at_once(dealt, dealt[0].wiring.storage.clocks[0], 2048) == 1

@@ -1,4 +1,5 @@
-"""Bodies stored head by head, the form of GPUs: the same codes as in planes of words, attention without a loop."""
+"""Bodies stored head by head, the form of GPUs: the same codes as in planes of words, attention
+without a loop."""
 
 import dataclasses
 import functools
@@ -23,9 +24,20 @@ KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "k
 PER_TOKEN = ("uniform",)
 ROTATED = ("kivi-rotated", "omniscale", "kvarn", "kvarn4", "oscar")
 HEADS = ("exact", *KIVI, *ROTATED, *PER_TOKEN, "mixed", "sliding")
-# One of every way to read a body directly: 4 and 8 bits, pairs in a nibble, two clocks, a frame, balanced rows.
-COMPARED = ("kivi3-sinks", "kivi8", "kivi-wide-groups", "kivi-published", "omniscale", "kvarn", "oscar", *PER_TOKEN)
-# Float32: a body's sums of at most 160 products in another order, as in tests/cache/test_cache_forward.py.
+# One of every way to read a body directly: 4 and 8 bits, pairs in a nibble, two clocks, a frame,
+# balanced rows.
+COMPARED = (
+    "kivi3-sinks",
+    "kivi8",
+    "kivi-wide-groups",
+    "kivi-published",
+    "omniscale",
+    "kvarn",
+    "oscar",
+    *PER_TOKEN,
+)
+# Float32: a body's sums of at most 160 products in another order, as in
+# tests/cache/test_cache_forward.py.
 BOUND = 2e-4
 
 
@@ -37,14 +49,22 @@ def test_codes_are_read_back_as_they_were_written(bits, size):
     field = Field(kind="codes", width=24, bits=bits, role="payload", form="heads", heads=3)
     packing = field.packing
     stored = packing.allocate((2, 2), 512)
-    stored = jax.tree.map(lambda a: jnp.full_like(a, -1), stored)  # what stood there before must not shine through
-    put = jax.jit(lambda stored, token, tile: packing.write(stored, (jnp.int32(1), jnp.int32(0)), token, tile))
+    stored = jax.tree.map(
+        lambda a: jnp.full_like(a, -1), stored
+    )  # what stood there before must not shine through
+    put = jax.jit(
+        lambda stored, token, tile: packing.write(stored, (jnp.int32(1), jnp.int32(0)), token, tile)
+    )
     for start in random.permutation(512 // size) * size:
         stored = put(stored, jnp.int32(start), jnp.asarray(codes[start : start + size]))
     np.testing.assert_array_equal(packing.read(stored, 1, 256, 256)[0], codes[256:])
     np.testing.assert_array_equal(packing.read(stored, 1, 0, 512)[0], codes)
     same = packing.write(
-        stored, (jnp.int32(1), jnp.int32(0)), jnp.int32(0), jnp.zeros((size, 24), jnp.uint32), jnp.asarray(False)
+        stored,
+        (jnp.int32(1), jnp.int32(0)),
+        jnp.int32(0),
+        jnp.zeros((size, 24), jnp.uint32),
+        jnp.asarray(False),
     )
     np.testing.assert_array_equal(same[0], stored[0])
     width = {1: 2, 2: 2, 3: 4, 4: 4}.get(bits, 8)
@@ -53,7 +73,8 @@ def test_codes_are_read_back_as_they_were_written(bits, size):
 
 
 def filled(model, method, form: str, layers: str, capacity: int = 512, run=(prefill, forward)):
-    """Logits of a few tokens after a prefilled prompt, and the cache; its first row's next group falls due by them."""
+    """Logits of a few tokens after a prefilled prompt, and the cache; its first row's next group
+    falls due by them."""
     cache = kvq.init_cache(model, method, 2, capacity, form=form, layers=layers)
     text = tokens(2, 390)
     _, cache = run[0](model, text[:, :382], jnp.asarray([382, 161]), cache)
@@ -62,24 +83,32 @@ def filled(model, method, form: str, layers: str, capacity: int = 512, run=(pref
 
 
 def encoded(cache):
-    """What every row's body holds of codes and vectors, by layer, source, field and row, in token order."""
+    """What every row's body holds of codes and vectors, by layer, source, field and row, in token
+    order."""
     out = {}
     for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for clock, flushed in zip(run.wiring.storage.clocks, state.flushed, strict=True):
             fields = [
-                (source, *item) for source in clock.sources for item in run.wiring.storage.codecs[source].fields.items()
+                (source, *item)
+                for source in clock.sources
+                for item in run.wiring.storage.codecs[source].fields.items()
             ]
             for source, name, field in fields if run.slots and not run.wraps else ():
                 if field.kind in ("codes", "plain"):
                     for index in range(run.count):
-                        found = np.asarray(unpacked(field, state.body[source][name], index, 0, run.slots))
+                        found = np.asarray(
+                            unpacked(field, state.body[source][name], index, 0, run.slots)
+                        )
                         for row, units in enumerate(flushed):
-                            out[run.first + index, source, name, row] = found[row, : int(units) * clock.unit]
+                            out[run.first + index, source, name, row] = found[
+                                row, : int(units) * clock.unit
+                            ]
     return out
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), thinned([*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")], 4)
+    ("name", "layers"),
+    thinned([*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")], 4),
 )
 def test_equal_codes_and_logits(name, layers):
     model, method = model_and_method(name)
@@ -97,13 +126,19 @@ def test_equal_codes_and_logits(name, layers):
 
 
 def as_on_gpus(model, method, monkeypatch):
-    """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their own."""
+    """`filled` by the forms of GPUs, in parts of one block; they need no GPU, but programs of their
+    own."""
     monkeypatch.setattr(run_layout, "AT_ONCE", 1)
     monkeypatch.setattr(decoded, "SMALLEST_PART", 1)
     monkeypatch.setattr(decoded, "LARGEST_PART", 1)
-    monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)  # several turns, the last from within the one before it
+    monkeypatch.setitem(
+        runs.CARRIED, "gpu", 2**15
+    )  # several turns, the last from within the one before it
     runs._runs_of.cache_clear()
-    chosen = lambda *x, default=None, cuda=None, **others: (cuda or default)(*x)  # noqa: E731
+
+    def chosen(*x, default=None, cuda=None, **others):
+        return (cuda or default)(*x)
+
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     run = [jax.jit(lambda *x, f=f: f(*x)) for f in (kvq.prefill, kvq.forward)]
     return filled(model, method, "heads", "scan", 1100, run)
@@ -122,9 +157,9 @@ DECODED = {
 
 @pytest.mark.parametrize("name", thinned(DECODED, 4))
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
-    """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that ends with the
-    longest row; or all of it after such a loop, where what flows is what is read. HIGGS's grid points are summed part
-    after part, and the sum is transformed."""
+    """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that
+    ends with the longest row; or all of it after such a loop, where what flows is what is read.
+    HIGGS's grid points are summed part after part, and the sum is transformed."""
     model, method = (tiny(), kvq.parse(DECODED[name])) if DECODED[name] else model_and_method(name)
     wanted = filled(model, method, "planes", "scan", 1100)
     got = as_on_gpus(model, method, monkeypatch)
@@ -132,8 +167,12 @@ def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     assert got[1].runs[0].body
     assert runs[-1].slots >= 2 * runs[-1].block
     assert name != "read-as-it-flows" or runs[-1].wiring.chain.read_in is None
-    assert name != "summed" or all(run.static_loops and run.wiring.fast.summed is not None for run in runs)
-    np.testing.assert_allclose(got[0], wanted[0], atol=5 * BOUND * max(1.0, np.abs(wanted[0]).max()))
+    assert name != "summed" or all(
+        run.static_loops and run.wiring.fast.summed is not None for run in runs
+    )
+    np.testing.assert_allclose(
+        got[0], wanted[0], atol=5 * BOUND * max(1.0, np.abs(wanted[0]).max())
+    )
 
 
 @pytest.mark.parametrize("name", ["kivi3-sinks", "kvquant"])
@@ -183,7 +222,9 @@ def test_rows_that_see_nothing_of_the_body():
 @pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32", "kivi:bits=4,window=32"])
 def test_no_second_cache(spec):
     model = tiny()
-    cache = jax.eval_shape(functools.partial(kvq.init_cache, model, kvq.parse(spec), 2, 65536, form="heads"))
+    cache = jax.eval_shape(
+        functools.partial(kvq.init_cache, model, kvq.parse(spec), 2, 65536, form="heads")
+    )
     step = jax.jit(kvq.forward, donate_argnames="cache")
     one = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     memory = step.lower(model, *one, cache).compile().memory_analysis()
@@ -193,8 +234,14 @@ def test_no_second_cache(spec):
 def test_cases_that_have_the_form():
     for name in CASES:
         model, method = model_and_method(name)
-        runs = runs_of(dataclasses.replace(kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024))
-        assert all(run.wiring.fast.direct is not None for run in runs) == (name in (*HEADS, "sliding-mixed")), name
+        runs = runs_of(
+            dataclasses.replace(
+                kvq.init_cache(model, method, 1, 64).layout, form="heads", capacity=1024
+            )
+        )
+        assert all(run.wiring.fast.direct is not None for run in runs) == (
+            name in (*HEADS, "sliding-mixed")
+        ), name
 
 
 @pytest.mark.parametrize("name", thinned(["kivi3-sinks", "mixed", "aqua"], 3))
@@ -202,14 +249,21 @@ def test_a_cache_moves_between_forms_and_back(name):
     model, method = model_and_method(name)
     _, cache = filled(model, method, "planes", "scan")
     there = convert(cache, layers="unroll", form="heads")
-    assert (there.layout.layers, there.layout.form, len(there.runs)) == ("unroll", "heads", model.config.num_layers)
+    assert (there.layout.layers, there.layout.form, len(there.runs)) == (
+        "unroll",
+        "heads",
+        model.config.num_layers,
+    )
     back = convert(there, **CANONICAL)
     assert jax.tree.structure(back) == jax.tree.structure(cache)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(a, b)
     one, text = jnp.asarray([1, 1]), tokens(2, 1)
     np.testing.assert_allclose(
-        forward(model, text, one, there)[0], forward(model, text, one, cache)[0], atol=BOUND * 5, rtol=1e-4
+        forward(model, text, one, there)[0],
+        forward(model, text, one, cache)[0],
+        atol=BOUND * 5,
+        rtol=1e-4,
     )
 
 
@@ -225,11 +279,14 @@ def test_on_a_mesh():
 
 
 def test_a_sliding_window_s_ring_is_read_head_by_head():
-    """Rows that have gone around the ring, and one that has not; blocks are then read as they lie."""
+    """Rows that have gone around the ring, and one that has not; blocks are then read as they
+    lie."""
     model, text, logits = tiny(sliding_window=70), tokens(2, 1500), {}
     for form in ("planes", "heads"):
         cache = kvq.init_cache(model, "kivi:bits=4,value_group=16,window=0", 2, 4096, form=form)
         assert runs_of(cache.layout)[0].wraps
         cache = kvq.forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
         logits[form] = kvq.forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
-    np.testing.assert_allclose(logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max()))
+    np.testing.assert_allclose(
+        logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max())
+    )

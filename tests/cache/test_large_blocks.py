@@ -1,5 +1,5 @@
-"""Bodies that a few queries on a TPU read in large blocks, by what TPUs compute: the last block may begin within the
-one before it."""
+"""Bodies that a few queries on a TPU read in large blocks, by what TPUs compute: the last block may
+begin within the one before it."""
 
 import re
 
@@ -27,15 +27,24 @@ def logits(model, method, target):
     cache = kvq.init_cache(model, method, 2, 772, target=target)
     text = tokens(2, LENGTHS[0] + 1)
     _, cache = jax.jit(kvq.prefill)(model, text[:, : LENGTHS[0]], jnp.asarray(LENGTHS), cache)
-    found, _ = jax.jit(lambda *given: kvq.forward(*given))(model, text[:, LENGTHS[0] :], jnp.ones(2, jnp.int32), cache)
+    found, _ = jax.jit(lambda *given: kvq.forward(*given))(
+        model, text[:, LENGTHS[0] :], jnp.ones(2, jnp.int32), cache
+    )
     return np.asarray(found), runs_of(cache.layout)[-1]
 
 
-@pytest.mark.parametrize("name", ["aqua", "xquant-cl"])  # keys and values of every head; values summed for all heads
+@pytest.mark.parametrize(
+    "name", ["aqua", "xquant-cl"]
+)  # keys and values of every head; values summed for all heads
 def test_what_flows_between_layers_is_replaced_once(name, monkeypatch):
-    model, method = model_and_method(name, num_layers=3)[0], kvq.parse(re.sub(":bits=.", ":bits=4", CASES[name][0]))
+    model, method = (
+        model_and_method(name, num_layers=3)[0],
+        kvq.parse(re.sub(":bits=.", ":bits=4", CASES[name][0])),
+    )
     wanted, _ = logits(model, method, "cpu")
-    carried = max(runs_of(kvq.init_cache(model, method, 1, 1).layout)[-1].wiring.chain.carry.values())
+    carried = max(
+        runs_of(kvq.init_cache(model, method, 1, 1).layout)[-1].wiring.chain.carry.values()
+    )
     monkeypatch.setitem(runs.CARRIED, "tpu", 2 * 512 * carried)
     monkeypatch.setattr(jax.lax, "platform_dependent", of_tpus)
     got, run = logits(model, method, "v6e")

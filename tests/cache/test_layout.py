@@ -1,4 +1,5 @@
-"""Packed storage: what is written is read back, words are cleared first, planes follow the stated layout."""
+"""Packed storage: what is written is read back, words are cleared first, planes follow the stated
+layout."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,14 @@ FOR_CPUS = [(bits, form) for form in ("stripes", "lines") for bits in (1, 2, 3, 
 def field_of(form: str, bits: int) -> Field:
     """One of 64 channels where a word holds several, else of 8."""
     shape = {"width": 64 if form == "lines" else 8, "heads": 2 if form in ("lines", "heads") else 0}
-    return Field(kind="codes" if bits else "plain", role="payload", bits=bits, dtype="float32", form=form, **shape)
+    return Field(
+        kind="codes" if bits else "plain",
+        role="payload",
+        bits=bits,
+        dtype="float32",
+        form=form,
+        **shape,
+    )
 
 
 @pytest.mark.smoke
@@ -34,7 +42,9 @@ def test_codes_come_back_after_overwriting(bits, form):
         stored = packing.write(stored, at, jnp.int32(token), jnp.asarray(tile))
     for layer in range(2):
         np.testing.assert_array_equal(packing.read(stored, layer, 0, slots), want[layer])
-    assert sum(a.size for a in stored) * 32 == 2 * 2 * slots * width * bits, "packed words hold exactly the stated bits"
+    assert sum(a.size for a in stored) * 32 == 2 * 2 * slots * width * bits, (
+        "packed words hold exactly the stated bits"
+    )
 
 
 def test_a_plane_is_32_consecutive_tokens():
@@ -52,7 +62,9 @@ def test_a_stripe_is_a_channel_of_1024_tokens():
     packing = Field(kind="codes", form="stripes", width=2, role="payload", bits=4).packing
     tile = jnp.asarray([[3, 9]] * 32, jnp.uint32)
     token = jnp.int32(1024 + 128 + 96)
-    (words,) = packing.write(packing.allocate((1, 1), 2048), (jnp.int32(0), jnp.int32(0)), token, tile)
+    (words,) = packing.write(
+        packing.allocate((1, 1), 2048), (jnp.int32(0), jnp.int32(0)), token, tile
+    )
     assert words.shape == (1, 1, 2, 2, 128)
     np.testing.assert_array_equal(words[0, 0, 1, :, 96:], np.repeat([[3 << 4], [9 << 4]], 32, 1))
     assert np.count_nonzero(words) == 2 * 32
@@ -62,27 +74,44 @@ def test_a_line_is_32_tokens_of_a_word_of_channels():
     """Of 4 bits and 16 channels of a head, the second word has the channels 8 to 15."""
     packing = Field(kind="codes", form="lines", width=32, heads=2, role="payload", bits=4).packing
     tile = jnp.zeros((1, 32), jnp.uint32).at[0, 16 + 9].set(5)
-    (words,) = packing.write(packing.allocate((1, 1), 256), (jnp.int32(0), jnp.int32(0)), jnp.int32(64 + 7), tile)
+    (words,) = packing.write(
+        packing.allocate((1, 1), 256), (jnp.int32(0), jnp.int32(0)), jnp.int32(64 + 7), tile
+    )
     assert words.shape == (1, 1, 2, 8, 2, 32)
     assert words[0, 0, 1, 2, 1, 7] == 5 << 4
     assert np.count_nonzero(words) == 1
 
 
-@pytest.mark.parametrize(("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))])
+@pytest.mark.parametrize(
+    ("kind", "tile"), [("group", (2, 6)), ("token", (6, 64)), ("plain", (64, 6))]
+)
 def test_unpacked_kinds_come_back(kind, tile):
-    field = Field(kind=kind, width=6, role="scales", group=32 if kind == "group" else 1, dtype="float32")
+    field = Field(
+        kind=kind, width=6, role="scales", group=32 if kind == "group" else 1, dtype="float32"
+    )
     packing = field.packing
     x = jnp.asarray(np.random.default_rng(0).normal(size=tile), jnp.float32)
-    stored = packing.write(packing.allocate((1, 3), 256), (jnp.int32(0), jnp.int32(2)), jnp.int32(128), x)
+    stored = packing.write(
+        packing.allocate((1, 3), 256), (jnp.int32(0), jnp.int32(2)), jnp.int32(128), x
+    )
     whole = np.asarray(packing.read(stored, 0, 0, 256))
-    span = (slice(None), slice(128, 192)) if kind == "token" else slice(4, 6) if kind == "group" else slice(128, 192)
+    span = (
+        (slice(None), slice(128, 192))
+        if kind == "token"
+        else slice(4, 6)
+        if kind == "group"
+        else slice(128, 192)
+    )
     np.testing.assert_array_equal(whole[2][span], x)
     assert np.count_nonzero(whole) == x.size
 
 
 def test_bits_and_refusals():
     assert [split_bits(b) for b in (1, 3, 6, 12)] == [(1,), (2, 1), (4, 2), (8, 4)]
-    assert Field(kind="group", width=10, role="scales", group=32, dtype="bfloat16").packing.token_bits == 5
+    assert (
+        Field(kind="group", width=10, role="scales", group=32, dtype="bfloat16").packing.token_bits
+        == 5
+    )
     with pytest.raises(ValueError, match="17 bits"):
         Field(kind="codes", width=1, role="payload", bits=17)
 
@@ -93,14 +122,17 @@ MANY = [("planes", 1), ("planes", 2), ("planes", 3), ("columns", 2), ("stripes",
 
 @pytest.mark.parametrize(("form", "bits"), thinned(MANY, 5))
 def test_many_tokens_at_once_are_written_as_plane_by_plane(form, bits):
-    """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is not wanted."""
+    """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is
+    not wanted."""
     field = field_of(form, bits)
     packing = field.packing
     rng, slots, at = np.random.default_rng(bits), 2048, (0, 1)
 
     def tile(count):
         shape = count, field.width
-        return jnp.asarray(rng.integers(0, 2**bits, shape) if bits else rng.normal(size=shape), jnp.float32)
+        return jnp.asarray(
+            rng.integers(0, 2**bits, shape) if bits else rng.normal(size=shape), jnp.float32
+        )
 
     def plain(stored):
         return [np.asarray(x.astype(jnp.int8) if x.dtype == jnp.int4 else x) for x in stored]

@@ -1,5 +1,5 @@
-"""Static lengths (kvqjax/cache/runs.py): what is read follows the longest row, results stay the same but for
-rounding, and programs are few."""
+"""Static lengths (kvqjax/cache/runs.py): what is read follows the longest row, results stay the
+same but for rounding, and programs are few."""
 
 import dataclasses
 import functools
@@ -39,8 +39,8 @@ def held(spec: str, form: str = "heads", dtype: str = "f32"):
 @pytest.mark.parametrize("length", thinned([1, 5], 2))
 @pytest.mark.parametrize("spec", SPECS)
 def test_equal_but_for_rounding(spec, length):
-    """A product over all tokens of the body sums in another order than one over a part of them, in loops that XLA:CPU
-    chooses by length and processor. Codes are equal to the last bit."""
+    """A product over all tokens of the body sums in another order than one over a part of them, in
+    loops that XLA:CPU chooses by length and processor. Codes are equal to the last bit."""
     same = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
     model, cache = held(spec)
     new, counts = tokens(2, 710)[:, 700 : 700 + length], jnp.asarray([length, 1])
@@ -63,7 +63,9 @@ def test_equal_in_bfloat16():
 
 def test_a_row_that_is_longer_than_promised_gets_nan():
     model, cache = held("exact")
-    logits, _ = forward(model, tokens(2, 1), jnp.asarray([1, 1]), bounded(cache, LengthBound(600)), last=True)
+    logits, _ = forward(
+        model, tokens(2, 1), jnp.asarray([1, 1]), bounded(cache, LengthBound(600)), last=True
+    )
     assert np.isnan(logits[0]).all()
     assert np.isfinite(logits[1]).all()
 
@@ -74,8 +76,12 @@ def test_on_a_mesh():
     cache = kvq.init_cache(model, spec, 2, 16384, form="heads")
     _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
     token = text[:, 320:], jnp.asarray([1, 1])
-    found = [kvq.forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))]
-    np.testing.assert_allclose(*found, atol=1e-5)  # one row and head a device: XLA:CPU chooses loops by the length
+    found = [
+        kvq.forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))
+    ]
+    np.testing.assert_allclose(
+        *found, atol=1e-5
+    )  # one row and head a device: XLA:CPU chooses loops by the length
 
 
 def test_lengths_are_few_and_hold_what_they_must():
@@ -92,19 +98,26 @@ def test_lengths_are_few_and_hold_what_they_must():
 
 
 def test_bytes_read_follow_the_length():
-    """What the compiler says of one step on rows of 2048 tokens in a cache of 65536: temporaries of a body's scores."""
+    """What the compiler says of one step on rows of 2048 tokens in a cache of 65536: temporaries of
+    a body's scores."""
     model = tiny()
     one = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    cache = jax.eval_shape(functools.partial(kvq.init_cache, model, "exact", 2, 65536, form="heads"))
+    cache = jax.eval_shape(
+        functools.partial(kvq.init_cache, model, "exact", 2, 65536, form="heads")
+    )
     step = jax.jit(kvq.forward, donate_argnames="cache")
     lengths = LengthBound(2048), LengthBound(4096), None
-    flops = [step.lower(model, *one, bounded(cache, n)).compile().cost_analysis()["flops"] for n in lengths]
+    flops = [
+        step.lower(model, *one, bounded(cache, n)).compile().cost_analysis()["flops"]
+        for n in lengths
+    ]
     assert flops[0] < 0.6 * flops[1]
     assert flops[1] < 0.1 * flops[2]
 
 
 def test_generation_chooses_and_changes_no_token(monkeypatch):
-    """A row grows past a static length while it is generated: two programs, and the tokens of one."""
+    """A row grows past a static length while it is generated: two programs, and the tokens of
+    one."""
     monkeypatch.setattr(length_bound, "LEAST", 64)
     original = decoding.init_cache
     monkeypatch.setattr(decoding, "init_cache", functools.partial(original, form="heads"))
@@ -133,17 +146,23 @@ def ragged(spec: str):
 @pytest.mark.parametrize("length", thinned([1, 5], 2))
 @pytest.mark.parametrize("spec", thinned(SPANS, 2))
 def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
-    """Rows that together hold fewer tokens than the longest would make them: as many spans as they hold, in two parts;
-    no row has another's tokens, and a row without any has the new ones alone."""
+    """Rows that together hold fewer tokens than the longest would make them: as many spans as they
+    hold, in two parts; no row has another's tokens, and a row without any has the new ones
+    alone."""
     model, cache = ragged(spec)
     monkeypatch.setattr(decoded, "MOST_SPAN", 256)
     monkeypatch.setattr(decoded, "SMALLEST_PART", 1024)
     monkeypatch.setattr(decoded, "LARGEST_PART", 1024)
     new, counts = tokens(4, 710)[:, 700 : 700 + length], jnp.asarray([length, 1, length, 1])
-    step = lambda bound: jax.jit(kvq.forward)(model, new, counts, bounded(cache, bound))  # noqa: E731
+
+    def step(bound):
+        return jax.jit(kvq.forward)(model, new, counts, bounded(cache, bound))
+
     whole, used = step(None)[0], []
     by_rows = decoded._by_rows
-    monkeypatch.setattr(decoded, "_by_rows", lambda *x: (used.append(x[1].parts.mask.shape[0]), by_rows(*x))[1])
+    monkeypatch.setattr(
+        decoded, "_by_rows", lambda *x: (used.append(x[1].parts.mask.shape[0]), by_rows(*x))[1]
+    )
     found = step(LengthBound(4096, 1100))[0]
     assert min(used) > 1
     for row, count in enumerate(counts):
@@ -155,12 +174,15 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
 @pytest.mark.parametrize("blocks", thinned([1, 3], 2))
 @pytest.mark.parametrize("spec", thinned(SPANS, 2))
 def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
-    """Of five blocks, five parts in a loop, or two, of which the last begins in the one before it: tokens 512 to 700 of
-    a row lie in both."""
+    """Of five blocks, five parts in a loop, or two, of which the last begins in the one before it:
+    tokens 512 to 700 of a row lie in both."""
     model, cache = ragged(spec)
     new, counts = tokens(4, 710)[:, 700:701], jnp.ones(4, jnp.int32)
     short = bounded(cache, LengthBound(1280))
-    step = lambda: jax.jit(lambda *x: kvq.forward(*x))(model, new, counts, short)[0]  # noqa: E731
+
+    def step():
+        return jax.jit(lambda *x: kvq.forward(*x))(model, new, counts, short)[0]
+
     whole = step()
     monkeypatch.setattr(decoded, "SMALLEST_PART", 4 * blocks * 256)
     monkeypatch.setattr(decoded, "LARGEST_PART", 4 * blocks * 256)

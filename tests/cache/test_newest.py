@@ -21,7 +21,9 @@ def held(field: Field) -> tuple:
     """Two layers' arrays with random bits in all places."""
     rng = np.random.default_rng(0)
     if not field.packed:
-        return (jnp.asarray(rng.integers(0, 2**14, (2, ROWS, field.width, SLOTS), dtype=np.uint16)),)
+        return (
+            jnp.asarray(rng.integers(0, 2**14, (2, ROWS, field.width, SLOTS), dtype=np.uint16)),
+        )
     shapes = [(2, ROWS, SLOTS * bits // 32, WIDTH) for bits in split_bits(field.bits)]
     words = [rng.integers(0, 2**32, shape, dtype=np.uint32) for shape in shapes]
     return tuple(jnp.asarray(x.swapaxes(2, 3) if field.form == "columns" else x) for x in words)
@@ -29,8 +31,8 @@ def held(field: Field) -> tuple:
 
 @pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
 def test_one_token_of_every_row_is_written_as_row_by_row(field):
-    """Tokens in other planes, words and blocks of each row; a row that is not wanted keeps all its bits, and so does
-    the other layer."""
+    """Tokens in other planes, words and blocks of each row; a row that is not wanted keeps all its
+    bits, and so does the other layer."""
     rng, stored = np.random.default_rng(1), held(field)
     slots, wanted = jnp.asarray([5, 1023, 700, SLOTS - 1]), jnp.asarray([True, True, False, True])
     if field.packed:
@@ -39,7 +41,10 @@ def test_one_token_of_every_row_is_written_as_row_by_row(field):
         tile = jnp.asarray(rng.integers(0, 2**16, (field.width, ROWS), dtype=np.uint16))
     else:
         tile = jnp.asarray(rng.standard_normal((field.width, ROWS)), jnp.bfloat16)
-    found, before = jax.jit(field.packing.scatter)(stored, jnp.int32(1), slots, tile, wanted), stored
+    found, before = (
+        jax.jit(field.packing.scatter)(stored, jnp.int32(1), slots, tile, wanted),
+        stored,
+    )
     for row in range(ROWS):
         own = tile[row : row + 1] if field.packed else tile[:, row : row + 1]
         stored = field.packing.write(stored, (1, row), slots[row], own, wanted[row])

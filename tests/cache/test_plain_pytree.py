@@ -13,7 +13,8 @@ from flax import serialization
 
 import kvqjax as kvq
 
-# Every method, and what has parts that others lack: evicted tokens, no body, int4 by heads, lines and stripes.
+# Every method, and what has parts that others lack: evicted tokens, no body, int4 by heads, lines
+# and stripes.
 MORE = {
     "streaming": ("kivi2", "kivi:bits=2,window=32,keep=streaming:64", {}),
     "no-body": ("kivi2", "kivi:bits=2,window=128", {"capacity": 100}),
@@ -26,7 +27,8 @@ NAMES = [*CASES, *MORE]
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_a_user_runs_it():
-    """Without jaxtyping's check of types: Orbax puts a leaf of its own in the place of an empty dict."""
+    """Without jaxtyping's check of types: Orbax puts a leaf of its own in the place of an empty
+    dict."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -53,7 +55,9 @@ def same(one, other) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_array_is_empty(name):
-    model_and_method(MORE[name][0] if name in MORE else name)  # models are kept, so none is made inside the trace
+    model_and_method(
+        MORE[name][0] if name in MORE else name
+    )  # models are kept, so none is made inside the trace
     assert all(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: empty(name))))
 
 

@@ -1,4 +1,5 @@
-"""Readers of encoded bodies (kvqjax/cache/layout.py, readers/): which one reads what, and that all attend alike."""
+"""Readers of encoded bodies (kvqjax/cache/layout.py, readers/): which one reads what, and that all
+attend alike."""
 
 import csv
 import dataclasses
@@ -28,8 +29,8 @@ SOFTCAP = 0.5  # far below most scores of a tiny model, so that a reader without
 
 
 def read_by(config, spec: str, target: str) -> str:
-    """Name what reads a cache of 8192 tokens with 1, 8, 64 and 512 new ones, "stored stored blocks blocks"; runs that
-    are read alike count once."""
+    """Name what reads a cache of 8192 tokens with 1, 8, 64 and 512 new ones, "stored stored blocks
+    blocks"; runs that are read alike count once."""
     layout = CacheLayout(
         shape=config.kv_shape,
         method=kvq.parse(spec),
@@ -53,7 +54,8 @@ def rows() -> list[dict[str, str]]:
 
 
 def test_what_reads_each_body():
-    """The recorded choice for every case on every kind of chip. A change here is a change of speed: look twice."""
+    """The recorded choice for every case on every kind of chip. A change here is a change of speed:
+    look twice."""
     for row in rows():
         if row["model"] == "tiny":
             config, spec = tiny(**CASES[row["cache"]][1]).config, CASES[row["cache"]][0]
@@ -76,7 +78,9 @@ def attend_densely(call, carry):
         *block, carry = read(first + number, carry)
         k, v, mask = block
         blocks.append((k, v, mask & (first + number < last)))
-    k, v, mask = (jnp.concatenate(x, 2 if x[0].dtype == bool else 1) for x in zip(*blocks, strict=True))
+    k, v, mask = (
+        jnp.concatenate(x, 2 if x[0].dtype == bool else 1) for x in zip(*blocks, strict=True)
+    )
     group = call.q.shape[2] // call.kv_heads
     k = jnp.repeat(k, group, axis=2)
     v = jnp.repeat(v, call.q.shape[2] // v.shape[2], axis=2)
@@ -84,7 +88,9 @@ def attend_densely(call, carry):
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(mask[:, None], jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0)
+    weights = jnp.where(
+        mask[:, None], jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None]), 0
+    )
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
     return Partial(jnp.einsum("bhts,bshd->bthd", weights, v), jnp.moveaxis(lse, 1, 2)), carry
 
@@ -92,7 +98,8 @@ def attend_densely(call, carry):
 @pytest.mark.parametrize("form", ["planes", "heads"])
 @pytest.mark.parametrize("name", with_nightly(CASES, HALF))
 def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
-    """Of ragged rows, decoded and drafted, through every codec and every reader that this machine has."""
+    """Of ragged rows, decoded and drafted, through every codec and every reader that this machine
+    has."""
     model, method = model_and_method(name, softcap=SOFTCAP)
     plain, _ = model_and_method(name)
     cache = kvq.init_cache(model, method, 2, 512, form=form)
@@ -112,7 +119,9 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"])
+@pytest.mark.parametrize(
+    "spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"]
+)
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_sinks_take_their_share(spec, softcap):
     """A sink logit for each query head: as a key that every query sees and whose value is 0."""
@@ -126,7 +135,9 @@ def test_sinks_take_their_share(spec, softcap):
     scores = np.einsum("bthd,bshd->bhts", q, np.repeat(k, 2, axis=2)) * 32**-0.5
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
     scores = np.where(np.tril(np.ones((96, 96), bool)), scores, -np.inf)
-    scores = np.concatenate([scores, np.broadcast_to(sinks[None, :, None, None], (2, 4, 96, 1))], -1)
+    scores = np.concatenate(
+        [scores, np.broadcast_to(sinks[None, :, None, None], (2, 4, 96, 1))], -1
+    )
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True))[..., :-1]
     wanted = np.einsum("bhts,bshd->bthd", weights, np.repeat(v, 2, axis=2))
@@ -139,5 +150,13 @@ def test_score_options_that_are_none_are_one_line(options):
     shape = kvq.KVShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32)
     q, k, v = (jnp.ones((1, 1, heads, 32)) for heads in (4, 2, 2))
     with pytest.raises(kvq.UserError, match=f"{next(iter(options))}") as caught:
-        kvq.attend_layer(kvq.init_cache(shape, "exact", 1, 32, dtype="f32"), 0, q, k, v, jnp.ones(1, int), **options)
+        kvq.attend_layer(
+            kvq.init_cache(shape, "exact", 1, 32, dtype="f32"),
+            0,
+            q,
+            k,
+            v,
+            jnp.ones(1, int),
+            **options,
+        )
     assert "\n" not in str(caught.value)

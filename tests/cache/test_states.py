@@ -1,4 +1,5 @@
-"""States of recurrent layers are part of a cache: every way in which rows are filled, moved, emptied, saved, cut.
+"""States of recurrent layers are part of a cache: every way in which rows are filled, moved,
+emptied, saved, cut.
 
 The decoder without a cache is the reference, which has no states."""
 
@@ -41,7 +42,10 @@ def in_form(model: kvq.Model, form: str) -> kvq.Model:
 
 def filled(model: kvq.Model, method="exact", counts=COUNTS, size: int = LENGTH, seed: int = 1):
     """A cache of ragged rows, fed `size` tokens at a time."""
-    text, cache = tokens(len(counts), LENGTH, seed), kvq.init_cache(model, method, len(counts), CAPACITY)
+    text, cache = (
+        tokens(len(counts), LENGTH, seed),
+        kvq.init_cache(model, method, len(counts), CAPACITY),
+    )
     for start in range(0, LENGTH, size):
         part = jnp.pad(text, ((0, 0), (0, size)))[:, start : start + size]
         cache = forward(model, part, jnp.clip(jnp.asarray(counts) - start, 0, size), cache)[1]
@@ -62,14 +66,17 @@ def row_of(cache, row: int):
 
 def following(model, cache) -> np.ndarray:
     """Logits of one more token of every row."""
-    return np.asarray(forward(model, jnp.full((cache.batch, 1), 7), jnp.ones(cache.batch, jnp.int32), cache)[0])
+    return np.asarray(
+        forward(model, jnp.full((cache.batch, 1), 7), jnp.ones(cache.batch, jnp.int32), cache)[0]
+    )
 
 
 @pytest.mark.parametrize("form", ["scan", pytest.param("unroll", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("layers", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("size", [7, 64, pytest.param(1, marks=pytest.mark.nightly)])
 def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
-    """Rows of different lengths, one of which is empty in later chunks; the last tokens one by one."""
+    """Rows of different lengths, one of which is empty in later chunks; the last tokens one by
+    one."""
     model, wanted, text = in_form(hybrid(layers), form), plain(layers), tokens(2, LENGTH)
     cache = kvq.init_cache(model, kvq.exact(sinks=3), 2, CAPACITY)
     for start in range(0, LENGTH, size):
@@ -77,10 +84,14 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
         part = jnp.pad(text, ((0, 0), (0, size)))[:, start : start + size]
         logits, cache = forward(model, part, counts, cache)
         for row, count in enumerate(counts):
-            np.testing.assert_allclose(logits[row, :count], wanted[row, start : start + count], atol=BOUND)
+            np.testing.assert_allclose(
+                logits[row, :count], wanted[row, start : start + count], atol=BOUND
+            )
     for back in (2, 1):
         place = jnp.asarray(COUNTS) - back
-        logits, cache = forward(model, jnp.take_along_axis(text, place[:, None], 1), jnp.ones(2, jnp.int32), cache)
+        logits, cache = forward(
+            model, jnp.take_along_axis(text, place[:, None], 1), jnp.ones(2, jnp.int32), cache
+        )
         np.testing.assert_allclose(logits[:, 0], wanted[np.arange(2), place], atol=BOUND)
     near(cache.states, filled(model).states, 5e-5)
 
@@ -88,12 +99,18 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
 @pytest.mark.parametrize("form", ["scan", "switch", "unroll"])
 def test_an_exact_prefill_and_left_padding(form):
     model, text, counts = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH), np.asarray(COUNTS)
-    last, cache = prefill(model, text, jnp.asarray(counts), kvq.init_cache(model, "exact", 2, CAPACITY))
+    last, cache = prefill(
+        model, text, jnp.asarray(counts), kvq.init_cache(model, "exact", 2, CAPACITY)
+    )
     np.testing.assert_allclose(last, plain(UNEVEN)[np.arange(2), counts - 1], atol=BOUND)
     near(cache.states, filled(model).states)
     mask = np.arange(LENGTH)[None] >= LENGTH - counts[:, None]
-    turned = jnp.stack([jnp.roll(row, LENGTH - count) for row, count in zip(text, counts, strict=True)])
-    again = kvq.forward(model, turned, jnp.asarray(mask), kvq.init_cache(model, "exact", 2, CAPACITY))[1]
+    turned = jnp.stack(
+        [jnp.roll(row, LENGTH - count) for row, count in zip(text, counts, strict=True)]
+    )
+    again = kvq.forward(
+        model, turned, jnp.asarray(mask), kvq.init_cache(model, "exact", 2, CAPACITY)
+    )[1]
     near(again.states, cache.states)
 
 
@@ -103,13 +120,15 @@ def test_a_long_prompt_in_chunks_of_a_prefill():
     last, cache = prefill(model, text, jnp.asarray([650]), kvq.init_cache(model, "exact", 1, 704))
     wanted = plain_logits(model.params, text[:, :650], model.config)[:, -1]
     np.testing.assert_allclose(last, wanted, atol=2 * BOUND)
-    step = forward(model, text[:, :650], jnp.asarray([650]), kvq.init_cache(model, "exact", 1, 704))[1]
+    step = forward(
+        model, text[:, :650], jnp.asarray([650]), kvq.init_cache(model, "exact", 1, 704)
+    )[1]
     near(cache.states, step.states, 5e-5)
 
 
 def test_a_chunk_of_a_thousand_tokens():
-    """No multiple of the tokens whose updates are put together in one; a row of another length, and an empty one that
-    goes on when the others are done."""
+    """No multiple of the tokens whose updates are put together in one; a row of another length, and
+    an empty one that goes on when the others are done."""
     model, text = hybrid(UNEVEN), tokens(3, 1000, 4)
     wanted = np.asarray(plain_logits(model.params, text, model.config))
     cache, counts = kvq.init_cache(model, "exact", 3, 1088), jnp.asarray([1000, 613, 0])
@@ -126,7 +145,8 @@ def test_a_chunk_of_a_thousand_tokens():
 
 
 def next_logits(model, cache, newest):
-    """Logits of one new token a row by attention in float64 over what `dense` decodes, and by the rule's own loop."""
+    """Logits of one new token a row by attention in float64 over what `dense` decodes, and by the
+    rule's own loop."""
     config, one = model.config, jnp.ones(cache.batch, jnp.int32)
     positions, h = cache.lengths[:, None], decoder.embed(model.params, newest, config)
     kinds = {index: ("attention", n) for n, index in enumerate(config.attention_layers)}
@@ -135,7 +155,13 @@ def next_logits(model, cache, newest):
         kind, number = kinds[index]
         weights = decoder.layer(model.params, number, kind)
         if kind == "recurrent":
-            h = decoder.recur(weights, h, jax.tree.map(lambda x: x[number], cache.states[0]), one, config).h  # noqa: B023
+            h = decoder.recur(
+                weights,
+                h,
+                jax.tree.map(lambda x: x[number], cache.states[0]),  # noqa: B023
+                one,
+                config,
+            ).h
             continue
         turns = positions_of_layer(positions, config, number)
         made = decoder.project(weights, h, positions, config, number)
@@ -158,7 +184,8 @@ def case(name: str) -> tuple[kvq.Model, kvq.Method]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in CORE else pytest.mark.nightly) for name in CASES]
+    "name",
+    [pytest.param(name, marks=() if name in CORE else pytest.mark.nightly) for name in CASES],
 )
 def test_every_method_caches_the_layers_of_attention(name):
     model, method = case(name)
@@ -172,12 +199,15 @@ def test_every_method_caches_the_layers_of_attention(name):
     np.testing.assert_allclose(got, wanted, atol=5e-5 * np.abs(wanted).max())
 
 
-SCALED = RopeConfig(kind="yarn", factor=4.0, original_max_position=32, attention_factor=1.14, fraction=0.25)
+SCALED = RopeConfig(
+    kind="yarn", factor=4.0, original_max_position=32, attention_factor=1.14, fraction=0.25
+)
 
 
 @pytest.mark.parametrize("spec", ["higgs:bits=4,window=32", "xquant:bits=4,group=32"])
 def test_a_scaled_rope_of_some_channels(spec):
-    """Keys cached before the rope, and in the layer's input: the factor is of the channels that turn."""
+    """Keys cached before the rope, and in the layer's input: the factor is of the channels that
+    turn."""
     model = hybrid(rope=SCALED)
     model, newest = prepared(model, kvq.parse(spec)), tokens(2, 1, 7)
     cache = filled(model, spec)
@@ -186,10 +216,15 @@ def test_a_scaled_rope_of_some_channels(spec):
     np.testing.assert_allclose(got, wanted, atol=5e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("spec", ["higgs:bits=2", "xquant:bits=4,latent=true", "commvq:bits=1,levels=64"])
+@pytest.mark.parametrize(
+    "spec", ["higgs:bits=2", "xquant:bits=4,latent=true", "commvq:bits=1,levels=64"]
+)
 def test_kernels_do_not_turn_some_channels_by_a_factor(spec):
     config = hybrid().config
-    build = lambda rope: kvq.parse(spec).layer.build(dataclasses.replace(config, rope=rope))  # noqa: E731
+
+    def build(rope):
+        return kvq.parse(spec).layer.build(dataclasses.replace(config, rope=rope))
+
     assert build(SCALED).fast.packed is None
     assert build(dataclasses.replace(SCALED, attention_factor=1.0)).fast.packed is not None
 
@@ -200,7 +235,9 @@ def test_tokens_are_evicted_and_states_remember_them(keep):
     cache = filled(model, method, size=32)
     exact = filled(model, size=32)
     near(jax.tree.map(lambda x: x[:1], cache.states), jax.tree.map(lambda x: x[:1], exact.states))
-    last, cache = prefill(model, tokens(2, LENGTH), jnp.asarray(COUNTS), kvq.init_cache(model, method, 2, CAPACITY))
+    last, cache = prefill(
+        model, tokens(2, LENGTH), jnp.asarray(COUNTS), kvq.init_cache(model, method, 2, CAPACITY)
+    )
     np.testing.assert_allclose(last, plain()[np.arange(2), np.asarray(COUNTS) - 1], atol=BOUND)
     assert np.isfinite(following(model, cache)).all()
 
@@ -215,16 +252,26 @@ CALIBRATED = (
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=() if spec.startswith("kvquant") else pytest.mark.nightly) for spec in CALIBRATED]
+    "spec",
+    [
+        pytest.param(spec, marks=() if spec.startswith("kvquant") else pytest.mark.nightly)
+        for spec in CALIBRATED
+    ],
 )
 def test_calibrations_pass_through_recurrent_layers(spec):
     """Between the layers that they fit, and before the first."""
     model, text = hybrid(), tokens(2, LENGTH)
-    ready = model.with_artifact(calibrate.run(model, spec, np.asarray(tokens(8, 96)), count=8, length=96))
+    ready = model.with_artifact(
+        calibrate.run(model, spec, np.asarray(tokens(8, 96)), count=8, length=96)
+    )
     logits = forward(ready, text, jnp.asarray(COUNTS), kvq.init_cache(ready, spec, 2, CAPACITY))[0]
-    np.testing.assert_allclose(logits[0], plain()[0], atol=0.05)  # a chunk's own tokens see each other exactly
+    np.testing.assert_allclose(
+        logits[0], plain()[0], atol=0.05
+    )  # a chunk's own tokens see each other exactly
     cached = kvq.dense(filled(model, counts=(90, 90)), 1)[0][:, :90]
-    read = activations.activations(model.params, text[:, :90], model.config, rope="post", gradients=False)
+    read = activations.activations(
+        model.params, text[:, :90], model.config, rope="post", gradients=False
+    )
     np.testing.assert_allclose(read.k[1].reshape(cached.shape), cached, atol=BOUND)
 
 
@@ -240,7 +287,10 @@ def test_attend_leaves_the_states_and_commit_takes_what_is_accepted(form):
     for row, start in enumerate((100, 60)):
         np.testing.assert_allclose(logits[row], plain(UNEVEN)[row, start : start + 6], atol=BOUND)
     equal(cache.states, filled(model, counts=(100, 60)).states)
-    near(kvq.commit(model, cache, pending, jnp.asarray([3, 5])).states, filled(model, counts=(103, 65)).states)
+    near(
+        kvq.commit(model, cache, pending, jnp.asarray([3, 5])).states,
+        filled(model, counts=(103, 65)).states,
+    )
     equal(kvq.commit(model, cache, pending, jnp.asarray([0, 0])).states, cache.states)
 
 
@@ -271,7 +321,10 @@ def test_pending_sources_of_another_shape_are_refused():
     with pytest.raises(UserError, match=r"wanted a tuple of 2, a dict of sources for every run"):
         kvq.commit(model, cache, pending[:1], jnp.asarray([4]))
     wrong = (pending[0], pending[1] | {"beta": pending[1]["beta"][:, :, :3]})
-    with pytest.raises(UserError, match=r"pending\[1\]\['beta'\]: shape \[4, 1, 3, 4\] given, wanted \[4, 1, T, 4\]"):
+    with pytest.raises(
+        UserError,
+        match=r"pending\[1\]\['beta'\]: shape \[4, 1, 3, 4\] given, wanted \[4, 1, T, 4\]",
+    ):
         kvq.commit(model, cache, wrong, jnp.asarray([4]))
 
 
@@ -308,7 +361,9 @@ def test_an_evicted_row_is_a_new_row():
 def test_a_row_joins_a_running_batch():
     model, text = hybrid(), tokens(2, LENGTH)
     running = filled(model, counts=(50, 0))
-    single = forward(model, text[1:, :30], jnp.asarray([30]), kvq.init_cache(model, "exact", 1, 64))[1]
+    single = forward(
+        model, text[1:, :30], jnp.asarray([30]), kvq.init_cache(model, "exact", 1, 64)
+    )[1]
     joined = kvq.insert(running, 1, single)
     both = jnp.stack([text[0, 50:51], text[1, 30:31]])
     logits = forward(model, both, jnp.ones(2, jnp.int32), joined)[0][:, 0]
@@ -316,7 +371,8 @@ def test_a_row_joins_a_running_batch():
 
 
 def test_numbers_that_are_not_finite_stay_in_their_row():
-    """In padding, in a neighbour, in a token that counts: its row's logits are NaN until it is evicted."""
+    """In padding, in a neighbour, in a token that counts: its row's logits are NaN until it is
+    evicted."""
     model = hybrid(UNEVEN)
     foul = model.replace(params=model.params | {"embed": model.params["embed"].at[49].set(jnp.nan)})
     text = jnp.where(tokens(2, 40) == 49, 48, tokens(2, 40))
@@ -344,9 +400,12 @@ def test_a_number_that_is_not_finite_behind_the_last_layer_of_attention_counts()
     rows = model.params["layers"]["delta_v"]
     stack = rows.stack.at[-1, 0, 0].set(jnp.inf)
     foul = model.replace(
-        params=model.params | {"layers": model.params["layers"] | {"delta_v": rows.replace(stack=stack)}}
+        params=model.params
+        | {"layers": model.params["layers"] | {"delta_v": rows.replace(stack=stack)}}
     )
-    logits, cache = forward(foul, tokens(1, 8), jnp.asarray([8]), kvq.init_cache(foul, "exact", 1, 64))
+    logits, cache = forward(
+        foul, tokens(1, 8), jnp.asarray([8]), kvq.init_cache(foul, "exact", 1, 64)
+    )
     assert np.isnan(logits).all()
     assert cache.finite.tolist() == [0]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(cache.states))
@@ -354,7 +413,9 @@ def test_a_number_that_is_not_finite_behind_the_last_layer_of_attention_counts()
 
 def test_tokens_beyond_the_capacity_leave_the_states():
     model, text = hybrid(), tokens(1, 40)
-    cache = forward(model, text[:, :30], jnp.asarray([30]), kvq.init_cache(model, "exact", 1, 32))[1]
+    cache = forward(model, text[:, :30], jnp.asarray([30]), kvq.init_cache(model, "exact", 1, 32))[
+        1
+    ]
     full = forward(model, text[:, 30:], jnp.asarray([10]), cache)[1]
     assert full.lengths.tolist() == [32]
     assert full.overflow.tolist() == [True]
@@ -368,9 +429,12 @@ def test_a_crop_goes_to_nothing_or_to_a_snapshot():
     model, text = hybrid(), tokens(2, LENGTH)
     cache = filled(model, counts=(36, 70))
     kept = kvq.snapshot(cache)
-    longer = forward(model, jnp.stack([text[0, 36:40], text[1, 70:74]]), jnp.asarray([4, 4]), cache)[1]
+    longer = forward(
+        model, jnp.stack([text[0, 36:40], text[1, 70:74]]), jnp.asarray([4, 4]), cache
+    )[1]
     with pytest.raises(
-        UserError, match=r"row 1: recurrent layers remember all of its 74 tokens and cannot go back to 7"
+        UserError,
+        match=r"row 1: recurrent layers remember all of its 74 tokens and cannot go back to 7",
     ):
         kvq.crop(longer, jnp.asarray([40, 72]))
     with pytest.raises(UserError, match="cannot go back to 37"):
@@ -416,13 +480,18 @@ def test_a_mesh_computes_the_same_and_rows_are_saved_and_read_on_others(mesh, tm
     got, after = forward(split, newest, jnp.ones(2, jnp.int32), cache)
     np.testing.assert_allclose(got, logits, atol=BOUND)
     pending = kvq.attend(split, newest, jnp.ones(2, jnp.int32), cache)[1]
-    near(jax.device_get(kvq.commit(split, cache, pending, jnp.ones(2, jnp.int32)).states), after.states)
+    near(
+        jax.device_get(kvq.commit(split, cache, pending, jnp.ones(2, jnp.int32)).states),
+        after.states,
+    )
     kvq.save_cache(tmp_path / "split", cache, split)
     kvq.save_cache(tmp_path / "single", single, model)
     other = kvq.shard(model, method, data=2)
     for folder, reader in (("split", model), ("split", other), ("single", split)):
         read = kvq.load_cache(tmp_path / folder, reader)
-        np.testing.assert_allclose(forward(reader, newest, jnp.ones(2, jnp.int32), read)[0], logits, atol=BOUND)
+        np.testing.assert_allclose(
+            forward(reader, newest, jnp.ones(2, jnp.int32), read)[0], logits, atol=BOUND
+        )
 
 
 def test_a_mesh_must_divide_the_heads():
@@ -451,10 +520,15 @@ def test_an_engine_gives_what_generate_gives():
         {"eos_ids": (), "max_new_tokens": 12},
     )
     with kvq.Engine(model, "kivi:bits=4,window=32", rows=2, capacity=128, chunk=32) as engine:
-        answers = [handle.result().tokens for handle in [engine.submit(prompt, **options) for prompt in prompts]]
+        answers = [
+            handle.result().tokens
+            for handle in [engine.submit(prompt, **options) for prompt in prompts]
+        ]
         again = engine.submit(prompts[3], **options).result().tokens
     for answer, prompt in zip(answers, prompts, strict=True):
-        alone = kvq.generate(model, [prompt], "kivi:bits=4,window=32", chunk=32, capacity=128, **options)
+        alone = kvq.generate(
+            model, [prompt], "kivi:bits=4,window=32", chunk=32, capacity=128, **options
+        )
         assert answer == alone.tokens[0]
     assert again == answers[3]
 
@@ -464,12 +538,18 @@ def test_greedy_text_goes_on_from_a_cache():
     whole = kvq.generate(model, prompts, "exact", max_new_tokens=24, eos_ids=())
     first = kvq.generate(model, prompts, "exact", max_new_tokens=11, eos_ids=(), capacity=128)
     more = kvq.generate(
-        model, [[tokens[-1]] for tokens in whole.tokens], cache=first.cache, max_new_tokens=3, eos_ids=()
+        model,
+        [[tokens[-1]] for tokens in whole.tokens],
+        cache=first.cache,
+        max_new_tokens=3,
+        eos_ids=(),
     )
     assert first.tokens == [tokens[:11] for tokens in whole.tokens]
     assert all(len(tokens) == 3 for tokens in more.tokens)
     text = np.asarray([[*prompts[0], *whole.tokens[0]]])
-    logits = plain_logits(model.params, jnp.asarray(text), model.config)[0, len(prompts[0]) - 1 : -1]
+    logits = plain_logits(model.params, jnp.asarray(text), model.config)[
+        0, len(prompts[0]) - 1 : -1
+    ]
     assert logits.argmax(-1).tolist() == whole.tokens[0]
 
 
@@ -479,7 +559,9 @@ def test_the_ledger_counts_states_apart():
     book, states = kvq.ledger(cache), sum(x.nbytes for x in jax.tree.leaves(cache.states))
     assert book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
     assert book.by_role()["states"] == book.state_bytes == states == kvq.ledger(other).state_bytes
-    assert states == 3 * 4 * 4 * (3 * (16 + 16 + 48) + 4 * 8 * 12)  # rows, layers, bytes, convolution, matrices
+    assert states == 3 * 4 * 4 * (
+        3 * (16 + 16 + 48) + 4 * 8 * 12
+    )  # rows, layers, bytes, convolution, matrices
     assert book.bits_stored == 8 * (book.bytes - states) / book.values / 3 / 64
     assert "recurrent states" in str(book)
     assert "4 recurrent layers: delta float32[4,3,4,8,12]" in repr(cache)

@@ -43,12 +43,16 @@ def held(cache):
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_same_codes_and_logits_as_in_planes(spec):
     model = tiny(head_dim=32)
-    (wanted, planes), (found, stripes) = (filled(model, spec, form) for form in ("planes", "stripes"))
+    (wanted, planes), (found, stripes) = (
+        filled(model, spec, form) for form in ("planes", "stripes")
+    )
     assert (held(planes), held(stripes)) == ({"planes"}, BOTH)
     np.testing.assert_allclose(found, wanted, atol=BOUND * np.abs(wanted).max())
     back = convert(stripes, **CANONICAL)
     assert jax.tree.structure(back) == jax.tree.structure(planes)
-    for a, b in zip(jax.tree.leaves(back.runs[0].body), jax.tree.leaves(planes.runs[0].body), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(back.runs[0].body), jax.tree.leaves(planes.runs[0].body), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     there = convert(back, layers="scan", form="stripes")
     for a, b in zip(jax.tree.leaves(there), jax.tree.leaves(stripes), strict=True):
@@ -57,14 +61,21 @@ def test_the_same_codes_and_logits_as_in_planes(spec):
 
 def test_long_bodies_of_uniform_codes_on_cpus_have_them_and_no_others():
     model = tiny()
-    kind = lambda spec, capacity=4096, model=model, **more: held(kvq.init_cache(model, spec, 1, capacity, **more))  # noqa: E731
+
+    def kind(spec, capacity=4096, model=model, **more):
+        return held(kvq.init_cache(model, spec, 1, capacity, **more))
+
     assert kind("kivi:bits=2") == BOTH
     assert kind("kivi:bits=2", 4095) == {"planes"}, "their sums take long to compile"
     assert kind("kivi:bits=2", model=tiny(sliding_window=70)) == {"planes"}, "a ring is short"
-    assert kind("kivi:bits=2,keep=streaming:256") == {"planes"}, "evicted bodies are not read as they lie"
+    assert kind("kivi:bits=2,keep=streaming:256") == {"planes"}, (
+        "evicted bodies are not read as they lie"
+    )
     assert kind("kivi:bits=2", target="v5e") == {"planes"}
     assert kind("kivi:bits=2,rope=pre") == {"planes"}, "nothing reads stripes there"
-    assert kind("kivi:bits=3", model=tiny(head_dim=16)) == {"planes"}, "32 codes of a head fill a word"
+    assert kind("kivi:bits=3", model=tiny(head_dim=16)) == {"planes"}, (
+        "32 codes of a head fill a word"
+    )
     assert kind("kvquant:bits=3") == {"planes"}
 
 

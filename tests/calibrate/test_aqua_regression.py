@@ -1,4 +1,5 @@
-"""Regressions from streamed moments against the released code's results (golden vectors) and against plain fits."""
+"""Regressions from streamed moments against the released code's results (golden vectors) and
+against plain fits."""
 
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def moments(golden):
     return total
 
 
-@pytest.mark.parametrize(("name", "damping"), [("ridge0", 0.0), ("ridge1e3", 1e-3), ("ridge1e1", 1e-1)])
+@pytest.mark.parametrize(
+    ("name", "damping"), [("ridge0", 0.0), ("ridge1e3", 1e-3), ("ridge1e1", 1e-1)]
+)
 def test_ridge_equals_the_released_normal_equations(golden, moments, name, damping):
     weight, bias = ridge(moments, damping)
     exact = golden[f"{name}_exact"]
@@ -65,7 +68,10 @@ def test_errors_come_from_the_moments_alone(golden, moments):
 
 
 def test_rows_left_out_do_not_count(golden, moments):
-    x, y = np.concatenate([golden["x"], golden["x"] + 9]), np.concatenate([golden["y"], golden["y"] * 3])
+    x, y = (
+        np.concatenate([golden["x"], golden["x"] + 9]),
+        np.concatenate([golden["y"], golden["y"] * 3]),
+    )
     kept = add(None, x, y, np.arange(len(x)) < len(golden["x"]))
     for ours, wanted in zip(kept, moments, strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-3)
@@ -82,13 +88,18 @@ def test_singular_moments_give_the_least_norm_fit():
 def test_gptq_beats_rounding_and_keeps_the_mean(golden, moments):
     weight, _ = ridge(moments)
     parts = gptq(moments, weight, 8)
-    rounded = {name: jnp.asarray(a, "uint32" if name == "codes" else "bfloat16") for name, a in parts.items()}
+    rounded = {
+        name: jnp.asarray(a, "uint32" if name == "codes" else "bfloat16")
+        for name, a in parts.items()
+    }
     rounded["codes"] = pack_nibbles(rounded["codes"])
     restored = np.asarray(unpack_weight(rounded))
     scale, low = (np.repeat(parts[name], 8, axis=0) for name in ("scale", "low"))
     np.testing.assert_allclose(restored, parts["codes"] * scale + low, rtol=1e-6)
     nearest = np.clip(np.round((weight - low) / scale), 0, 15) * scale + low
-    exact, ours, plain = (score(moments, w, refit_bias(moments, w)).relative_mse for w in (weight, restored, nearest))
+    exact, ours, plain = (
+        score(moments, w, refit_bias(moments, w)).relative_mse for w in (weight, restored, nearest)
+    )
     assert exact <= ours < 0.9 * (plain - exact) + exact
     mean = golden["x"].mean(0) @ restored + refit_bias(moments, restored)
     np.testing.assert_allclose(mean, golden["y"].mean(0), atol=1e-3)
@@ -98,13 +109,17 @@ def test_gptq_beats_rounding_and_keeps_the_mean(golden, moments):
 def test_predictors_have_the_shapes_they_declare(kind):
     rng = np.random.default_rng(1)
     wanted = predictor_shapes(kind, 32, 16, rank=4)
-    constants = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in wanted.items()}
+    constants = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in wanted.items()
+    }
     if kind == "int4":
         constants["codes"] = jnp.asarray(rng.integers(0, 2**32, wanted["codes"]), jnp.uint32)
     x = jnp.asarray(rng.normal(size=(5, 32)), jnp.float32)
     y = predict(kind, constants, x)
     assert y.shape == (5, 16)
     if kind == "linear":
-        np.testing.assert_allclose(y, x @ constants["weight"] + constants["bias"][None], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            y, x @ constants["weight"] + constants["bias"][None], rtol=1e-5, atol=1e-5
+        )
     with pytest.raises(ValueError, match="predictor='forest'"):
         predictor_shapes("forest", 4, 4)

@@ -1,4 +1,5 @@
-"""Calibration from captured keys and values: the constants that the same numbers give inside our own model."""
+"""Calibration from captured keys and values: the constants that the same numbers give inside our
+own model."""
 
 import dataclasses
 import functools
@@ -19,7 +20,9 @@ from kvqjax.model.rope import rotate
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 72))
 COMMVQ = "commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32"
-QUICK = commvq.Recipe(keys=EMSettings(steps=4, batch=64), values=ValueSettings(steps=20, warmup=2), key_tokens=128)
+QUICK = commvq.Recipe(
+    keys=EMSettings(steps=4, batch=64), values=ValueSettings(steps=20, warmup=2), key_tokens=128
+)
 CENTRED = "higgs:bits=2,rope=pre,group=head,buffer=32,sinks=0,centre=mean"
 AQUA = "aqua:bits=2,backbone=token,group=32,buffer=32"
 AQUA_KLT = "aqua:bits=2,backbone=klt,buffer=32"
@@ -27,11 +30,14 @@ AQUA_KLT = "aqua:bits=2,backbone=klt,buffer=32"
 
 @pytest.fixture(scope="module")
 def captured():
-    """Keys before RoPE, values and the slopes of the loss, [L, N, T, K, D], as an engineer's hooks would keep them."""
+    """Keys before RoPE, values and the slopes of the loss, [L, N, T, K, D], as an engineer's hooks
+    would keep them."""
     model, parts = tiny(), []
     for row in TOKENS:
         parts.append(activations(model.params, jnp.asarray(row[None], jnp.int32), model.config))
-    k, v, *fisher = (np.concatenate(x, 1).reshape(2, *TOKENS.shape, 2, 16) for x in zip(*parts, strict=True))
+    k, v, *fisher = (
+        np.concatenate(x, 1).reshape(2, *TOKENS.shape, 2, 16) for x in zip(*parts, strict=True)
+    )
     slopes = {"key_gradients": np.sqrt(fisher[0]), "value_gradients": np.sqrt(fisher[1])}
     return {"keys": k, "values": v}, slopes
 
@@ -39,17 +45,23 @@ def captured():
 def agree(artifact, wanted, **bound) -> None:
     assert artifact.method == wanted.method
     assert jax.tree.structure(artifact.constants) == jax.tree.structure(wanted.constants)
-    for a, b in zip(jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True
+    ):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), **bound)
 
 
-@pytest.mark.parametrize("spec", thinned(["kvquant:bits=2,sinks=2", "kvquant:bits=2;0=exact", "kvquant;0=exact"], 3))
+@pytest.mark.parametrize(
+    "spec", thinned(["kvquant:bits=2,sinks=2", "kvquant:bits=2;0=exact", "kvquant;0=exact"], 3)
+)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_kvquant(captured, spec, gradients):
     tensors, slopes = captured
     model, method = tiny(), kvq.parse(spec)
-    artifact = kvq.calibrate.from_tensors(method, model.config, **tensors, **(slopes if gradients else {}))
+    artifact = kvq.calibrate.from_tensors(
+        method, model.config, **tensors, **(slopes if gradients else {})
+    )
     objective = "fisher_s2" if gradients else "none"
     wanted = kvquant.calibrate(model, method, TOKENS, recipe=kvquant.Recipe(objective=objective))
     # Slopes come back from their squares: the last bit of the weights.
@@ -70,48 +82,74 @@ def test_aqua(captured):
     model, method = tiny(), kvq.parse(AQUA)
     wanted = aqua.calibrate(model, method, TOKENS)
     artifact = kvq.calibrate.from_tensors(method, model.config, **captured[0])
-    # The model's keys come from another program; the fit's ridge bounds what that does to the predictors.
+    # The model's keys come from another program; the fit's ridge bounds what that does to the
+    # predictors.
     agree(artifact, wanted, atol=1e-4, rtol=1e-3)
     report = zip(artifact.about["report"], wanted.about["report"], strict=True)
-    assert all(a["reconstruction_mse"] == pytest.approx(b["reconstruction_mse"], rel=1e-2) for a, b in report)
+    assert all(
+        a["reconstruction_mse"] == pytest.approx(b["reconstruction_mse"], rel=1e-2)
+        for a, b in report
+    )
 
 
 def test_aqua_of_transforms(captured, monkeypatch):
-    """The keys, values and energies of queries that our calibration itself saw give the same transforms. Without
-    queries and outputs all errors cost the same, which gives others."""
+    """The keys, values and energies of queries that our calibration itself saw give the same
+    transforms. Without queries and outputs all errors cost the same, which gives others."""
     model, method, seen = tiny(), kvq.parse(AQUA_KLT), []
     plain = aqua._layer_pass
     monkeypatch.setattr(aqua, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
     wanted = jax.tree.leaves(aqua.calibrate(model, method, TOKENS).constants)
     layers = [seen[: len(TOKENS)], seen[len(TOKENS) :]]
-    by_layer = lambda name: [np.stack([getattr(row, name) for row in rows]) for rows in layers]  # noqa: E731
-    keys, values = ([x.reshape(*TOKENS.shape, 2, 16) for x in by_layer(name)] for name in ("k", "v"))
+
+    def by_layer(name):
+        return [np.stack([getattr(row, name) for row in rows]) for rows in layers]
+
+    keys, values = (
+        [x.reshape(*TOKENS.shape, 2, 16) for x in by_layer(name)] for name in ("k", "v")
+    )
     energies = [np.sqrt(x)[:, None] for x in by_layer("energy")]
     queries = [np.broadcast_to(x, (*TOKENS.shape, *x.shape[2:])) for x in energies]
     for known in (True, False):
         costs = {"queries": queries, "outputs": model.params["layers"]["o"]} if known else {}
-        artifact = kvq.calibrate.from_tensors(method, model.config, keys=keys, values=values, **costs)
+        artifact = kvq.calibrate.from_tensors(
+            method, model.config, keys=keys, values=values, **costs
+        )
         pairs = zip(jax.tree.leaves(artifact.constants), wanted, strict=True)
-        assert all(np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max() + 1e-5) for a, b in pairs) == known
+        assert (
+            all(np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max() + 1e-5) for a, b in pairs)
+            == known
+        )
 
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_commvq(captured, attention, monkeypatch):
-    """The keys and values that our calibration itself saw; with queries, also the same loss on attention outputs."""
+    """The keys and values that our calibration itself saw; with queries, also the same loss on
+    attention outputs."""
     model, method, seen = tiny(), kvq.parse(COMMVQ), []
     plain = layerwise._layer_pass
-    monkeypatch.setattr(layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
+    monkeypatch.setattr(
+        layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1]
+    )
     settings = dataclasses.replace(QUICK.values, attention=float(attention))
-    wanted = commvq.calibrate(model, method, TOKENS, recipe=dataclasses.replace(QUICK, values=settings))
+    wanted = commvq.calibrate(
+        model, method, TOKENS, recipe=dataclasses.replace(QUICK, values=settings)
+    )
     keys = [np.asarray(k).reshape(*TOKENS.shape, 2, 16) for k, _, _ in seen]
-    tensors = {"keys": keys, "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen]}
+    tensors = {
+        "keys": keys,
+        "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen],
+    }
     if attention:
-        positions = -jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)  # turned back
+        positions = -jnp.broadcast_to(
+            jnp.arange(TOKENS.shape[1])[None], TOKENS.shape
+        )  # turned back
         queries = [rotate(q, positions, model.config) for _, (_, q, _), _ in seen]
         tensors |= {"queries": queries, "outputs": model.params["layers"]["o"]}
     artifact = kvq.calibrate.from_tensors(method, model.config, **tensors, recipe=QUICK)
     if attention:
-        np.testing.assert_array_equal(artifact.constants[0]["k"]["codebook"], wanted.constants[0]["k"]["codebook"])
+        np.testing.assert_array_equal(
+            artifact.constants[0]["k"]["codebook"], wanted.constants[0]["k"]["codebook"]
+        )
         for found, ours in zip(artifact.about["layers"], wanted.about["layers"], strict=True):
             np.testing.assert_allclose(found["values"], ours["values"], rtol=1e-3)
     else:
@@ -120,21 +158,34 @@ def test_commvq(captured, attention, monkeypatch):
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_klt(captured, attention, monkeypatch):
-    """The keys and values that our calibration itself saw, and with queries and outputs what errors cost."""
+    """The keys and values that our calibration itself saw, and with queries and outputs what errors
+    cost."""
     model, method, seen = tiny(), kvq.parse("klt:bits=2,buffer=32"), []
     plain = layerwise._layer_pass
-    monkeypatch.setattr(layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1])
+    monkeypatch.setattr(
+        layerwise, "_layer_pass", lambda *given: seen.append(plain(*given)) or seen[-1]
+    )
     wanted = klt.calibrate(model, method, TOKENS)
     keys = [np.asarray(k).reshape(*TOKENS.shape, 2, 16) for k, _, _ in seen]
-    tensors = {"keys": keys, "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen]}
+    tensors = {
+        "keys": keys,
+        "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen],
+    }
     if attention:
-        tensors |= {"queries": [q for _, (_, q, _), _ in seen], "outputs": model.params["layers"]["o"]}
+        tensors |= {
+            "queries": [q for _, (_, q, _), _ in seen],
+            "outputs": model.params["layers"]["o"],
+        }
     artifact = kvq.calibrate.from_tensors(method, model.config, **tensors)
     same = [
         np.allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True)
+        for a, b in zip(
+            jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True
+        )
     ]
-    assert all(same) == attention  # without queries and outputs all errors cost the same, which gives other transforms
+    assert (
+        all(same) == attention
+    )  # without queries and outputs all errors cost the same, which gives other transforms
 
 
 @jax.jit
@@ -143,7 +194,9 @@ def call(cache, keys, values, constants):
     below, new, out, counts = None, [], [], jnp.full(len(TOKENS), keys.shape[2])
     for layer in range(2):
         q, k, v = jnp.repeat(keys[layer], 2, axis=2) / 4, keys[layer], values[layer]
-        got, below = kvq.attend_layer(cache, layer, q, k, v, counts, below=below, constants=constants)
+        got, below = kvq.attend_layer(
+            cache, layer, q, k, v, counts, below=below, constants=constants
+        )
         new.append(below)
         out.append(got)
     return jnp.stack(out), kvq.append(cache, new, counts, constants=constants)
@@ -158,13 +211,25 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "spec",
-    thinned(["kvquant:bits=4", AQUA, COMMVQ.replace("window=32", "window=0"), CENTRED, "klt:buffer=32", AQUA_KLT], 2),
+    thinned(
+        [
+            "kvquant:bits=4",
+            AQUA,
+            COMMVQ.replace("window=32", "window=0"),
+            CENTRED,
+            "klt:buffer=32",
+            AQUA_KLT,
+        ],
+        2,
+    ),
 )
 def test_attention_takes_the_constants(captured, spec):
-    """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention than with constants of
-    other keys and values, the same with their channels moved."""
+    """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention
+    than with constants of other keys and values, the same with their channels moved."""
     shape = tiny().config.kv_shape
-    keys, values = (np.float32(3 * captured[0][name] + 3 * np.sin(np.arange(16))) for name in ("keys", "values"))
+    keys, values = (
+        np.float32(3 * captured[0][name] + 3 * np.sin(np.arange(16))) for name in ("keys", "values")
+    )
     options, errors = {"recipe": QUICK} if "commvq" in spec else {}, []
     wanted = attended(shape, "exact", keys, values, None)
     for moved in (0, 5):
@@ -206,7 +271,9 @@ def test_what_does_not_fit_is_refused(captured):
     shape, tensors = tiny().config.kv_shape, captured[0]
     fit = kvq.calibrate.from_tensors
     bare = dataclasses.replace(shape, rope=None)
-    assert [fit.module for fit in needed(kvq.parse("kvquant;0=exact"), shape)] == ["kvqjax.calibrate.kvquant"]
+    assert [fit.module for fit in needed(kvq.parse("kvquant;0=exact"), shape)] == [
+        "kvqjax.calibrate.kvquant"
+    ]
     with pytest.raises(kvq.UserError, match="needs no calibration"):
         fit("kivi", shape, **tensors)
     with pytest.raises(kvq.UserError, match="use a kvqjax model"):
@@ -215,7 +282,10 @@ def test_what_does_not_fit_is_refused(captured):
         fit(COMMVQ, bare, **tensors, recipe=QUICK)
     with pytest.raises(kvq.UserError, match="values of 1 layers given, the shape has 2"):
         fit("kvquant", shape, keys=tensors["keys"], values=tensors["values"][:1])
-    with pytest.raises(kvq.UserError, match=r"values of layer 0 have shape \(3, 70, 2, 16\), wanted \(3, 72, 2, 16\)"):
+    with pytest.raises(
+        kvq.UserError,
+        match=r"values of layer 0 have shape \(3, 70, 2, 16\), wanted \(3, 72, 2, 16\)",
+    ):
         fit("kvquant", shape, keys=tensors["keys"], values=tensors["values"][:, :, :70])
     with pytest.raises(kvq.UserError, match="queries and outputs go together"):
         fit(COMMVQ, shape, **tensors, queries=tensors["keys"])
@@ -233,8 +303,14 @@ WIDE = np.zeros((2, 64, 32), np.float32)  # output projections of both layers
     [
         ({"outputs": WIDE[:1]}, "outputs of 1 layers given, the shape has 2"),
         ({"outputs": WIDE[:, :32]}, r"outputs of layer 0 have shape \(32, 32\), wanted \(64, 32\)"),
-        ({"outputs": WIDE.swapaxes(1, 2)}, r"outputs of layer 0 have shape \(32, 64\), wanted \(64, 64\)"),
-        ({"outputs": [WIDE[0], WIDE[1, :, :8]]}, r"outputs of layer 1 have shape \(64, 8\), wanted \(64, 32\)"),
+        (
+            {"outputs": WIDE.swapaxes(1, 2)},
+            r"outputs of layer 0 have shape \(32, 64\), wanted \(64, 64\)",
+        ),
+        (
+            {"outputs": [WIDE[0], WIDE[1, :, :8]]},
+            r"outputs of layer 1 have shape \(64, 8\), wanted \(64, 32\)",
+        ),
     ],
 )
 def test_tensors_of_another_shape(captured, wrong, message):
@@ -242,12 +318,16 @@ def test_tensors_of_another_shape(captured, wrong, message):
     queries = np.zeros((2, *TOKENS.shape, 4, 16), np.float32)
     with pytest.raises(kvq.UserError, match=message):
         kvq.calibrate.from_tensors(
-            "klt:bits=2,buffer=32", tiny().config, **(captured[0] | {"queries": queries, "outputs": WIDE} | wrong)
+            "klt:bits=2,buffer=32",
+            tiny().config,
+            **(captured[0] | {"queries": queries, "outputs": WIDE} | wrong),
         )
 
 
 def test_recipe_of_another_calibration(captured):
-    with pytest.raises(kvq.UserError, match=r"recipe is a Recipe; wanted a kvqjax\.calibrate\.aqua\.Recipe"):
+    with pytest.raises(
+        kvq.UserError, match=r"recipe is a Recipe; wanted a kvqjax\.calibrate\.aqua\.Recipe"
+    ):
         kvq.calibrate.from_tensors(AQUA, tiny().config, **captured[0], recipe=QUICK)
 
 

@@ -1,4 +1,5 @@
-"""A calibration that is killed with signal 9 continues when it is started again, and ends with the same bytes."""
+"""A calibration that is killed with signal 9 continues when it is started again, and ends with the
+same bytes."""
 
 import os
 import signal
@@ -16,11 +17,23 @@ METHOD = "kvquant:bits=2"
 
 
 def started(out) -> subprocess.Popen:
-    words = ["calibrate", "-m", "recall", "-c", METHOD, "--data", str(out.parent / "text"), "--out", str(out)]
+    words = [
+        "calibrate",
+        "-m",
+        "recall",
+        "-c",
+        METHOD,
+        "--data",
+        str(out.parent / "text"),
+        "--out",
+        str(out),
+    ]
     words += ["--sequences", str(SEQUENCES), "--length", str(LENGTH)]
     # The same number of virtual devices as here: sums then split over threads alike.
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(jax.device_count())}
-    return subprocess.Popen([sys.executable, "-m", "kvqjax", *words], env=environment, cwd=out.parent)
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvqjax", *words], env=environment, cwd=out.parent
+    )
 
 
 def test_killed_and_started_again_gives_the_same_artifact(tmp_path):
@@ -36,7 +49,11 @@ def test_killed_and_started_again_gives_the_same_artifact(tmp_path):
     assert process.wait() == -signal.SIGKILL
     assert not out.exists()
     with np.load(state) as kept:
-        done = [kept[name] for name in kept.files if kept[name].dtype == np.int64 and kept[name].shape == ()]
+        done = [
+            kept[name]
+            for name in kept.files
+            if kept[name].dtype == np.int64 and kept[name].shape == ()
+        ]
     assert 1 <= int(done[0]) < 2 * SEQUENCES
     model = kvq.load("recall")
     options = {"count": SEQUENCES, "length": LENGTH}

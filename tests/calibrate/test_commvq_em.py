@@ -1,4 +1,5 @@
-"""EM for CommVQ's key codebooks: isolated steps and full runs against the published code, and the papers' trends."""
+"""EM for CommVQ's key codebooks: isolated steps and full runs against the published code, and the
+papers' trends."""
 
 from pathlib import Path
 
@@ -78,7 +79,9 @@ def test_the_hermitian_m_step_equals_the_closed_form_with_the_matrix_t():
     theta = np.linalg.solve(weighted @ t, weighted @ means)
     with jax.enable_x64(True):
         old = jnp.zeros((levels, 2 * pairs))
-        got = m_step(sums(jnp.asarray(soft.reshape(count, levels, levels)), jnp.asarray(x)), old, 1e-8)
+        got = m_step(
+            sums(jnp.asarray(soft.reshape(count, levels, levels)), jnp.asarray(x)), old, 1e-8
+        )
         assert got.dtype == jnp.float64
         assert np.abs(got - from_theta(theta)).max() <= 1e-6 * np.abs(theta).max()
 
@@ -91,7 +94,9 @@ def test_levels_without_tokens_stay_where_they_are():
     new = m_step(sums(soft, x), old, 1e-4)
     np.testing.assert_allclose(new[2:], old[2:], atol=1e-6)
     # Two centres, two free vectors: the centres reach the means.
-    np.testing.assert_allclose(centre(new, jnp.asarray(0), jnp.asarray(1)), x[:5].mean(0), atol=1e-3)
+    np.testing.assert_allclose(
+        centre(new, jnp.asarray(0), jnp.asarray(1)), x[:5].mean(0), atol=1e-3
+    )
 
 
 def test_greedy_codes_follow_the_published_codebooks(golden):
@@ -99,15 +104,21 @@ def test_greedy_codes_follow_the_published_codebooks(golden):
     for book, codes in zip(golden["run_theta"], golden["run_codes"], strict=True):
         a, b = jax.jit(nearest)(x, from_theta(book))
         assert (np.asarray(a) * LEVELS + np.asarray(b) == codes).mean() >= 0.99
-        x = x - centre(from_theta(book), jnp.asarray(codes // LEVELS, int), jnp.asarray(codes % LEVELS, int))
+        x = x - centre(
+            from_theta(book), jnp.asarray(codes // LEVELS, int), jnp.asarray(codes % LEVELS, int)
+        )
 
 
 def test_full_runs_end_as_low_as_the_published_ones(golden):
-    """Another random start may end 7 % away; 10 % above the worst published run is the vectors' bound."""
+    """Another random start may end 7 % away; 10 % above the worst published run is the vectors'
+    bound."""
     errors = []
     spec = CommVQKeys(head_dim=2 * PAIRS, rounds=4, levels=LEVELS)
     fit_keys(
-        jax.random.key(0), jnp.asarray(golden["keys"]), spec, report=lambda r, fit: errors.append(float(fit.error[0]))
+        jax.random.key(0),
+        jnp.asarray(golden["keys"]),
+        spec,
+        report=lambda r, fit: errors.append(float(fit.error[0])),
     )
     worst = np.maximum(golden["run_error"], golden["run_error_other_seeds"].max(0))
     assert (np.asarray(errors) <= 1.1 * worst).all()
@@ -115,10 +126,15 @@ def test_full_runs_end_as_low_as_the_published_ones(golden):
 
 
 def structured(count=2048, heads=1, head_dim=32):
-    """Keys as models make them: few latent directions, offsets, noise (white noise has no structure to share)."""
+    """Keys as models make them: few latent directions, offsets, noise (white noise has no structure
+    to share)."""
     rng = np.random.default_rng(0)
     mix = rng.normal(size=(8, heads * head_dim))
-    x = rng.normal(size=(count, 8)) @ mix + 3 * rng.normal(size=heads * head_dim) + 0.5 * rng.normal(size=(count, 1))
+    x = (
+        rng.normal(size=(count, 8)) @ mix
+        + 3 * rng.normal(size=heads * head_dim)
+        + 0.5 * rng.normal(size=(count, 1))
+    )
     return jnp.asarray(x + 0.35 * rng.normal(size=x.shape), jnp.float32)
 
 
@@ -132,35 +148,44 @@ def error(k, rounds, **options):
 
 
 def test_error_falls_with_group_and_levels_at_equal_bits():
-    """Table 9: 1/4 bit a channel from (g, L) = (4, 2), (8, 4), (16, 16); the codebook grows, the bits do not."""
+    """Table 9: 1/4 bit a channel from (g, L) = (4, 2), (8, 4), (16, 16); the codebook grows, the
+    bits do not."""
     errors = [error(structured(), 1, group=g, levels=v) for g, v in ((4, 2), (8, 4), (16, 16))]
     assert errors[0] > errors[1] > errors[2]
 
 
 def test_error_falls_with_rounds_and_truncation_keeps_the_prefix():
-    """Table 10's rounds; the codebooks of a longer run begin with those of a shorter one, byte for byte."""
+    """Table 10's rounds; the codebooks of a longer run begin with those of a shorter one, byte for
+    byte."""
     k = structured(1024)
     errors = []
     spec = CommVQKeys(head_dim=32, rounds=4, levels=8)
-    long = fit_keys(jax.random.key(2), k, spec, report=lambda r, fit: errors.append(float(fit.error.sum())))
+    long = fit_keys(
+        jax.random.key(2), k, spec, report=lambda r, fit: errors.append(float(fit.error.sum()))
+    )
     assert (np.diff(errors) < 0).all()
     short = fit_keys(jax.random.key(2), k, CommVQKeys(head_dim=32, rounds=2, levels=8))
     np.testing.assert_array_equal(long[:2], short)
 
 
 def test_memory_is_one_minibatch_of_weights():
-    """No array of the fit is larger than a minibatch's L^2 distances or the data, whatever the number of tokens."""
+    """No array of the fit is larger than a minibatch's L^2 distances or the data, whatever the
+    number of tokens."""
     settings = EMSettings(batch=32)
     x = jax.ShapeDtypeStruct((2048, 16), jnp.float32)
     weight = jax.ShapeDtypeStruct((2048,), jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda k, x, w: fit_round(k, x, w, 64, settings))(jax.random.key(0), x, weight)
+    jaxpr = jax.make_jaxpr(lambda k, x, w: fit_round(k, x, w, 64, settings))(
+        jax.random.key(0), x, weight
+    )
     assert max(sizes(jaxpr.jaxpr)) <= max(32 * 64 * 64, 2048 * 16)
 
 
 def sizes(jaxpr):
     for equation in jaxpr.eqns:
         yield from (v.aval.size for v in equation.outvars)
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from sizes(inner)
@@ -182,15 +207,19 @@ def test_too_few_tokens_are_refused():
 
 
 def test_e_step_grows_linearly_and_expands_no_centres():
-    """Per token: four products with L vectors and a few operations on each of L^2 distances, where products with the
-    centres themselves would be 2 L^2 numbers for every channel."""
+    """Per token: four products with L vectors and a few operations on each of L^2 distances, where
+    products with the centres themselves would be 2 L^2 numbers for every channel."""
     levels, width = 64, 128
 
     def cost(tokens: int) -> float:
         shapes = [(tokens, width), (levels, width), (), (tokens,)]
-        step = jax.jit(e_step).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        step = jax.jit(e_step).lower(
+            *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        )
         return step.compile().cost_analysis()["flops"]
 
     few, more, many = (cost(tokens) for tokens in (32, 64, 128))
     assert many - more == pytest.approx(2 * (more - few), rel=0.02)
-    assert (many - more) / 64 < 4 * 2 * levels * width + 20 * levels**2 < 0.2 * (2 * levels**2 * width)
+    assert (
+        (many - more) / 64 < 4 * 2 * levels * width + 20 * levels**2 < 0.2 * (2 * levels**2 * width)
+    )

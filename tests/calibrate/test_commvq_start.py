@@ -28,21 +28,24 @@ def normal(seed, count, scale=1.0, offset=0.0):
 
 
 def at_full_length(lost):
-    """The squared error of directions that lose a share of their energy and are read as long as they were."""
+    """The squared error of directions that lose a share of their energy and are read as long as
+    they were."""
     return 2 - 2 * np.sqrt(1 - lost)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_of_independent_components_each_choice_is_a_quantiser_of_four_cells(bits):
-    """Four equal cells of a normal variable lose 0.1188 of its variance, seven 0.0468. At 1 bit 31 of 64 components
-    have four cells, at 2 bits 63 have, at 4 bits seven (and one of these four). LayerNorm hides one component."""
+    """Four equal cells of a normal variable lose 0.1188 of its variance, seven 0.0468. At 1 bit 31
+    of 64 components have four cells, at 2 bits 63 have, at 4 bits seven (and one of these four).
+    LayerNorm hides one component."""
     got = error(CommVQValues(bits=bits, dtype="float32"), normal(0, 4096), normal(1, 512))
     lost = {1: 31 * 0.1188 + 33, 2: 63 * 0.1188 + 1, 4: 63 * 0.0468 + 1}[bits] / WIDTH
     assert got == pytest.approx(at_full_length(lost), rel=0.06)
 
 
 def test_large_components_get_the_choices_and_the_mean_costs_none():
-    """A sixteenth of the components has nearly all of the variance: 1 bit a channel is 8 choices for each of these."""
+    """A sixteenth of the components has nearly all of the variance: 1 bit a channel is 8 choices
+    for each of these."""
     scale = np.where(np.arange(WIDTH) < 4, 10.0, 0.1)
     turn = np.linalg.qr(np.random.default_rng(5).normal(size=(WIDTH, WIDTH)))[0]
     learnt, unseen = (normal(seed, 4096, scale) @ turn for seed in (0, 1))
@@ -56,8 +59,11 @@ def test_large_components_get_the_choices_and_the_mean_costs_none():
 
 @pytest.mark.parametrize("hidden", [1, 7, 128])
 def test_few_hidden_units_take_fewer_components(hidden):
-    """With 2 c hidden units, c of the 64 components are coded, by all choices, and the rest is lost."""
-    got = error(CommVQValues(bits=2, hidden=hidden, dtype="float32"), normal(0, 4096), normal(1, 512))
+    """With 2 c hidden units, c of the 64 components are coded, by all choices, and the rest is
+    lost."""
+    got = error(
+        CommVQValues(bits=2, hidden=hidden, dtype="float32"), normal(0, 4096), normal(1, 512)
+    )
     kept = {1: 0.0, 7: 3.0, 128: 63 * (1 - 0.1188)}[hidden] / WIDTH
     assert got == pytest.approx(at_full_length(1 - kept), rel=0.1)
 
@@ -69,4 +75,6 @@ def test_values_without_any_spread_are_coded():
 
 def test_values_that_are_not_finite_are_one_line():
     with pytest.raises(UserError, match="NaN or infinite"):
-        start(jax.random.key(0), normal(0, 64).at[3, 2].set(jnp.nan), CommVQValues(bits=1), SETTINGS)
+        start(
+            jax.random.key(0), normal(0, 64).at[3, 2].set(jnp.nan), CommVQValues(bits=1), SETTINGS
+        )

@@ -1,4 +1,5 @@
-"""Training of CommVQ's value encoder: it learns, orders as the paper's Table 11, and resumes with the same bytes."""
+"""Training of CommVQ's value encoder: it learns, orders as the paper's Table 11, and resumes with
+the same bytes."""
 
 import functools
 
@@ -24,7 +25,8 @@ QUICK = ValueSettings(steps=300, warmup=20, attention=0.0)  # the paper's object
 
 
 def values(seed, count):
-    """Values of few latent directions, one of them large, with an offset: what a learned code can exploit."""
+    """Values of few latent directions, one of them large, with an offset: what a learned code can
+    exploit."""
     rng = np.random.default_rng(7)
     mix, offset = rng.normal(size=(4, WIDTH)), 2 * rng.normal(size=WIDTH)
     rng = np.random.default_rng(seed)
@@ -54,8 +56,8 @@ def steps(state, count):
 
 @functools.cache
 def errors(bits):
-    """Mean squared errors on unseen values: of a trained codec, of one before training, and of asymmetric
-    quantisation."""
+    """Mean squared errors on unseen values: of a trained codec, of one before training, and of
+    asymmetric quantisation."""
     codec, begun = ready(bits)
     state, first = steps(begun, 20)
     state, _ = steps(state, QUICK.steps - 40)
@@ -91,13 +93,18 @@ def test_a_resumed_training_ends_with_the_same_bytes():
 
 
 def test_every_parameter_gets_a_gradient_from_both_terms():
-    """The straight-through estimator reaches the encoder by the values' error and by the attention outputs' alone."""
+    """The straight-through estimator reaches the encoder by the values' error and by the attention
+    outputs' alone."""
     _, state = ready(1)
 
     @jax.jit
     def slopes(params):
         plain, both = (
-            jax.grad(lambda p, w=weight: loss(p, state.scale, jax.random.key(2), DATA, output_energy(DATA), w)[0])
+            jax.grad(
+                lambda p, w=weight: loss(
+                    p, state.scale, jax.random.key(2), DATA, output_energy(DATA), w
+                )[0]
+            )
             for weight in (0.0, 1.0)
         )
         return plain(params), jax.tree.map(jnp.subtract, both(params), plain(params))

@@ -20,7 +20,14 @@ from kvqjax.model.rope import rotate
 
 DATA = Path(__file__).parents[1] / "data" / "golden_kvquant_calibration.npz"
 CONFIG = ModelConfig(
-    vocab_size=32, width=32, mlp_width=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True
+    vocab_size=32,
+    width=32,
+    mlp_width=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
 )
 
 
@@ -52,7 +59,8 @@ def test_streamed_thresholds_are_the_released_percentiles(golden, mode, fraction
 
 
 def test_streamed_histograms_give_the_released_objectives(golden):
-    """Two halves of the golden keys, tallied one after the other, for the paper's weights and the released code's."""
+    """Two halves of the golden keys, tallied one after the other, for the paper's weights and the
+    released code's."""
     x, fisher = (jnp.asarray(golden[f"k_{name}"])[None] for name in ("x", "fisher"))
     bounds = {name: jnp.asarray(golden[f"k_sparse_{name}"]) for name in ("upper", "lower")}
     options = {"key_slots": 2, "value_slots": 2, "dtype": "bfloat16"}
@@ -71,7 +79,9 @@ def test_streamed_histograms_give_the_released_objectives(golden):
 
 def test_loss_is_the_models():
     logits = decoder.logits(MODEL.params, jnp.asarray(TOKENS), CONFIG)[:, :-1]
-    wanted = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(TOKENS)[:, 1:, None], -1).mean()
+    wanted = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), jnp.asarray(TOKENS)[:, 1:, None], -1
+    ).mean()
     assert loss(MODEL.params, jnp.asarray(TOKENS), CONFIG) == pytest.approx(float(wanted), rel=1e-5)
 
 
@@ -112,7 +122,9 @@ def test_activations_are_what_a_cache_holds():
 @pytest.mark.parametrize("kept", [False, True])
 def test_sinks_are_left_out_of_thresholds_unless_asked_for(kept):
     method = kvquant(bits=2, outliers=0.2, sinks=2)
-    artifact = calibrate(MODEL, method, TOKENS, recipe=Recipe(objective="none", sinks_in_thresholds=kept))
+    artifact = calibrate(
+        MODEL, method, TOKENS, recipe=Recipe(objective="none", sinks_in_thresholds=kept)
+    )
     k = np.asarray(activations(MODEL.params, jnp.asarray(TOKENS), CONFIG, gradients=False).k)
     rows = k[:, :, 0 if kept else 2 :].reshape(CONFIG.num_layers, -1, CONFIG.kv_width)
     np.testing.assert_allclose(
@@ -163,7 +175,9 @@ def test_layers_of_other_methods_are_passed_over():
         "lower": (1, 16),
         "signposts": (1, 4),
     }
-    baseline = calibrate(MODEL, kvquant(datatype="int"), TOKENS, recipe=Recipe(objective="none")).constants
+    baseline = calibrate(
+        MODEL, kvquant(datatype="int"), TOKENS, recipe=Recipe(objective="none")
+    ).constants
     assert set(baseline[0]["k"]) == {"upper", "lower"}
     assert baseline[0]["v"] == {}
 
@@ -183,6 +197,8 @@ def test_q_norm_restores_mean_and_deviation():
     hist = jax.tree.map(lambda a: a[None], kmeans.histogram(jnp.asarray(u), ones, ones > 0))
     table = jnp.asarray([[-0.6, -0.2, 0.3, 0.7]])
     scale, offset = np.asarray(kmeans.q_norm(hist, table))[0]
-    read = np.asarray(table)[0][np.abs(u[:, None] - np.asarray(table)[0]).argmin(1)] * scale + offset
+    read = (
+        np.asarray(table)[0][np.abs(u[:, None] - np.asarray(table)[0]).argmin(1)] * scale + offset
+    )
     assert read.mean() == pytest.approx(u.mean(), abs=2e-3)
     assert read.std() == pytest.approx(u.std(), abs=2e-3)

@@ -20,13 +20,17 @@ def golden():
 
 
 def points(data, source, mode):
-    """Normalised calibration points that are no outliers, and their three weights, as the released code makes them."""
+    """Normalised calibration points that are no outliers, and their three weights, as the released
+    code makes them."""
     x = data[f"{source}_x"]
     if source == "k":
         upper, lower = (data[f"k_{mode}_{name}"] for name in ("upper", "lower"))
     else:
         tail = 0.005 if mode == "sparse" else 0.0
-        upper, lower = (np.percentile(x, 100 * q, axis=1, keepdims=True).astype(np.float32) for q in (1 - tail, tail))
+        upper, lower = (
+            np.percentile(x, 100 * q, axis=1, keepdims=True).astype(np.float32)
+            for q in (1 - tail, tail)
+        )
     scale = (upper - lower) / 2
     u = (x - (upper + lower) / 2) / scale
     keep = np.abs(u) <= 1
@@ -58,6 +62,10 @@ def test_reaches_the_optimum_of_every_golden_case(golden, source, mode):
             optimum = golden[f"{source}_{mode}_objective_optimum"][row, column]
             ours = cost(u, weights[column], found[column])
             assert (np.diff(found[column]) > 0).all()
-            assert optimum * (1 - 1e-6) <= ours <= optimum * (1 + 1e-4), (bits, name, ours / optimum - 1)
+            assert optimum * (1 - 1e-6) <= ours <= optimum * (1 + 1e-4), (
+                bits,
+                name,
+                ours / optimum - 1,
+            )
             assert ours <= 1.02 * golden[f"{source}_{mode}_objective"][row, column, column]
             assert reported[column] == pytest.approx(ours, rel=1e-4)

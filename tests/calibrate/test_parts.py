@@ -1,4 +1,5 @@
-"""Methods whose layers, or keys and values, are calibrated in different ways: each part as if it were alone."""
+"""Methods whose layers, or keys and values, are calibrated in different ways: each part as if it
+were alone."""
 
 import jax
 import numpy as np
@@ -55,14 +56,18 @@ def test_keys_and_values_of_two_calibrations():
 
 
 def test_what_cannot_be_divided_is_refused_in_one_line():
-    """AQUA-KV's layers reconstruct what the layer above predicts from, so their codecs cannot be calibrated apart."""
-    with pytest.raises(kvq.UserError, match=r"kvqjax.calibrate.aqua and kvqjax.calibrate.kvquant at once") as error:
+    """AQUA-KV's layers reconstruct what the layer above predicts from, so their codecs cannot be
+    calibrated apart."""
+    with pytest.raises(
+        kvq.UserError, match=r"kvqjax.calibrate.aqua and kvqjax.calibrate.kvquant at once"
+    ) as error:
         kvq.calibrate.run(tiny(), f"{AQUA};1=kvquant:bits=3", "text")
     assert "\n" not in str(error.value)
 
 
 def test_a_transformed_layer_joins_the_chain():
-    """AQUA-KV's calibration finds the transforms of a layer of klt too, which the layer above predicts from."""
+    """AQUA-KV's calibration finds the transforms of a layer of klt too, which the layer above
+    predicts from."""
     text = f"{AQUA};1=klt:bits=2.5"
     ready = learnt(text)
     assert set(of_layer(ready, text, 1)["k"]) == {"mean", "into", "back"}
@@ -71,7 +76,10 @@ def test_a_transformed_layer_joins_the_chain():
 
 def test_fits_that_cover_others_take_their_layers():
     config = tiny().config
-    modules = lambda text: [fit.module.rpartition(".")[2] for fit in needed(kvq.parse(text), config)]  # noqa: E731
+
+    def modules(text):
+        return [fit.module.rpartition(".")[2] for fit in needed(kvq.parse(text), config)]
+
     assert modules("oscar:centre=mean;1=kivi:centre=mean") == ["rotation"]
     assert modules("xquant:latent=true;1=kvquant:bits=2") == ["xquant", "kvquant"]
     (part,) = divided(kvq.parse(TABLES), config)
@@ -79,7 +87,11 @@ def test_fits_that_cover_others_take_their_layers():
 
 
 def test_a_stopped_calibration_of_parts_goes_on(tmp_path):
-    text, state, told = f"{TABLES};1=kivi:bits=2,window=32,centre=mean", tmp_path / "a.state.npz", []
+    text, state, told = (
+        f"{TABLES};1=kivi:bits=2,window=32,centre=mean",
+        tmp_path / "a.state.npz",
+        [],
+    )
 
     def stop(done, total):
         told.append((done, total))

@@ -13,10 +13,9 @@ from kvqjax.cli import chat
 from kvqjax.cli.chat import Lines
 from kvqjax.model.loading import locate
 
-# The bundled model "recall" answers ?key with the key's value. A turn is put behind the earlier ones.
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' or m.role == 'system' %},{% endif %}{% endfor %}"
-)
+# The bundled model "recall" answers ?key with the key's value. A turn is put behind the earlier
+# ones.
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' or m.role == 'system' %},{% endif %}{% endfor %}"  # noqa: E501
 FIRST = "ab12,cd34,?cd"
 
 
@@ -26,7 +25,9 @@ def talker(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("chat") / "talker"
     shutil.copytree(locate("recall"), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
     return str(folder)
 
 
@@ -47,7 +48,9 @@ def test_answers_stand_alone_on_standard_output(talk):
 
 def test_options_of_a_generation_are_those_of_generate(talk):
     """A bias forces a token, and a token ends an answer."""
-    assert talk(FIRST, "--logit-bias", "7=100", "--ignore-eos", "--json")[1].count('"tokens": 2') == 1
+    assert (
+        talk(FIRST, "--logit-bias", "7=100", "--ignore-eos", "--json")[1].count('"tokens": 2') == 1
+    )
     plain, biased = talk(FIRST)[1], talk(FIRST, "--logit-bias", "7=100", "--ignore-eos")[1]
     assert plain != biased
     assert talk(FIRST, "--logit-bias", "7=100", "--stop-token-ids", "7")[1] == "\n"
@@ -63,15 +66,24 @@ def test_a_conversation_is_saved_and_goes_on(talk, tmp_path):
     place = tmp_path / "kept"
     code, out, err = talk(f"{FIRST}\n/save {place}\n/save {place}\n/quit\n?ab\n")
     assert (code, out) == (0, "34\n")  # nothing is read after /quit
-    assert err.splitlines() == [f"saved as {place}", f"error: {place} exists already; choose another folder"]
+    assert err.splitlines() == [
+        f"saved as {place}",
+        f"error: {place} exists already; choose another folder",
+    ]
     for command in (f"/load {place}\n?ab\n", ""):
         code, out, err = talk(command or "?ab\n", *([] if command else ["--load", str(place)]))
         assert (code, out) == (0, "12\n")
-        assert err.splitlines() == [f"{place}: exact, 2 messages", f"user: {FIRST}", "assistant: 34"]
+        assert err.splitlines() == [
+            f"{place}: exact, 2 messages",
+            f"user: {FIRST}",
+            "assistant: 34",
+        ]
 
 
 def test_bytes_say_what_the_cache_holds(talk):
-    code, out, err = talk(f"/bytes\n{FIRST}\n/bytes\n", "--cache", "kivi:bits=4,window=32", "--capacity", "256")
+    code, out, err = talk(
+        f"/bytes\n{FIRST}\n/bytes\n", "--cache", "kivi:bits=4,window=32", "--capacity", "256"
+    )
     before, held, speed = err.splitlines()
     assert (code, out) == (0, "34\n")
     assert "no answer yet" in before

@@ -12,9 +12,15 @@ from kvqjax.model.loading import locate
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1] * 32, "long_factor": [4] * 32}
 LONGROPE |= {"original_max_position_embeddings": 256}
-# what the folder's config.json has besides, the files it loses, files that are renamed, words, what the line says
+# what the folder's config.json has besides, the files it loses, files that are renamed, words, what
+# the line says
 BAD = {
-    "experts": (EXPERTS, {}, ["plan", "-c", "exact", "--mesh", "model=4"], "mesh model=4 must divide .* and 6 experts"),
+    "experts": (
+        EXPERTS,
+        {},
+        ["plan", "-c", "exact", "--mesh", "model=4"],
+        "mesh model=4 must divide .* and 6 experts",
+    ),
     "quantisation": (
         {"quantization_config": {"quant_method": "bitsandbytes"}},
         {},
@@ -27,7 +33,12 @@ BAD = {
         ["generate", "-p", "ab"],
         "a vision model without a language part",
     ),
-    "pickle": ({}, {"model.safetensors": "pytorch_model.bin"}, ["generate", "-p", "ab"], "a .bin file can run code"),
+    "pickle": (
+        {},
+        {"model.safetensors": "pytorch_model.bin"},
+        ["generate", "-p", "ab"],
+        "a .bin file can run code",
+    ),
     "shards": (
         {},
         {"model.safetensors": "model-00001.safetensors"},

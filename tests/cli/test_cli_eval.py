@@ -20,14 +20,30 @@ from kvqjax.hardware.planner import parameter_shapes
 from kvqjax.hardware.prompts import prompt_operations
 
 ROWS = {
-    "ppl": [{"cache": "exact", "mode": "m", "windows": "w", "bits_stored": 16.0, "kld": 0.0, "context": 32768}],
+    "ppl": [
+        {
+            "cache": "exact",
+            "mode": "m",
+            "windows": "w",
+            "bits_stored": 16.0,
+            "kld": 0.0,
+            "context": 32768,
+        }
+    ],
     "drift": [{"cache": "exact", "steps": 64, "kld": [0.0, 0.1]}],
     "retrieval": [
         {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
         {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
     ],
     "compare": [
-        {"cache": cache, "mode": "m", "windows": "w", "bits_stored": bits, "kld": kld, "context": 32768}
+        {
+            "cache": cache,
+            "mode": "m",
+            "windows": "w",
+            "bits_stored": bits,
+            "kld": kld,
+            "context": 32768,
+        }
         for cache, bits, kld in (
             ("exact", 16.0, 1e-10),
             ("kivi:bits=2", 2.4, 0.2),
@@ -49,14 +65,38 @@ def call(capsys, monkeypatch):
 
 
 def test_a_report_in_full(call, tmp_path):
-    words = ["eval", "ppl", "-m", "recall", "-c", "kivi:bits=2,window=0", "--window", "64", "--tokens", "128"]
+    words = [
+        "eval",
+        "ppl",
+        "-m",
+        "recall",
+        "-c",
+        "kivi:bits=2,window=0",
+        "--window",
+        "64",
+        "--tokens",
+        "128",
+    ]
     words += ["--chunk", "32"]
     code, out, err = call(*words, "--json", "--out", str(tmp_path / "reports"))
     assert code == 0, err
     (row,) = json.loads(out)
     about = row.pop("about")
-    assert {"about": about, "rows": [row]} == json.loads((tmp_path / "reports" / "ppl.json").read_text())
-    names = {"cache", "mode", "tokens", "bits_method", "bits_stored", "bytes", "ppl", "ppl_exact", "kld", "top1"}
+    assert {"about": about, "rows": [row]} == json.loads(
+        (tmp_path / "reports" / "ppl.json").read_text()
+    )
+    names = {
+        "cache",
+        "mode",
+        "tokens",
+        "bits_method",
+        "bits_stored",
+        "bytes",
+        "ppl",
+        "ppl_exact",
+        "kld",
+        "top1",
+    }
     assert names <= set(row)
     assert row["cache"] == "kivi:bits=2,window=0"
     assert row["kld"] > 0
@@ -69,21 +109,54 @@ def test_a_report_in_full(call, tmp_path):
 
 def test_every_mode_with_every_chunk(call, monkeypatch):
     def row(model, ids, method, *, mode, chunk, **options):
-        return {"cache": str(method), "mode": mode, "chunk": chunk, "windows": options["cut"], "bits_stored": 16.0}
+        return {
+            "cache": str(method),
+            "mode": mode,
+            "chunk": chunk,
+            "windows": options["cut"],
+            "bits_stored": 16.0,
+        }
 
     monkeypatch.setattr(windows, "perplexity", row)
-    words = ["--mode", "loop", "--mode", "prefill", "--chunk", "1", "--chunk", "512", "--windows", "aqua", "--json"]
+    words = [
+        "--mode",
+        "loop",
+        "--mode",
+        "prefill",
+        "--chunk",
+        "1",
+        "--chunk",
+        "512",
+        "--windows",
+        "aqua",
+        "--json",
+    ]
     code, out, err = call("eval", "ppl", "-m", "recall", "-c", "exact", "-c", "kivi:bits=2", *words)
     assert code == 0, err
     got = [(row["cache"], row["mode"], row["chunk"], row["windows"]) for row in json.loads(out)]
     caches, modes = ("exact", "kivi:bits=2"), ("loop", "prefill")
-    assert got == [(cache, mode, chunk, "aqua") for cache in caches for mode in modes for chunk in (1, 512)]
+    assert got == [
+        (cache, mode, chunk, "aqua") for cache in caches for mode in modes for chunk in (1, 512)
+    ]
 
 
 def test_a_table_carries_the_stamp(call, tmp_path):
     text = tmp_path / "hay.txt"
     text.write_text("Owls sing at night. " * 10)
-    words = ["eval", "retrieval", "-m", "demo", "-c", "exact", "--task", "passkey", "--length", "64", "--samples", "2"]
+    words = [
+        "eval",
+        "retrieval",
+        "-m",
+        "demo",
+        "-c",
+        "exact",
+        "--task",
+        "passkey",
+        "--length",
+        "64",
+        "--samples",
+        "2",
+    ]
     code, out, err = call(*words, "--depths", "2", "--data", str(text))
     assert code == 0, err
     assert "by depth" in out
@@ -95,7 +168,10 @@ def test_a_table_carries_the_stamp(call, tmp_path):
     ("words", "message"),
     [
         (["harness", "-c", "exact"], "--task"),
-        (["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"], "wiki.test.raw"),
+        (
+            ["ppl", "-m", "recall", "-c", "exact", "--data", "wikitext2", "--folder", "/nowhere"],
+            "wiki.test.raw",
+        ),
         (["ppl", "-m", "recall", "-c", "exact", "--windows", "round"], "known: gptq"),
         (["ppl", "-c", "exact", "--context", "0"], "--context"),
         (["compare", "--sequences", "0"], "--sequences"),
@@ -120,8 +196,8 @@ def drawn(kind, rows):
 
 
 def test_the_picture_that_compares_caches():
-    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact cache as a line; names
-    at the lines' ends instead of a legend."""
+    """A line a method, KL divergence on a log axis, bits at a context that is named, the exact
+    cache as a line; names at the lines' ends instead of a legend."""
     figure = drawn("compare", ROWS["compare"])
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"
@@ -139,7 +215,11 @@ def test_the_picture_that_compares_caches():
     assert names["kivi"].xy == (4.4, 0.01)
 
 
-CACHES = [f"{name}:group={group}" for group in (32, 64, 128) for name in ("kivi", "higgs", "kvquant", "uniform")]
+CACHES = [
+    f"{name}:group={group}"
+    for group in (32, 64, 128)
+    for name in ("kivi", "higgs", "kvquant", "uniform")
+]
 
 
 @pytest.mark.parametrize("kind", ["compare", "drift"])
@@ -149,12 +229,16 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
     setup = {"mode": "m", "windows": "w", "context": 32768, "steps": 64}
     rows = []
     for number, cache in enumerate(CACHES):
-        curve = [(2.3, 0.2 + number / 100), (4.3, 0.01 + number / 1e4)][: 2 - number % 2]  # every other ends far left
+        curve = [(2.3, 0.2 + number / 100), (4.3, 0.01 + number / 1e4)][
+            : 2 - number % 2
+        ]  # every other ends far left
         kld = [value for _, value in curve]
         if kind == "drift":
             rows.append(setup | {"cache": cache, "kld": kld})
         else:
-            rows += [setup | {"cache": cache, "bits_stored": bits, "kld": value} for bits, value in curve]
+            rows += [
+                setup | {"cache": cache, "bits_stored": bits, "kld": value} for bits, value in curve
+            ]
     figure = drawn(kind, rows)
     (axes,) = figure.axes
     boxes = [Text.get_window_extent(text) for text in axes.texts]
@@ -165,7 +249,10 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
         assert box.x0 >= 0
         for line in axes.lines[: len(CACHES)]:
             assert not box.contains(*axes.transData.transform(line.get_xydata()[-1]))
-    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines[: len(CACHES)]}
+    styles = {
+        (line.get_color(), line.get_marker(), line.get_linestyle())
+        for line in axes.lines[: len(CACHES)]
+    }
     assert len(styles) == len(CACHES)
 
 
@@ -180,7 +267,9 @@ def test_a_divergence_that_no_axis_can_show_is_named_below_it(kind, wrong, tmp_p
     assert note.endswith("not drawn where the divergence is infinite or NaN: klt:bits=1")
     heights = [height for line in axes.lines for height in line.get_ydata()]
     assert all(map(math.isfinite, heights))
-    assert not any("klt" in line.get_label() and line.get_label().endswith(": 0") for line in axes.lines)
+    assert not any(
+        "klt" in line.get_label() and line.get_label().endswith(": 0") for line in axes.lines
+    )
     assert "not drawn" not in drawn(kind, ROWS[kind]).axes[0].get_xlabel()
     draw(kind, [spoilt], "title", tmp_path / "one.png")
 
@@ -220,7 +309,8 @@ def test_rows_of_one_line_differ_in_bits_only():
 
 
 def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
-    """Table and picture in one command; the second run finds the calibration in the user's cache folder."""
+    """Table and picture in one command; the second run finds the calibration in the user's cache
+    folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.chdir(tmp_path)
     words = [
@@ -245,7 +335,9 @@ def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     (kept,) = (tmp_path / "xdg" / "kvqjax" / "artifacts").iterdir()
     assert kvq.load_artifact(kept).method == kvq.parse(kivi["cache"])
-    monkeypatch.setattr("kvqjax.calibrate.run", lambda *args, **options: pytest.fail("calibrated twice"))
+    monkeypatch.setattr(
+        "kvqjax.calibrate.run", lambda *args, **options: pytest.fail("calibrated twice")
+    )
     code, out, err = call(*words, "--plot", "again.svg")
     assert code == 0, err
     again = json.loads(out)[1]
@@ -255,12 +347,21 @@ def test_compare_calibrates_once_and_draws(call, monkeypatch, tmp_path):
 
 @pytest.mark.nightly
 def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_path):
-    """The same text, figures and calibrations; a table in print, a data frame, and the stamp beside the rows."""
+    """The same text, figures and calibrations; a table in print, a data frame, and the stamp beside
+    the rows."""
     monkeypatch.chdir(tmp_path)
-    options = {"window": 96, "tokens": 96, "sequences": 1, "context": 4096, "store": str(tmp_path / "kept")}
+    options = {
+        "window": 96,
+        "tokens": 96,
+        "sequences": 1,
+        "context": 4096,
+        "store": str(tmp_path / "kept"),
+    }
     words = [f"--{name}={value}" for name, value in options.items()]
     caches = ["exact", "kivi:bits=2,window=0,centre=mean"]
-    code, out, err = call("eval", "compare", "-m", "recall", "-c", caches[0], "-c", caches[1], *words, "--json")
+    code, out, err = call(
+        "eval", "compare", "-m", "recall", "-c", caches[0], "-c", caches[1], *words, "--json"
+    )
     assert code == 0, err
     told = []
 
@@ -269,7 +370,9 @@ def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_pa
         return lambda fraction: None
 
     rows = kvq.compare("recall", caches, bar=bar, **options)
-    printed = [{name: value for name, value in row.items() if name != "about"} for row in json.loads(out)]
+    printed = [
+        {name: value for name, value in row.items() if name != "about"} for row in json.loads(out)
+    ]
     assert rows == printed
     assert told == [f"calibrating {rows[1]['cache']}", *(row["cache"] for row in rows)]
     about = json.loads(out)[0]["about"]
@@ -277,16 +380,22 @@ def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_pa
         name: value for name, value in about.items() if name != "date"
     }
     assert kvq.load("recall").fingerprint in "".join(str(rows).split())
-    assert pytest.importorskip("pandas").DataFrame(rows)["kld"].tolist() == [row["kld"] for row in rows]
+    assert pytest.importorskip("pandas").DataFrame(rows)["kld"].tolist() == [
+        row["kld"] for row in rows
+    ]
     assert rows._repr_html_().count("<tr>") == 3
     model = kvq.load("recall")
     (alone,) = kvq.compare(model, "exact", **options)
     assert alone == rows[0]
-    with pytest.raises(kvq.UserError, match="unknown option of compare 'tokns'; did you mean 'tokens'"):
+    with pytest.raises(
+        kvq.UserError, match="unknown option of compare 'tokns'; did you mean 'tokens'"
+    ):
         kvq.compare(model, "exact", tokns=96)
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:40])])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:40])]
+)
 def test_a_kept_calibration_that_is_damaged_is_made_anew(tmp_path, damage):
     model, caches = kvq.load("recall"), ["kivi:bits=2,window=0,centre=mean"]
     options = {"window": 96, "tokens": 96, "sequences": 1, "context": 4096, "store": tmp_path}
@@ -334,7 +443,9 @@ def test_every_report_has_a_picture(kind, tmp_path):
 @pytest.mark.parametrize("command", ["ppl", "drift"])
 def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command):
     (tmp_path / "short").write_text("ab12")
-    code, out, err = call("eval", command, "-m", "recall", "-c", "exact", "--data", str(tmp_path / "short"))
+    code, out, err = call(
+        "eval", command, "-m", "recall", "-c", "exact", "--data", str(tmp_path / "short")
+    )
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert "fewer than one window" in err
 
@@ -342,15 +453,33 @@ def test_a_short_text_is_refused_before_anything_is_said(call, tmp_path, command
 def test_a_drift_in_chunks_above_its_window_is_refused_before_anything_is_said(call):
     code, out, err = call("eval", "drift", "-m", "recall", "-c", "exact", "--chunk", "16777216")
     assert (code, out) == (2, "")
-    assert err == "error: chunk=16777216 is more than all 512 steps; say a smaller chunk or a longer window\n"
+    assert (
+        err
+        == "error: chunk=16777216 is more than all 512 steps; say a smaller chunk or a longer window\n"
+    )
 
 
 def test_an_evaluation_says_what_it_will_do(call):
-    words = ["-m", "recall", "-c", "exact", "-c", "kivi", "--task", "kv", "--length", "64", "--samples", "1"]
+    words = [
+        "-m",
+        "recall",
+        "-c",
+        "exact",
+        "-c",
+        "kivi",
+        "--task",
+        "kv",
+        "--length",
+        "64",
+        "--samples",
+        "1",
+    ]
     code, _, err = call("eval", "retrieval", *words)
     assert code == 0
     about = "retrieval of recall through exact, then kivi:bits=2: 64 tokens each; "
-    assert re.fullmatch(about + "the arithmetic alone takes less than a second on this device\n", err)
+    assert re.fullmatch(
+        about + "the arithmetic alone takes less than a second on this device\n", err
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -359,6 +488,10 @@ def test_a_pass_multiplies_with_every_weight_but_a_looked_up_embedding(tied):
     shapes = parameter_shapes(config)
     sizes = {name: shapes[name] for name in ("layers", "embed")}
     assert ("head" in parameter_shapes(config)) != tied
-    # The head, a matrix of the embedding's size, multiplies in both; the embedding of an untied model does not.
+    # The head, a matrix of the embedding's size, multiplies in both; the embedding of an untied
+    # model does not.
     attention = 4 * config.query_width * config.num_layers  # each token to itself
-    assert prompt_operations(config, 0, 1) == 2 * sum(leaf.size for leaf in jax.tree.leaves(sizes)) + attention
+    assert (
+        prompt_operations(config, 0, 1)
+        == 2 * sum(leaf.size for leaf in jax.tree.leaves(sizes)) + attention
+    )

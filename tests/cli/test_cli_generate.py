@@ -32,7 +32,9 @@ def test_end_tokens_by_id_and_by_text(call):
     token = str(kvq.load("recall").encode(letter, add_special_tokens=False)[0])
     for end in (["--end", letter], ["--end", token], ["--end", "</s>", "--end", token]):
         assert json.loads(call(*words, *end)[1])[0]["text"] == text[: text.index(letter)]
-    assert json.loads(call(*words, "--stop", text[2:5])[1])[0]["text"] == text[: text.index(text[2:5])]
+    assert (
+        json.loads(call(*words, "--stop", text[2:5])[1])[0]["text"] == text[: text.index(text[2:5])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,12 +57,17 @@ def test_every_option_of_a_generation_is_handed_on(call):
     plain = kvq.generate(model, prompt, max_new_tokens=16)
     first, third = plain.tokens[0][0], plain.tokens[0][2]
     for words, options in (
-        (f"--presence-penalty 2 --logit-bias {first}=-100", {"presence_penalty": 2.0, "logit_bias": {first: -100}}),
+        (
+            f"--presence-penalty 2 --logit-bias {first}=-100",
+            {"presence_penalty": 2.0, "logit_bias": {first: -100}},
+        ),
         ("--frequency-penalty 2 --ignore-eos", {"frequency_penalty": 2.0, "ignore_eos": True}),
         (f"--stop-token-ids {third} --min-tokens 5", {"stop_token_ids": [third], "min_tokens": 5}),
         ("--temperature 2 --top-k -1 --seed 4", {"temperature": 2.0, "seed": 4}),
     ):
-        code, out, err = call("generate", "-m", "recall", "-p", prompt, "-n", "16", "--json", *words.split())
+        code, out, err = call(
+            "generate", "-m", "recall", "-p", prompt, "-n", "16", "--json", *words.split()
+        )
         assert code == 0, err
         wanted = kvq.generate(model, prompt, max_new_tokens=16, **options).text[0]
         assert (json.loads(out)[0]["text"], wanted != plain.text[0]) == (wanted, True), words

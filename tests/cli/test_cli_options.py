@@ -29,8 +29,14 @@ def options_of(command):
         else:
             kind, info = parameter.annotation, None
         # Typer keeps an Annotated option's first name where a default would stand.
-        given = [n for n in (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ())) if n]
-        given = [n for n in given if isinstance(n, str) and n.startswith("--")] or [f"--{name.replace('_', '-')}"]
+        given = [
+            n
+            for n in (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))
+            if n
+        ]
+        given = [n for n in given if isinstance(n, str) and n.startswith("--")] or [
+            f"--{name.replace('_', '-')}"
+        ]
         yield given[0], kind, info
 
 
@@ -47,7 +53,14 @@ NUMBERS = {
 
 
 def test_the_walk_sees_every_command():
-    assert {("generate",), ("plan",), ("bench",), ("calibrate",), ("eval", "ppl"), ("eval", "harness")} <= set(COMMANDS)
+    assert {
+        ("generate",),
+        ("plan",),
+        ("bench",),
+        ("calibrate",),
+        ("eval", "ppl"),
+        ("eval", "harness"),
+    } <= set(COMMANDS)
     assert len(NUMBERS) > 40
     assert None not in [row.values[2] for row in NUMBERS.values()]
 
@@ -78,9 +91,28 @@ def test_what_no_bound_refuses_is_found_before_the_model_is_loaded(call, option)
         (["generate", "-p", "a", "--stream", "--json"], "--stream and --json"),
         (["generate", "-p", "a", "--in-chunks", "--chunk", "16"], "--in-chunks and --chunk"),
         (["plan", "-m", "recall", "-c", "kivi:window=2000000000"], "at most 1073741824 tokens"),
-        (["plan", "-m", "recall", "-c", "exact", "--mesh", "data=9999999"], "at most 1048576 devices"),
-        (["generate", "-m", "recall", "-p", "ab12", "-n", "16777216", "-c", "kivi:sinks=16777216"], "there are"),
-        (["bench", "-m", "demo", "-c", "exact", "--context", "16777216", "--batch", "65536"], "there are"),
+        (
+            ["plan", "-m", "recall", "-c", "exact", "--mesh", "data=9999999"],
+            "at most 1048576 devices",
+        ),
+        (
+            [
+                "generate",
+                "-m",
+                "recall",
+                "-p",
+                "ab12",
+                "-n",
+                "16777216",
+                "-c",
+                "kivi:sinks=16777216",
+            ],
+            "there are",
+        ),
+        (
+            ["bench", "-m", "demo", "-c", "exact", "--context", "16777216", "--batch", "65536"],
+            "there are",
+        ),
     ],
 )
 def test_other_options_are_one_line_too(call, words, message):
@@ -124,8 +156,14 @@ DIGITS = "9" * 5000  # more than int() reads
         (["generate", "-p", "word " * 50_000], "go beyond the"),
         (["tune", "--budget", "two", "--out", "never-made"], "budget 'two'"),
         (["tune", "--budget", "1e999", "--out", "never-made"], "budget '1e999'"),
-        (["tune", "--budget", "2.5", "--out", "never-made", "--methods", "kivy"], "did you mean 'kivi'"),
-        (["tune", "--budget", "2.5", "--out", "never-made", "--device", "abacus"], "'abacus' is not known"),
+        (
+            ["tune", "--budget", "2.5", "--out", "never-made", "--methods", "kivy"],
+            "did you mean 'kivi'",
+        ),
+        (
+            ["tune", "--budget", "2.5", "--out", "never-made", "--device", "abacus"],
+            "'abacus' is not known",
+        ),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
@@ -170,13 +208,16 @@ def test_hosts_are_not_sought_at_a_port_that_cannot_be(port):
 
 
 def test_serve_says_what_it_changes_and_names_its_own_options(call, monkeypatch):
-    """Before anything is served: an empty key, and rows of more tokens than any request may have."""
+    """Before anything is served: an empty key, and rows of more tokens than any request may
+    have."""
     monkeypatch.setenv("KVQJAX_API_KEY", "")
     code, _, err = call("serve", "-m", "recall", "--capacity", "4096", "--pool", "1K")
     key, cut, wrong = err.splitlines()
     assert code == 2
     assert key == "KVQJAX_API_KEY is empty: clients need no key"
-    assert cut.startswith("rows have 2048 tokens, for which this model was trained, not 4096; --beyond-trained")
+    assert cut.startswith(
+        "rows have 2048 tokens, for which this model was trained, not 4096; --beyond-trained"
+    )
     assert wrong.startswith("error: 1 row of 2048 tokens, one more for prompts, and ")
     assert "; give --pool " in wrong
 
@@ -193,13 +234,19 @@ def test_a_key_that_no_client_can_send_is_refused_before_a_model_is_loaded(call,
 def test_a_full_disk_behind_standard_output_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvqjax", "methods"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "kvqjax", "methods"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize("method", ["kvquant:bits=3", "aqua", "commvq", "kivi:centre=mean"])
-@pytest.mark.parametrize("words", [("generate", "-p", "ab12"), ("eval", "ppl"), ("eval", "drift"), ("bench",)])
+@pytest.mark.parametrize(
+    "words", [("generate", "-p", "ab12"), ("eval", "ppl"), ("eval", "drift"), ("bench",)]
+)
 def test_a_calibrated_method_without_its_artifact(call, words, method):
     """Nothing is evaluated before: the exact cache beside it would take its time first."""
     cache = ["-c", method] if words[0] == "generate" else ["-c", "exact", "-c", method]
@@ -238,7 +285,10 @@ def test_memory_that_xla_cannot_have_is_one_line(call, monkeypatch):
     ("words", "message"),
     [
         (["generate", "-p", "a", "--max-tokens=5"], "--max-tokens; write --max-new-tokens"),
-        (["generate", "-p", "a", "--max_new_tokens", "5"], "--max_new_tokens; write --max-new-tokens"),
+        (
+            ["generate", "-p", "a", "--max_new_tokens", "5"],
+            "--max_new_tokens; write --max-new-tokens",
+        ),
         (["generate", "-p", "a", "--temperture", "1"], "Possible options: --temperature"),
         (["Generate", "a"], "write kvqjax generate"),
         (["Once upon a time, there"], "write kvqjax generate 'Once upon a time, there'"),

@@ -13,7 +13,9 @@ from commands import run
 from kvqjax._errors import UserError
 from kvqjax.cli.prompts import read_prompts
 
-LONG = "one line\n\nand \u00e9 another, " * 8000  # about 180 KB in UTF-8, which no argument of a command may have
+LONG = (
+    "one line\n\nand \u00e9 another, " * 8000
+)  # about 180 KB in UTF-8, which no argument of a command may have
 TALK = [{"role": "user", "content": "Hi"}]
 
 
@@ -50,7 +52,9 @@ def test_a_file_is_one_prompt_and_so_is_standard_input(monkeypatch, tmp_path, ra
     assert texts(files=[tmp_path / "p.txt"], prompts=["first"]) == ["first", text]
 
 
-@pytest.mark.parametrize("shell", ["cat '{file}' | {command}", "{command} < '{file}'", "{command} -f '{file}'", "here"])
+@pytest.mark.parametrize(
+    "shell", ["cat '{file}' | {command}", "{command} < '{file}'", "{command} -f '{file}'", "here"]
+)
 def test_a_long_prompt_from_a_shell(tmp_path, shell):
     script = "import sys; from pathlib import Path; from kvqjax.cli.prompts import read_prompts; "
     script += "(text,) = read_prompts([], [], list(map(Path, sys.argv[2:])), None, False).texts; print(len(text))"
@@ -60,7 +64,9 @@ def test_a_long_prompt_from_a_shell(tmp_path, shell):
         line = f"{command} <<'END'\n{LONG}\nEND\n"
     else:
         line = shell.format(file=tmp_path / "p.txt", command=command)
-    done = subprocess.run(["sh"], input=line, capture_output=True, text=True, check=True, encoding="utf-8")
+    done = subprocess.run(
+        ["sh"], input=line, capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     assert int(done.stdout) == len(LONG), done.stderr
 
 
@@ -75,14 +81,18 @@ def test_a_long_prompt_from_a_shell(tmp_path, shell):
 def test_a_file_of_prompts_is_a_batch(call, tmp_path, name, text):
     raw = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    code, out, err = call("generate", "-m", "recall", "-n", "2", "--prompts", str(tmp_path / name), "--json")
+    code, out, err = call(
+        "generate", "-m", "recall", "-n", "2", "--prompts", str(tmp_path / name), "--json"
+    )
     assert code == 0, err
     assert [row["prompt"] for row in json.loads(out)] == ["ab12,cd34,?cd", "ef56,gh78,?ef"]
 
 
 def test_the_old_name_of_a_batch_says_the_new_one(call, tmp_path):
     (tmp_path / "p.txt").write_text("ab12,cd34,?cd\nef56,gh78,?ef\n")
-    code, out, err = call("generate", "-m", "recall", "-n", "2", "--prompt-file", str(tmp_path / "p.txt"))
+    code, out, err = call(
+        "generate", "-m", "recall", "-n", "2", "--prompt-file", str(tmp_path / "p.txt")
+    )
     assert (code, out.count("\n")) == (0, 2)
     assert err.count("--prompt-file is now --prompts") == 1
 
@@ -106,7 +116,9 @@ def test_messages_go_through_the_chat_template(tmp_path):
         texts(prompts=["Hi"], batch=tmp_path / "p.jsonl")
 
 
-@pytest.mark.parametrize("line", ["{", "7", '{"text": "ab"}', "[]", '{"messages": ["Hi"]}', '{"messages": []}'])
+@pytest.mark.parametrize(
+    "line", ["{", "7", '{"text": "ab"}', "[]", '{"messages": ["Hi"]}', '{"messages": []}']
+)
 def test_a_json_line_without_a_prompt_is_refused(call, tmp_path, line):
     (tmp_path / "p.jsonl").write_text(line + "\n")
     code, out, err = call("generate", "--prompts", str(tmp_path / "p.jsonl"))

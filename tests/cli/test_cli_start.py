@@ -1,4 +1,5 @@
-"""How the command line starts: at once for `--help`, with the options of every command before or after its name."""
+"""How the command line starts: at once for `--help`, with the options of every command before or
+after its name."""
 
 import inspect
 import json
@@ -26,9 +27,13 @@ def call(capsys, monkeypatch):
 
 def fresh(script: str, *words: str, **environment: str) -> list[str]:
     """The lines that a Python process of its own prints."""
-    variables = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    variables = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
     command = [sys.executable, "-c", script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables | environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=variables | environment
+    )
     return done.stdout.splitlines()
 
 
@@ -67,7 +72,9 @@ def test_the_list_of_commands_says_what_each_one_s_help_begins_with(name):
     """The list is written out, so that it is shown without importing any command."""
     target = command_of(name)
     full = target.info.help if hasattr(target, "info") else inspect.getdoc(target)
-    words, said = (" ".join(text.split()).rstrip(".").lower() for text in (full, COMMANDS[name].about))
+    words, said = (
+        " ".join(text.split()).rstrip(".").lower() for text in (full, COMMANDS[name].about)
+    )
     assert said.split()[0] in words.split()[0]
     assert len(COMMANDS[name].about) < 80
 
@@ -180,7 +187,8 @@ KEEPS = """if True:
 
 
 def test_what_a_killed_run_left_does_not_keep_programs_out(tmp_path):
-    """A program without the time of its last use, as JAX's cache of bounded size has it, lets no further one in."""
+    """A program without the time of its last use, as JAX's cache of bounded size has it, lets no
+    further one in."""
     folder = Path(fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))[-1])
     kept = set(folder.iterdir())
     assert [path for path in kept if path.name.endswith("-cache")]
@@ -220,11 +228,15 @@ def test_a_folder_to_which_nothing_can_be_written_is_one_line(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        env={name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        env={
+            name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+        }
         | {"XDG_CACHE_HOME": str(tmp_path)},
     )
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"warning: {folder}: programs are compiled anew, as they cannot be kept: ")
+    assert done.stderr.startswith(
+        f"warning: {folder}: programs are compiled anew, as they cannot be kept: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,8 +271,11 @@ def test_the_user_s_cache_folder_of_each_system(monkeypatch, system, variables, 
         ([], True, {}, {"TPU_LIBRARY_PATH": "/a/libtpu.so"}, None),
     ],
 )
-def test_libraries_of_absent_devices_are_not_asked(monkeypatch, tmp_path, plugins, library, files, given, wanted):
-    """With libtpu on a machine without TPU, JAX writes five lines to stderr and waits for the network."""
+def test_libraries_of_absent_devices_are_not_asked(
+    monkeypatch, tmp_path, plugins, library, files, given, wanted
+):
+    """With libtpu on a machine without TPU, JAX writes five lines to stderr and waits for the
+    network."""
     names = [EntryPoint(name, "a", "jax_plugins") for name in plugins]
     monkeypatch.setattr(environment, "entry_points", lambda group: names)
     monkeypatch.setattr(environment, "find_spec", lambda name: object() if library else None)

@@ -11,7 +11,8 @@ from kvqjax.cli import stopping
 
 
 def test_ctrl_c_prints_one_word():
-    """A signal to the process as a terminal would send it, while a calibration of many sequences runs."""
+    """A signal to the process as a terminal would send it, while a calibration of many sequences
+    runs."""
     script = """
 import os, signal, sys, threading
 from kvqjax.cli import main
@@ -25,7 +26,9 @@ kvqjax.calibrate.run = run
 sys.argv = "kvqjax calibrate -m recall -c kvquant:bits=3 --out never-made".split()
 main()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "stopped"
     assert "Traceback" not in done.stderr
@@ -71,13 +74,18 @@ kvqjax.cli.app.app = command
 sys.argv = ["kvqjax", "methods"]
 main()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not say what a thread waits for")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="the system does not say what a thread waits for"
+)
 def test_ctrl_c_in_the_compiler_says_what_is_waited_for_and_a_second_one_ends():
-    """The compiler comes back to Python after a while only: here a lock of C's that nobody frees."""
+    """The compiler comes back to Python after a while only: here a lock of C's that nobody
+    frees."""
     script = """
 import ctypes, signal, sys, threading
 from pathlib import Path

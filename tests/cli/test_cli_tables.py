@@ -1,4 +1,5 @@
-"""Tables and progress lines: what fits is a table, nothing is broken inside a word, time left follows the work done."""
+"""Tables and progress lines: what fits is a table, nothing is broken inside a word, time left
+follows the work done."""
 
 import os
 import shutil
@@ -12,7 +13,11 @@ from kvqjax.cli import output
 from kvqjax.cli.demo import _print_demo, explain
 from kvqjax.eval.stamp import ledger_of
 
-CACHES = ("exact", "kivi:bits=4,window=64", "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128")
+CACHES = (
+    "exact",
+    "kivi:bits=4,window=64",
+    "kivi:key_bits=4,value_bits=2,group=64,window=32;0-1=exact:window=128",
+)
 ROWS = [
     {
         "cache": cache, "mode": mode, "windows": "gptq 512", "tokens": 8176, "bits_method": 3.5, "bits_stored": 9.512,
@@ -21,13 +26,19 @@ ROWS = [
     for number, (cache, mode) in enumerate((c, m) for c in CACHES for m in ("in-the-loop-chunk32", "prefill-exact"))
 ]  # fmt: skip
 LONG = [
-    {"method": "one", "about": "a sentence of quite a few words that says what it is " * 2, "options": "a=1, b=2 " * 9},
+    {
+        "method": "one",
+        "about": "a sentence of quite a few words that says what it is " * 2,
+        "options": "a=1, b=2 " * 9,
+    },
     {"method": "two_and_more", "about": "short", "options": ""},
 ]
 STEPS = [{"cache": c, "kld": [0.1 * n for n in range(12)], "growth": 1.5} for c in CACHES]
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:3], ROWS[:1], LONG, STEPS], ids=["six", "three", "one", "long", "steps"])
+@pytest.mark.parametrize(
+    "rows", [ROWS, ROWS[:3], ROWS[:1], LONG, STEPS], ids=["six", "three", "one", "long", "steps"]
+)
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_no_line_is_too_long_and_no_word_is_broken(rows, width):
     lines = tables.table(rows, width, "a title", "a caption of some words")
@@ -68,7 +79,11 @@ def not_a_terminal(fallback=(80, 24)):
 def test_pipes_have_eighty_columns(capsys, monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", not_a_terminal)
     caches = [word for cache in CACHES for word in ("-c", cache)]
-    for words in (["methods"], ["plan", "-m", "llama-3.1-8b"], ["plan", "-m", "demo", "--device", "h100", *caches]):
+    for words in (
+        ["methods"],
+        ["plan", "-m", "llama-3.1-8b"],
+        ["plan", "-m", "demo", "--device", "h100", *caches],
+    ):
         code, out, err = run(capsys, monkeypatch, *words)
         assert code == 0, err
         assert max(map(len, out.splitlines())) <= 80, out
@@ -78,8 +93,16 @@ def test_pipes_have_eighty_columns(capsys, monkeypatch):
 
 def test_the_demonstration_breaks_no_name(capsys, monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", not_a_terminal)
-    made = {"bytes": 432, "bits_stored": 18.0, "tokens_per_second": 161.0, "agreement": 1.0, "same_until": 24}
-    _print_demo("Once", [made | {"cache": cache, "text": " upon a time"} for cache in CACHES[:2]], "demo")
+    made = {
+        "bytes": 432,
+        "bits_stored": 18.0,
+        "tokens_per_second": 161.0,
+        "agreement": 1.0,
+        "same_until": 24,
+    }
+    _print_demo(
+        "Once", [made | {"cache": cache, "text": " upon a time"} for cache in CACHES[:2]], "demo"
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.startswith("kivi:bits=4,window=64") for line in lines) == 2
@@ -89,9 +112,17 @@ def test_the_demonstration_says_what_its_caches_hold():
     """Tokens that are codes, and why a short cache has more bits a number than its codes."""
     model, method = kvq.load("demo"), kvq.parse("kivi:bits=2,window=64")
     said = explain(model, method, 172, 1024)
-    assert "at least 96 of 172 tokens were read as codes" in said  # 172 less the window, in whole groups of 32
-    bits = [book.bits_stored for book in (ledger_of(model, method, capacity) for capacity in (1024, 32768))]
-    assert f"the window makes that {bits[0]:.3g}, and in a cache for 32768 tokens {bits[1]:.3g}." in said
+    assert (
+        "at least 96 of 172 tokens were read as codes" in said
+    )  # 172 less the window, in whole groups of 32
+    bits = [
+        book.bits_stored
+        for book in (ledger_of(model, method, capacity) for capacity in (1024, 32768))
+    ]
+    assert (
+        f"the window makes that {bits[0]:.3g}, and in a cache for 32768 tokens {bits[1]:.3g}."
+        in said
+    )
 
 
 def test_time_left_leaves_the_first_step_out(monkeypatch):
@@ -100,10 +131,16 @@ def test_time_left_leaves_the_first_step_out(monkeypatch):
     update = output.reporter("work", told.append)
     for fraction in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         update(fraction)
-    # Compiling, or an earlier run, took the first half: 0.1 in 5 s since then. Lines come at most once a minute.
-    assert told == ["work: 60% after 2 min, about 20 s left", "work: 90% after 3 min, about 20 s left"]
+    # Compiling, or an earlier run, took the first half: 0.1 in 5 s since then. Lines come at most
+    # once a minute.
+    assert told == [
+        "work: 60% after 2 min, about 20 s left",
+        "work: 90% after 3 min, about 20 s left",
+    ]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(4.2, "4 s"), (89.0, "89 s"), (420.0, "7 min"), (12600.0, "3.5 h")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.2, "4 s"), (89.0, "89 s"), (420.0, "7 min"), (12600.0, "3.5 h")]
+)
 def test_durations(seconds, text):
     assert output.duration(seconds) == text

@@ -17,11 +17,22 @@ def call(capsys, monkeypatch):
 
 
 def test_from_a_text_to_an_answer(call, tmp_path):
-    """The same command again measures nothing and says the same; its policy serves other commands."""
+    """The same command again measures nothing and says the same; its policy serves other
+    commands."""
     letters = np.random.default_rng(0).choice(list("abcdefgh"), 2400)
     (tmp_path / "text.txt").write_text(" ".join("".join(part) for part in letters.reshape(-1, 8)))
     out = tmp_path / "tuned"
-    words = ("tune", "--model", "recall", "--data", str(tmp_path / "text.txt"), "--budget", "3", "--out", str(out))
+    words = (
+        "tune",
+        "--model",
+        "recall",
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--budget",
+        "3",
+        "--out",
+        str(out),
+    )
     words += ("--methods", METHODS, "--window", "96")
     code, printed, err = call(*words)
     assert code == 0, err
@@ -35,7 +46,14 @@ def test_from_a_text_to_an_answer(call, tmp_path):
     assert json.loads(again)["rows"] == report["rows"]
     assert (out / "searched.jsonl").read_text() == measured
     code, printed, _ = call(
-        "plan", "--model", "recall", "--cache", str(out / "policy.json"), "--context", "1024", "--json"
+        "plan",
+        "--model",
+        "recall",
+        "--cache",
+        str(out / "policy.json"),
+        "--context",
+        "1024",
+        "--json",
     )
     assert code == 0
     assert json.loads(printed)[0]["cache"] == report["policy"]
@@ -48,7 +66,10 @@ def test_from_a_text_to_an_answer(call, tmp_path):
         (("--budget", "2.5", "--estimate"), "--estimate needs a --device"),
         (("--budget", "2.5", "--methods", "kivy", "--out"), "did you mean 'kivi'"),
         (("--budget", "much", "--out"), "budget 'much'; wanted bits"),
-        (("--budget", "2.5", "--device", "abacus", "--out"), "device 'abacus' is not known. Known:"),
+        (
+            ("--budget", "2.5", "--device", "abacus", "--out"),
+            "device 'abacus' is not known. Known:",
+        ),
     ],
 )
 def test_bad_input_is_one_line(call, tmp_path, words, message):

@@ -1,4 +1,5 @@
-"""Keys without their mean: a calibrated one, which costs no bit, or that of a block of tokens; and what it is for."""
+"""Keys without their mean: a calibrated one, which costs no bit, or that of a block of tokens; and
+what it is for."""
 
 import dataclasses
 from pathlib import Path
@@ -17,7 +18,9 @@ from kvqjax.codecs.higgs import Higgs
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 200))
 RNG = np.random.default_rng(1)
-OFFSET = np.where(np.arange(64) % 16 == 0, 200.0, 0.0).astype(np.float32)  # four channels as Qwen2's bias makes them
+OFFSET = np.where(np.arange(64) % 16 == 0, 200.0, 0.0).astype(
+    np.float32
+)  # four channels as Qwen2's bias makes them
 KEYS = jnp.asarray(RNG.normal(size=(128, 64)) + OFFSET, jnp.float32)
 
 
@@ -27,7 +30,11 @@ def error(codec, constants) -> float:
 
 @pytest.mark.parametrize(
     "inner",
-    [Uniform(bits=3, along="channels", group=32), Uniform(bits=3, along="tokens"), Higgs(bits=3, group=64)],
+    [
+        Uniform(bits=3, along="channels", group=32),
+        Uniform(bits=3, along="tokens"),
+        Higgs(bits=3, group=64),
+    ],
     ids=["per token", "per channel", "higgs"],
 )
 def test_equals_the_inner_codec_on_centred_keys_at_the_same_bits(inner):
@@ -37,15 +44,24 @@ def test_equals_the_inner_codec_on_centred_keys_at_the_same_bits(inner):
     constants = {"mean": jnp.asarray(OFFSET)}
     tile, wanted = codec.encode(constants, KEYS), plain.encode({}, KEYS - OFFSET[None])
     jax.tree.map(np.testing.assert_array_equal, tile, wanted)
-    np.testing.assert_array_equal(codec.decode(constants, tile), plain.decode({}, wanted) + OFFSET[None])
+    np.testing.assert_array_equal(
+        codec.decode(constants, tile), plain.decode({}, wanted) + OFFSET[None]
+    )
 
 
-@pytest.mark.parametrize("inner", [Uniform(bits=3, along="channels", group=32), Higgs(bits=3, group=64)])
+@pytest.mark.parametrize(
+    "inner", [Uniform(bits=3, along="channels", group=32), Higgs(bits=3, group=64)]
+)
 def test_offsets_of_200_no_longer_cost_anything(inner):
-    """Per token the offset is the range: without the mean the error is that of a range of 200, with it that of the
-    spread. The bound is the plain codec's on keys without offsets, with 5 % for the bits of float32 that 200 takes."""
+    """Per token the offset is the range: without the mean the error is that of a range of 200, with
+    it that of the spread. The bound is the plain codec's on keys without offsets, with 5 % for the
+    bits of float32 that 200 takes."""
     flat = inner.build(64)
-    spread = float(((flat.decode({}, flat.encode({}, KEYS - OFFSET[None])) - (KEYS - OFFSET[None])) ** 2).mean())
+    spread = float(
+        (
+            (flat.decode({}, flat.encode({}, KEYS - OFFSET[None])) - (KEYS - OFFSET[None])) ** 2
+        ).mean()
+    )
     codec = Centred(inner=inner).build(64)
     assert error(codec, {"mean": jnp.asarray(OFFSET)}) <= 1.05 * spread
     assert error(flat, {}) > 20 * spread
@@ -53,7 +69,8 @@ def test_offsets_of_200_no_longer_cost_anything(inner):
 
 
 def test_a_block_is_coded_as_what_its_stored_mean_leaves():
-    """Two blocks with means of their own, decoded together and one by one; 16 bits for a block's 128 numbers."""
+    """Two blocks with means of their own, decoded together and one by one; 16 bits for a block's
+    128 numbers."""
     inner = Higgs(bits=3, group=64).build(64)
     codec = BlockCentred(inner=Higgs(bits=3, group=64)).build(64)
     keys = jnp.concatenate([KEYS, KEYS[::-1] - 300])
@@ -71,9 +88,17 @@ def test_a_block_is_coded_as_what_its_stored_mean_leaves():
 
 
 def test_a_block_of_offset_keys_costs_what_the_spread_does():
-    """The mean is as good as a calibrated one but for its rounding, 2^-9 of 200 at most, which the codes take in."""
-    flat, codec = Higgs(bits=3, group=64).build(64), BlockCentred(inner=Higgs(bits=3, group=64)).build(64)
-    spread = float(((flat.decode({}, flat.encode({}, KEYS - OFFSET[None])) - (KEYS - OFFSET[None])) ** 2).mean())
+    """The mean is as good as a calibrated one but for its rounding, 2^-9 of 200 at most, which the
+    codes take in."""
+    flat, codec = (
+        Higgs(bits=3, group=64).build(64),
+        BlockCentred(inner=Higgs(bits=3, group=64)).build(64),
+    )
+    spread = float(
+        (
+            (flat.decode({}, flat.encode({}, KEYS - OFFSET[None])) - (KEYS - OFFSET[None])) ** 2
+        ).mean()
+    )
     assert error(codec, {}) <= 1.1 * spread
     assert error(flat, {}) > 20 * spread
 
@@ -95,18 +120,27 @@ def test_means_of_blocks_are_refused_where_there_are_none(text, line):
 def test_calibrated_mean_is_that_of_the_keys_as_cached(rope):
     model, method = tiny(), kvq.parse(f"higgs:rope={rope},group=head,buffer=32,centre=mean")
     artifact = centre.calibrate(model, method, TOKENS)
-    keys = activations(model.params, jnp.asarray(TOKENS, jnp.int32), model.config, rope=rope, gradients=False).k
+    keys = activations(
+        model.params, jnp.asarray(TOKENS, jnp.int32), model.config, rope=rope, gradients=False
+    ).k
     wanted = np.asarray(keys, np.float64)[:, :, 4:].mean((1, 2))
     np.testing.assert_allclose(artifact.constants[0]["k"]["mean"], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", ["kivi:bits=2,window=32,centre=mean", "uniform:bits=3,group=32,centre=mean"])
+@pytest.mark.parametrize(
+    "text", ["kivi:bits=2,window=32,centre=mean", "uniform:bits=3,group=32,centre=mean"]
+)
 def test_spec_strings_read_back_and_constants_are_asked_for(text):
     method = kvq.parse(text)
     assert str(method) == text
     assert kvq.parse(str(method)) == method
     with pytest.raises(kvq.UserError, match=r"needs the calibrated constant k\.mean"):
-        kvq.forward(tiny(), jnp.zeros((1, 4), jnp.int32), jnp.asarray([4]), kvq.init_cache(tiny(), method, 1, 64))
+        kvq.forward(
+            tiny(),
+            jnp.zeros((1, 4), jnp.int32),
+            jnp.asarray([4]),
+            kvq.init_cache(tiny(), method, 1, 64),
+        )
 
 
 def test_an_unknown_centre_is_refused():
@@ -115,9 +149,13 @@ def test_an_unknown_centre_is_refused():
 
 
 def test_calibrate_finds_what_is_asked_for(tmp_path):
-    """The dispatcher takes means from methods that need no more; a stopped calibration goes on to the same means."""
+    """The dispatcher takes means from methods that need no more; a stopped calibration goes on to
+    the same means."""
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32,sinks=2,centre=mean;0=exact")
-    modules = lambda text: [fit.module for fit in needed(kvq.parse(text), model.config)]  # noqa: E731
+
+    def modules(text):
+        return [fit.module for fit in needed(kvq.parse(text), model.config)]
+
     assert modules(str(method)) == ["kvqjax.calibrate.centre"]
     assert modules("kivi:bits=2") == []
     assert modules("aqua:centre=mean,group=32") == ["kvqjax.calibrate.aqua"]
@@ -144,7 +182,8 @@ def test_the_dispatcher_calibrates_means_from_text():
 
 
 def test_aqua_takes_the_mean_off_its_first_layer():
-    """Keys of the Qwen2 shape, whose bias is dozens of times their spread, through AQUA-KV's first layer."""
+    """Keys of the Qwen2 shape, whose bias is dozens of times their spread, through AQUA-KV's first
+    layer."""
     from kvqjax.calibrate.aqua import calibrate
 
     model = kvq.load(Path(__file__).parents[1] / "assets_models" / "qwen2")
@@ -152,7 +191,9 @@ def test_aqua_takes_the_mean_off_its_first_layer():
     errors = {}
     for name in ("none", "mean"):
         artifact = calibrate(model, kvq.parse(f"aqua:centre={name}"), tokens)
-        errors[name] = [row["reconstruction_mse"] for row in artifact.about["report"] if row["source"] == "k"]
+        errors[name] = [
+            row["reconstruction_mse"] for row in artifact.about["report"] if row["source"] == "k"
+        ]
         groups = [set(run.get("k", {})) for run in artifact.constants]
         assert groups == [{"mean"} if name == "mean" else set(), {"weight", "bias"}]
     assert errors["mean"][0] < errors["none"][0] / 20

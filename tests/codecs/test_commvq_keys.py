@@ -60,16 +60,22 @@ def test_the_factorised_search_finds_the_nearest_of_all_expanded_centres():
     book = rng.normal(size=(8, 12)).astype(np.float32)
     x = rng.normal(size=(200, 12)).astype(np.float32) * 2
     pairs = np.arange(64)
-    expanded = np.asarray(centre(jnp.asarray(book), jnp.asarray(pairs // 8), jnp.asarray(pairs % 8)))
+    expanded = np.asarray(
+        centre(jnp.asarray(book), jnp.asarray(pairs // 8), jnp.asarray(pairs % 8))
+    )
     real, imag = np.split(book, 2, axis=-1)
     block = real[3] + 1j * imag[3] + 1j * (real[5] + 1j * imag[5])
-    np.testing.assert_allclose(expanded[3 * 8 + 5], np.concatenate([block.real, block.imag]), atol=1e-6)
+    np.testing.assert_allclose(
+        expanded[3 * 8 + 5], np.concatenate([block.real, block.imag]), atol=1e-6
+    )
     distance = ((x[:, None].astype(np.float64) - expanded[None]) ** 2).sum(-1)
     a, b = nearest(jnp.asarray(x), jnp.asarray(book))
     assert (np.asarray(a) * 8 + np.asarray(b) == distance.argmin(-1)).all()
 
 
-@pytest.mark.parametrize(("head_dim", "rounds", "stated"), [(128, 11, 66 / 64), (128, 21, 126 / 64), (64, 5, 30 / 32)])
+@pytest.mark.parametrize(
+    ("head_dim", "rounds", "stated"), [(128, 11, 66 / 64), (128, 21, 126 / 64), (64, 5, 30 / 32)]
+)
 def test_stored_bits_are_the_stated_bits(head_dim, rounds, stated):
     """Table 8's 1.03 and 1.97 bits at head_dim 128, plus 16 bits of prescale for a token."""
     codec = CommVQKeys(head_dim=head_dim, rounds=rounds).build(8 * head_dim)
@@ -79,7 +85,8 @@ def test_stored_bits_are_the_stated_bits(head_dim, rounds, stated):
 
 @pytest.mark.parametrize(("rounds", "megabytes"), [(11, 2.75), (21, 5.25)])
 def test_codebooks_are_half_of_table_8(rounds, megabytes):
-    """Table 8 counts full 2x2 blocks in 16 bits; real and imaginary parts are half of their entries."""
+    """Table 8 counts full 2x2 blocks in 16 bits; real and imaginary parts are half of their
+    entries."""
     shape = CommVQKeys(head_dim=128, rounds=rounds).build(1024).needs["codebook"]
     assert np.prod(shape) * 2 / 2**20 == megabytes / 2
 
@@ -97,7 +104,8 @@ def test_groups_of_pairs_are_an_exact_rearrangement(group):
 
 
 def test_codes_are_computed_against_the_stored_prescale():
-    """The first round searches x over the bfloat16 prescale; x over its float32 norm has other nearest centres."""
+    """The first round searches x over the bfloat16 prescale; x over its float32 norm has other
+    nearest centres."""
     codec = CommVQKeys(head_dim=16, rounds=1, levels=64).build(16)
     constants = random_book(0, rounds=1, groups=1, levels=64)
     x = jax.random.normal(jax.random.key(0), (4096, 16)) * 7 + 3
@@ -127,7 +135,9 @@ def test_fewer_rounds_are_a_prefix_of_the_codes_and_of_the_codebook():
     x = jax.random.normal(jax.random.key(2), (32, 32))
     full, half = (CommVQKeys(head_dim=16, rounds=r, levels=8).build(32) for r in (4, 2))
     cut = {"codebook": constants["codebook"][..., :2, :, :, :]}
-    np.testing.assert_array_equal(half.encode(cut, x)["codes"], full.encode(constants, x)["codes"][:, : 2 * 2 * 2])
+    np.testing.assert_array_equal(
+        half.encode(cut, x)["codes"], full.encode(constants, x)["codes"][:, : 2 * 2 * 2]
+    )
 
 
 def test_decoding_does_not_depend_on_batch_or_block():
@@ -135,7 +145,10 @@ def test_decoding_does_not_depend_on_batch_or_block():
     constants = random_book(5)
     tile = codec.encode(constants, jax.random.normal(jax.random.key(3), (64, 32)))
     whole = codec.decode(constants, tile)
-    rows = {"codes": tile["codes"].reshape(2, 32, -1), "prescale": tile["prescale"].reshape(1, 2, 32).swapaxes(0, 1)}
+    rows = {
+        "codes": tile["codes"].reshape(2, 32, -1),
+        "prescale": tile["prescale"].reshape(1, 2, 32).swapaxes(0, 1),
+    }
     np.testing.assert_array_equal(codec.decode(constants, rows).reshape(64, 32), whole)
 
 
@@ -153,7 +166,9 @@ def test_bad_specs_are_refused(options, message):
         CommVQKeys(**({"head_dim": 16, "rounds": 2} | options))
 
 
-@pytest.mark.parametrize(("rounds", "groups", "levels", "pairs"), [(5, 2, 64, 8), (CHUNK, 3, 8, 2), (1, 1, 256, 4)])
+@pytest.mark.parametrize(
+    ("rounds", "groups", "levels", "pairs"), [(5, 2, 64, 8), (CHUNK, 3, 8, 2), (1, 1, 256, 4)]
+)
 def test_the_form_for_tpus_sums_the_same_rows(rounds, groups, levels, pairs):
     """A number as two bfloat16 numbers is off by 2^-16 of itself at most; sums are float32."""
     book = np.asarray(random_book(5, rounds, groups, levels, pairs)["codebook"]) * 40
@@ -168,7 +183,10 @@ def test_the_form_for_tpus_sums_the_same_rows(rounds, groups, levels, pairs):
 
 
 def test_the_form_for_gpus_sums_in_the_same_order():
-    book, codes = random_book(8, rounds=5)["codebook"], np.random.default_rng(9).integers(0, 8, (3, 7, 20))
+    book, codes = (
+        random_book(8, rounds=5)["codebook"],
+        np.random.default_rng(9).integers(0, 8, (3, 7, 20)),
+    )
     loop, one = (jax.jit(form)(book, jnp.asarray(codes)) for form in (_gathered, _at_once))
     np.testing.assert_array_equal(one, loop)
 

@@ -1,5 +1,5 @@
-"""Every codec of the library, at its fewest and its most bits, keeps to what `kvqjax.testing.check_codec` asks of one's
-own."""
+"""Every codec of the library, at its fewest and its most bits, keeps to what
+`kvqjax.testing.check_codec` asks of one's own."""
 
 import inspect
 import pkgutil
@@ -43,7 +43,9 @@ CODECS = [
     Nuq(bits=2, per="channel", outliers=0.05),
     Nuq(bits=4, per="token", outliers=0.05),
     CommVQKeys(head_dim=32, rounds=4, levels=8),
-    CommVQValues(bits=1, hidden=16),  # more bits of a made-up codebook err more: only a learnt one says anything
+    CommVQValues(
+        bits=1, hidden=16
+    ),  # more bits of a made-up codebook err more: only a learnt one says anything
 ]
 
 
@@ -52,9 +54,15 @@ def constants_of(spec) -> dict:
     jax.eval_shape(lambda: built.append(spec.build(WIDTH)))
     if isinstance(spec, Klt):  # a transform and the way back belong together
         kept = built[0].needs["into"][1]
-        return {"mean": jnp.zeros(WIDTH), "into": jnp.eye(WIDTH)[:, :kept], "back": jnp.eye(WIDTH)[:kept]}
+        return {
+            "mean": jnp.zeros(WIDTH),
+            "into": jnp.eye(WIDTH)[:, :kept],
+            "back": jnp.eye(WIDTH)[:kept],
+        }
     random = np.random.default_rng(0)
-    of_one_layer = {name: made_up(name, (1, *shape), random)[0] for name, shape in built[0].needs.items()}
+    of_one_layer = {
+        name: made_up(name, (1, *shape), random)[0] for name, shape in built[0].needs.items()
+    }
     return {name: jnp.asarray(x, jnp.float32) for name, x in of_one_layer.items()}
 
 
@@ -65,7 +73,10 @@ def test_a_codec_of_the_library_passes(spec):
 
 def test_none_is_left_out():
     folder = kvqjax.codecs
-    modules = [__import__(f"kvqjax.codecs.{x.name}", fromlist=["x"]) for x in pkgutil.iter_modules(folder.__path__)]
+    modules = [
+        __import__(f"kvqjax.codecs.{x.name}", fromlist=["x"])
+        for x in pkgutil.iter_modules(folder.__path__)
+    ]
     classes = {
         value
         for module in modules

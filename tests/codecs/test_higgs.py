@@ -1,4 +1,5 @@
-"""HIGGS against the authors' released quantiser (golden vectors), its grids on fresh samples, and its invariants."""
+"""HIGGS against the authors' released quantiser (golden vectors), its grids on fresh samples, and
+its invariants."""
 
 import functools
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid
 
 DATA = Path(__file__).parents[1] / "data"
-# (p, n): Gaussian MSE per dimension of the authors' grids, and Lloyd and Max's table for one dimension.
+# (p, n): Gaussian MSE per dimension of the authors' grids, and Lloyd and Max's table for one
+# dimension.
 GAUSSIAN_MSE = {
     (1, 4): 0.11752,
     (1, 8): 0.03455,
@@ -26,7 +28,14 @@ GAUSSIAN_MSE = {
     (4, 256): 0.0965,
     (6, 4096): 0.0912,
 }
-CASES = ["d1024_p2_n16", "d1024_p4_n256", "d256_p2_n64", "d128_p2_n256", "d512_g128_p2_n16", "d96_g128_p2_n64"]
+CASES = [
+    "d1024_p2_n16",
+    "d1024_p4_n256",
+    "d256_p2_n64",
+    "d128_p2_n256",
+    "d512_g128_p2_n16",
+    "d96_g128_p2_n64",
+]
 
 
 def golden():
@@ -65,26 +74,38 @@ def test_matches_the_released_quantiser(case):
     bound = 2e-5 * np.linalg.norm(x, axis=1) / np.sqrt(group)
     assert (np.abs(out - exact) <= bound[:, None])[plain].all()
     assert not out[3].any()
-    assert abs(((out[4] - x[4]) ** 2).sum() - ((exact[4] - x[4]) ** 2).sum()) <= 1e-4 * (x[4] ** 2).sum()
+    assert (
+        abs(((out[4] - x[4]) ** 2).sum() - ((exact[4] - x[4]) ** 2).sum())
+        <= 1e-4 * (x[4] ** 2).sum()
+    )
 
 
 @pytest.mark.parametrize(("dim", "count"), list(GAUSSIAN_MSE))
 def test_shipped_grids_reach_the_published_gaussian_error(dim, count):
-    samples = jax.random.normal(jax.random.key(dim * count), (2**18 if count < 4096 else 2**15, dim))
+    samples = jax.random.normal(
+        jax.random.key(dim * count), (2**18 if count < 4096 else 2**15, dim)
+    )
     grid = jnp.asarray(shipped_grid(int(np.log2(count)) // dim, dim))
     index = jax.jit(nearest)(grid, samples)
     error = float(((samples - grid[index]) ** 2).mean())
-    # 1 % for the grid; three standard errors for the samples (vectors' errors vary by about (2 / p)^0.5 of their mean).
+    # 1 % for the grid; three standard errors for the samples (vectors' errors vary by about (2 /
+    # p)^0.5 of their mean).
     assert error <= GAUSSIAN_MSE[dim, count] * (1.01 + 3 * (2 / dim / len(samples)) ** 0.5)
     assert error >= GAUSSIAN_MSE[dim, count] * 0.97
 
 
 @pytest.mark.parametrize("form", [by_blocks, by_table])
 def test_nearest_is_the_first_of_the_nearest_points(form):
-    """Sixteenths, so that every product and sum is exact and ties are ties, however XLA rounds and orders them."""
+    """Sixteenths, so that every product and sum is exact and ties are ties, however XLA rounds and
+    orders them."""
     grid = np.round(np.random.default_rng(0).normal(size=(64, 3)) * 16).astype(np.float32) / 16
     grid[40] = grid[7]
-    y = np.concatenate([np.round(np.random.default_rng(1).normal(size=(500, 3)) * 16).astype(np.float32) / 16, grid])
+    y = np.concatenate(
+        [
+            np.round(np.random.default_rng(1).normal(size=(500, 3)) * 16).astype(np.float32) / 16,
+            grid,
+        ]
+    )
     distance = ((y[:, None] - grid[None]) ** 2).sum(-1)
     assert (np.sort(distance, 1)[:, 0] == np.sort(distance, 1)[:, 1]).sum() >= 2, "there are ties"
     np.testing.assert_array_equal(form(jnp.asarray(grid), jnp.asarray(y)), distance.argmin(1))
@@ -97,22 +118,29 @@ def test_hadamard_matrices(order):
     np.testing.assert_array_equal(matrix @ matrix.T, order * np.eye(order, dtype=np.float32))
 
 
-@pytest.mark.parametrize(("order", "squares"), [(1, 1), (1024, 1024), (28, 28), (192, 576), (320, 1600), (720, 32400)])
+@pytest.mark.parametrize(
+    ("order", "squares"), [(1, 1), (1024, 1024), (28, 28), (192, 576), (320, 1600), (720, 32400)]
+)
 def test_the_transform_and_its_inverse(order, squares):
-    """192 = 3 * 64 and 320 = 5 * 64 have matrices of other integers than +-1, 28 = 7 * 4 has Paley's."""
+    """192 = 3 * 64 and 320 = 5 * 64 have matrices of other integers than +-1, 28 = 7 * 4 has
+    Paley's."""
     matrix = transform_matrix(order).astype(np.float32)
     np.testing.assert_array_equal(matrix @ matrix.T, squares * np.eye(order, dtype=np.float32))
     x = signed(0, 3, order)
     bound = 4e-6 * np.abs(x).sum(1).max()
     np.testing.assert_allclose(transform(jnp.asarray(x)), x @ matrix.T, atol=bound)
-    np.testing.assert_allclose(transform(transform(jnp.asarray(x)), inverse=True) / squares, x, atol=bound)
+    np.testing.assert_allclose(
+        transform(transform(jnp.asarray(x)), inverse=True) / squares, x, atol=bound
+    )
 
 
 @pytest.mark.parametrize(
-    ("order", "head_dim", "heads"), [(192, 64, 3), (640, 128, 5), (1024, 128, 8), (448, 64, None), (96, 96, None)]
+    ("order", "head_dim", "heads"),
+    [(192, 64, 3), (640, 128, 5), (1024, 128, 8), (448, 64, None), (96, 96, None)],
 )
 def test_transforms_that_are_one_between_heads_after_one_within(order, head_dim, heads):
-    """Seven heads have none, since 448 takes Paley's matrix of 28; a head of 96 is three of 32 itself."""
+    """Seven heads have none, since 448 takes Paley's matrix of 28; a head of 96 is three of 32
+    itself."""
     assert splits(order, head_dim) is (heads is not None)
     if heads:
         both = np.kron(transform_matrix(heads), transform_matrix(head_dim))
@@ -150,7 +178,8 @@ def test_bits_and_error_at_every_width(width, group, bits):
     codec = Higgs(bits=bits).build(width)
     assert group_size(width) == group
     assert bits_per_value(codec) == pytest.approx(bits + 16 / group)
-    # Outliers spread over the group, so the residual is nearly Gaussian; a 30-fold channel leaves it within 30 %.
+    # Outliers spread over the group, so the residual is nearly Gaussian; a 30-fold channel leaves
+    # it within 30 %.
     assert relative_mse(codec, signed(1, 256, width)) < 1.3 * GAUSSIAN_MSE[2, 4**bits]
 
 
@@ -162,7 +191,9 @@ def test_widths_without_a_hadamard_matrix_are_padded(width, padded):
     assert relative_mse(codec, x) < 0.13
 
 
-@pytest.mark.parametrize(("bits", "dim", "width"), [(2, 1, 64), (2, 4, 128), (2, 6, 128), (3, 2, 64)])
+@pytest.mark.parametrize(
+    ("bits", "dim", "width"), [(2, 1, 64), (2, 4, 128), (2, 6, 128), (3, 2, 64)]
+)
 def test_codes_are_packed_to_their_true_bits(bits, dim, width):
     codec = Higgs(bits=bits, dim=dim).build(width)
     x = signed(3, 1024, width)
@@ -197,7 +228,9 @@ def test_tokens_are_coded_alone():
     np.testing.assert_array_equal(np.asarray(tile["codes"])[order], moved["codes"])
     scales = jnp.stack(jnp.split(tile["scale"], 2, axis=1))
     stacked = {"codes": tile["codes"].reshape(2, 32, -1), "scale": scales}
-    np.testing.assert_array_equal(codec.decode({}, stacked).reshape(64, 256), codec.decode({}, tile))
+    np.testing.assert_array_equal(
+        codec.decode({}, stacked).reshape(64, 256), codec.decode({}, tile)
+    )
 
 
 def test_zero_groups_decode_to_zero_and_infinities_stay_in_their_group():
@@ -247,12 +280,15 @@ def test_codes_are_computed_against_the_stored_scale():
     ],
 )
 def test_forms_of_chips_round_nothing_but_sums(form, bits, dim, group, groups):
-    """Parts of groups, groups side by side, single groups; three parts, and a matrix that is not symmetric (28)."""
+    """Parts of groups, groups side by side, single groups; three parts, and a matrix that is not
+    symmetric (28)."""
     points = shipped_grid(bits, dim)
     codes = np.random.default_rng(0).integers(0, len(points), (3, groups * group // dim))
     y = points[codes].reshape(3, groups, group).astype(np.float64)
     wanted = y @ transform_matrix(group)
-    x = jax.jit(functools.partial(form.inverse, higgs_tpu.plan(points, group, groups)))(jnp.asarray(codes, jnp.uint32))
+    x = jax.jit(functools.partial(form.inverse, higgs_tpu.plan(points, group, groups)))(
+        jnp.asarray(codes, jnp.uint32)
+    )
     size = np.abs(y) @ np.abs(transform_matrix(group).astype(float))
     bound = (2 * group + 8) * 2.0**-24 * size
     if form is higgs_gpu:
@@ -266,24 +302,36 @@ def test_heads_as_gpus_transform_them_round_nothing_but_the_result(bits, dim, gr
     codes = np.random.default_rng(0).integers(0, len(points), (3, 2, group // dim))
     y = points[codes].reshape(3, 2, group).astype(np.float64)
     wanted = y @ transform_matrix(group)
-    x = np.asarray(jax.jit(functools.partial(higgs_gpu.within_heads, points, group))(jnp.asarray(codes, jnp.uint32)))
-    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True) + 2.0**-11 * np.abs(wanted)
+    x = np.asarray(
+        jax.jit(functools.partial(higgs_gpu.within_heads, points, group))(
+            jnp.asarray(codes, jnp.uint32)
+        )
+    )
+    bound = (2 * group + 8) * 2.0**-24 * np.abs(y).sum(-1, keepdims=True) + 2.0**-11 * np.abs(
+        wanted
+    )
     assert (np.abs(x - wanted) <= bound).all()
 
 
 @pytest.mark.parametrize(
-    ("width", "options"), [(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})], ids=str
+    ("width", "options"),
+    [(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})],
+    ids=str,
 )
 def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
     spec = Higgs(bits=2, **options)
     codec, (wide, read, finish) = spec.build(width), spec.summed_form(width)
-    tile = jax.tree.map(lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, width))))
+    tile = jax.tree.map(
+        lambda x: jnp.asarray(x)[None], jax.jit(codec.encode)({}, jnp.asarray(signed(1, 64, width)))
+    )
     weights = np.random.default_rng(2).random((5, 64)).astype(np.float32)
     points = np.asarray(jax.jit(read)(tile))[0]
     assert points.shape == (64, wide)
     decoded = np.asarray(codec.decode({}, tile))[0]
     bound = 64 * 2.0**-22 * (weights @ np.abs(decoded)).max()
-    np.testing.assert_allclose(jax.jit(finish)({}, weights @ points), weights @ decoded, rtol=0, atol=bound)
+    np.testing.assert_allclose(
+        jax.jit(finish)({}, weights @ points), weights @ decoded, rtol=0, atol=bound
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +344,14 @@ def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
         (Higgs(bits=3, group=160), 10),
         (BlockCentred(inner=Higgs(), block=32), 3),
     ],
-    ids=["two of 2", "groups of two heads", "of 4 numbers", "three heads", "twice five heads", "around a block's mean"],
+    ids=[
+        "two of 2",
+        "groups of two heads",
+        "of 4 numbers",
+        "three heads",
+        "twice five heads",
+        "around a block's mean",
+    ],
 )
 def test_heads_mixed_after_the_reading_are_what_is_decoded(spec, heads):
     dim = 32
@@ -318,7 +373,10 @@ def test_heads_that_the_transform_cannot_leave_for_later(options):
 def test_grids_that_the_form_for_tpus_cannot_hold_are_gathered():
     assert higgs_tpu.plan(shipped_grid(2, 6), 1024, 1) is None, "4096 points"
     assert higgs_tpu.plan(shipped_grid(2, 2), 1, 1) is None, "a group within a vector"
-    assert higgs_tpu.plan(np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), 128, 1) is None, "float32"
+    assert (
+        higgs_tpu.plan(np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32), 128, 1)
+        is None
+    ), "float32"
 
 
 @pytest.mark.parametrize(("dim", "gathers"), [(2, False), (6, True)])

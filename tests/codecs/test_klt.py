@@ -1,4 +1,5 @@
-"""Transform coding: bits by rank, the error that its spectrum lets expect, and transforms from second moments."""
+"""Transform coding: bits by rank, the error that its spectrum lets expect, and transforms from
+second moments."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ def test_bits_fall_with_the_rank_and_are_all_given(bits, slope):
     given = bits_of_ranks(WIDTH, bits, slope)
     assert len(given) == WIDTH
     assert list(given) == sorted(given, reverse=True)
-    assert bits - 2 / WIDTH * 2 <= sum(given) / WIDTH <= bits  # what is left is less than any coefficient can take
+    assert (
+        bits - 2 / WIDTH * 2 <= sum(given) / WIDTH <= bits
+    )  # what is left is less than any coefficient can take
     if slope == 0 and bits in (1.0, 2.0, 3.0):
         assert set(given) == {int(bits)}
 
@@ -36,14 +39,20 @@ def test_grids_have_the_error_that_bits_are_given_by(bits):
     grid = grid_of(bits)
     y = np.random.default_rng(0).normal(size=(1 << 14, grid.shape[1]))
     error = ((y[:, None] - grid[None]) ** 2).sum(2).min(1).mean() / grid.shape[1]
-    assert error == pytest.approx(ERRORS[bits], rel=0.05)  # of 16384 numbers: 2 % of a square's mean are its error
+    assert error == pytest.approx(
+        ERRORS[bits], rel=0.05
+    )  # of 16384 numbers: 2 % of a square's mean are its error
 
 
 def _correlated(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a normal distribution whose deviations fall from 30 to 0.1 in a basis of their own, and its M."""
+    """Tokens of a normal distribution whose deviations fall from 30 to 0.1 in a basis of their own,
+    and its M."""
     rng = np.random.default_rng(seed)
     basis, _ = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))
-    x = rng.normal(size=(TOKENS, WIDTH)) * np.geomspace(30, 0.1, WIDTH) @ basis + rng.normal(size=WIDTH) * 5
+    x = (
+        rng.normal(size=(TOKENS, WIDTH)) * np.geomspace(30, 0.1, WIDTH) @ basis
+        + rng.normal(size=WIDTH) * 5
+    )
     return x.astype(np.float32), np.diag(np.geomspace(1, 4, WIDTH))
 
 
@@ -63,13 +72,16 @@ def test_the_error_is_what_the_spectrum_and_the_bits_say(slope):
     back, bits = np.asarray(constants["back"], np.float64), bits_of_ranks(WIDTH, 2.0, slope)
     variance = np.einsum("ri,ij,rj->r", back, costs, back)
     whole = np.trace(costs @ np.cov(x.T))
-    expected = sum(v * ERRORS[b] for v, b in zip(variance, bits, strict=False)) + whole - variance.sum()
+    expected = (
+        sum(v * ERRORS[b] for v, b in zip(variance, bits, strict=False)) + whole - variance.sum()
+    )
     error = x - found
     assert np.einsum("ni,ij,nj->n", error, costs, error).mean() == pytest.approx(expected, rel=0.05)
 
 
 def test_bits_by_rank_beat_equal_bits_by_what_theory_says():
-    """Of log2 deviations that fall evenly over 8 bits, equal bits cost more than a third of all bits more."""
+    """Of log2 deviations that fall evenly over 8 bits, equal bits cost more than a third of all
+    bits more."""
     x, costs = _correlated()
     flat, ranked = (_coded(Klt(bits=2.0, slope=slope), x, costs)[0] for slope in (0.0, 1.5))
     loss = [np.einsum("ni,ij,nj->", x - found, costs, x - found) for found in (flat, ranked)]
@@ -80,11 +92,17 @@ def test_one_token_far_out_is_not_clipped():
     """A token 12 deviations out along the first coefficient keeps its place within 3 %."""
     x, costs = _correlated()
     covariance = np.cov(x.T)
-    first = np.linalg.eigh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[1][:, -1] / np.sqrt(np.diag(costs))
-    far = x.mean(0) + 12 * first * np.sqrt(np.linalg.eigvalsh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[-1])
+    first = np.linalg.eigh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[1][:, -1] / np.sqrt(
+        np.diag(costs)
+    )
+    far = x.mean(0) + 12 * first * np.sqrt(
+        np.linalg.eigvalsh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[-1]
+    )
     _, constants = _coded(Klt(bits=2.0, slope=1.0), x, costs)
     codec = Klt(bits=2.0, slope=1.0).build(WIDTH)
-    found = np.asarray(codec.decode(constants, codec.encode(constants, jnp.asarray(far[None], jnp.float32))))[0]
+    found = np.asarray(
+        codec.decode(constants, codec.encode(constants, jnp.asarray(far[None], jnp.float32)))
+    )[0]
     assert np.linalg.norm(found - far) < 0.03 * np.linalg.norm(far - x.mean(0))
 
 
@@ -96,7 +114,8 @@ def test_all_coefficients_give_the_vector_back():
 
 
 def test_means_of_coefficients_are_turned_back_to_means_of_vectors():
-    """A mean of 64 tokens; each sum of 64 float32 numbers errs by 64 * 2^-24 of their size, and both do so twice."""
+    """A mean of 64 tokens; each sum of 64 float32 numbers errs by 64 * 2^-24 of their size, and
+    both do so twice."""
     x, costs = _correlated()
     spec = Klt(bits=2.0, slope=1.0)
     found, constants = _coded(spec, x[:64], costs)
@@ -106,7 +125,9 @@ def test_means_of_coefficients_are_turned_back_to_means_of_vectors():
     assert numbers.shape == (1, 64, size)
     weights = np.random.default_rng(2).dirichlet(np.ones(64), 5).astype(np.float32)
     means = finish(constants, jnp.asarray(weights) @ numbers[0])
-    np.testing.assert_allclose(means, weights @ found, rtol=0, atol=64 * 2.0**-22 * np.abs(found).max())
+    np.testing.assert_allclose(
+        means, weights @ found, rtol=0, atol=64 * 2.0**-22 * np.abs(found).max()
+    )
 
 
 def test_vectors_as_gpus_turn_them_back_round_coefficients_and_matrix_to_bfloat16():
@@ -126,7 +147,10 @@ def test_costs_of_keys_do_not_depend_on_positions():
     config = model.config
     q = jax.random.normal(jax.random.key(0), (1, 40, config.num_heads, config.head_dim))
     turned = rotate(q, jnp.arange(40)[None], config)
-    costs = [klt.key_costs(np.asarray(jnp.square(x).mean((0, 1)), np.float64), config.kv_shape) for x in (q, turned)]
+    costs = [
+        klt.key_costs(np.asarray(jnp.square(x).mean((0, 1)), np.float64), config.kv_shape)
+        for x in (q, turned)
+    ]
     np.testing.assert_allclose(*costs, rtol=1e-5)
     assert costs[0].shape == (config.kv_width,)
 
@@ -135,10 +159,14 @@ def test_costs_of_values_are_those_of_the_attention_output():
     model = tiny()
     shape, outputs = model.config.kv_shape, np.asarray(model.params["layers"]["o"][0], np.float64)
     error = np.random.default_rng(1).normal(size=shape.kv_width)
-    heads = np.repeat(error.reshape(shape.num_kv_heads, shape.head_dim), shape.num_heads // shape.num_kv_heads, 0)
-    # Each query head by itself: what several of them do to the output together depends on their weights.
+    heads = np.repeat(
+        error.reshape(shape.num_kv_heads, shape.head_dim), shape.num_heads // shape.num_kv_heads, 0
+    )
+    # Each query head by itself: what several of them do to the output together depends on their
+    # weights.
     wanted = sum(
-        np.square(head @ outputs[n * shape.head_dim : (n + 1) * shape.head_dim]).sum() for n, head in enumerate(heads)
+        np.square(head @ outputs[n * shape.head_dim : (n + 1) * shape.head_dim]).sum()
+        for n, head in enumerate(heads)
     )
     assert error @ klt.value_costs(outputs, shape) @ error == pytest.approx(wanted, rel=1e-9)
 

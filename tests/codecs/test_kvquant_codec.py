@@ -22,9 +22,15 @@ def synthetic(seed, tokens=64, width=256):
 
 
 def offline(x, outliers=0.01):
-    upper, lower = (np.quantile(x, q, axis=0).astype(np.float32) for q in (1 - outliers / 2, outliers / 2))
+    upper, lower = (
+        np.quantile(x, q, axis=0).astype(np.float32) for q in (1 - outliers / 2, outliers / 2)
+    )
     table = np.asarray([-0.9, -0.55, -0.3, -0.1, 0.08, 0.3, 0.6, 0.95], np.float32)
-    return {"upper": jnp.asarray(upper), "lower": jnp.asarray(lower), "signposts": jnp.asarray(table)}
+    return {
+        "upper": jnp.asarray(upper),
+        "lower": jnp.asarray(lower),
+        "signposts": jnp.asarray(table),
+    }
 
 
 @pytest.mark.parametrize("scales", ["bfloat16", "float32"])
@@ -44,10 +50,14 @@ def test_dense_error_is_half_a_gap_and_outliers_are_exact(scales):
     tile, ours = round_trip(values, constants, x)
     scale, centre = (np.asarray(tile[name].astype(jnp.float32)).T for name in ("scale", "centre"))
     channels = slots_of(values, tile, x)[1].T
-    np.testing.assert_array_equal(np.take_along_axis(ours, channels, 1), np.take_along_axis(x, channels, 1))
+    np.testing.assert_array_equal(
+        np.take_along_axis(ours, channels, 1), np.take_along_axis(x, channels, 1)
+    )
     inside = np.ones(x.shape, bool)
     np.put_along_axis(inside, channels, False, 1)
-    assert (np.abs((x - centre) / scale)[inside] <= 1 + 1e-6).all()  # the stored range covers what is not an outlier
+    assert (
+        np.abs((x - centre) / scale)[inside] <= 1 + 1e-6
+    ).all()  # the stored range covers what is not an outlier
     assert (np.abs(ours - x) <= reach * scale + 1e-5 * np.abs(x).max()).all()
 
 
@@ -58,24 +68,30 @@ def test_values_follow_shifts_and_scalings_of_a_token():
     tile, base = round_trip(wide, constants, v)
     moved, ours = round_trip(wide, constants, v * 8 + 5)
     np.testing.assert_array_equal(slots_of(wide, tile, v)[1], slots_of(wide, moved, v)[1])
-    assert (np.asarray(tile["codes"]) == np.asarray(moved["codes"])).mean() > 0.9999  # the addition rounds
+    assert (
+        np.asarray(tile["codes"]) == np.asarray(moved["codes"])
+    ).mean() > 0.9999  # the addition rounds
     mostly_close(ours, base * 8 + 5, 1e-5 * np.abs(v).max(), 0.9995)
     stored, base = round_trip(Nuq(bits=3, per="token", slots=4), constants, v)
     moved, ours = round_trip(Nuq(bits=3, per="token", slots=4), constants, v * 8)
-    np.testing.assert_array_equal(stored["codes"], moved["codes"])  # a power of two is exact in bfloat16 too
+    np.testing.assert_array_equal(
+        stored["codes"], moved["codes"]
+    )  # a power of two is exact in bfloat16 too
     np.testing.assert_array_equal(ours, base * 8)
 
 
 def test_large_offsets_cost_range_and_no_bias():
-    """Values at 200 +- 1: centre and scale in bfloat16 widen the range by at most half the centre's spacing (here
-    1)."""
+    """Values at 200 +- 1: centre and scale in bfloat16 widen the range by at most half the centre's
+    spacing (here 1)."""
     v = 200 + np.random.default_rng(2).uniform(-1, 1, (256, 256)).astype(np.float32)
     constants = {"signposts": jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32)}
     tile, ours = round_trip(Nuq(bits=4, per="token"), constants, v)
     scale = np.asarray(tile["scale"].astype(jnp.float32)).T
     assert (scale <= 1.5 * (1 + 2**-7)).all()
     assert (np.abs(ours - v) <= scale / 15 + 1e-4).all()
-    assert abs((ours - v).mean()) < 0.004  # six standard errors of 65536 entries with a step of at most 0.2: 0.0014
+    assert (
+        abs((ours - v).mean()) < 0.004
+    )  # six standard errors of 65536 entries with a step of at most 0.2: 0.0014
 
 
 def test_permuted_channels_permute_outlier_channels_only():
@@ -90,18 +106,22 @@ def test_permuted_channels_permute_outlier_channels_only():
         np.testing.assert_array_equal(np.asarray(tile["codes"])[:, order], permuted["codes"])
         np.testing.assert_array_equal(base[:, order], ours)
         channels = slots_of(spec, permuted, x)[1]
-        back = np.where(channels < x.shape[1], order[np.minimum(channels, x.shape[1] - 1)], x.shape[1])
+        back = np.where(
+            channels < x.shape[1], order[np.minimum(channels, x.shape[1] - 1)], x.shape[1]
+        )
         np.testing.assert_array_equal(np.sort(back, 0), np.sort(slots_of(spec, tile, x)[1], 0))
 
 
 def test_token_statistics_span_all_heads():
-    """One loud head of four sets the range of the whole token: GQA statistics are per token, not per head."""
+    """One loud head of four sets the range of the whole token: GQA statistics are per token, not
+    per head."""
     v = synthetic(5, width=256)
     loud = v.copy()
     loud[:, 192:] *= 100
     constants = {"signposts": offline(v)["signposts"]}
     quiet_error, loud_error = (
-        np.abs(round_trip(Nuq(bits=3, per="token"), constants, x)[1] - x)[1:, 16:192].mean() for x in (v, loud)
+        np.abs(round_trip(Nuq(bits=3, per="token"), constants, x)[1] - x)[1:, 16:192].mean()
+        for x in (v, loud)
     )
     assert loud_error > 3 * quiet_error
 
@@ -123,7 +143,10 @@ def test_baselines_share_the_outlier_path():
     x = synthetic(7)
     constants = offline(x)
     for per in ("channel", "token"):
-        tiles = [round_trip(Nuq(bits=3, per=per, slots=4, datatype=d), constants, x)[0] for d in ("nuq", "nf", "int")]
+        tiles = [
+            round_trip(Nuq(bits=3, per=per, slots=4, datatype=d), constants, x)[0]
+            for d in ("nuq", "nf", "int")
+        ]
         for tile in tiles[1:]:
             np.testing.assert_array_equal(tile["outliers"], tiles[0]["outliers"])
 
@@ -150,8 +173,12 @@ def test_degenerate_tokens_and_channels_stay_finite_and_alone():
         np.testing.assert_array_equal(np.delete(good, [3, 4], 0), np.delete(ours, [3, 4], 0))
         assert np.isinf(ours[4, 9])
         assert np.isfinite(np.delete(ours[4], 9)).all()
-    assert (round_trip(Nuq(bits=3, per="token"), constants, np.zeros((2, 64), np.float32))[1] == 0).all()
-    np.testing.assert_array_equal(round_trip(Nuq(bits=3, per="channel"), constants, x)[1][:, 5], 2.5)
+    assert (
+        round_trip(Nuq(bits=3, per="token"), constants, np.zeros((2, 64), np.float32))[1] == 0
+    ).all()
+    np.testing.assert_array_equal(
+        round_trip(Nuq(bits=3, per="channel"), constants, x)[1][:, 5], 2.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +201,10 @@ def test_bad_options_are_refused(options, word):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_outliers_are_set_alike_on_every_chip(dtype):
     """By selects (GPUs) and one by one; some slots of keys are unused."""
-    x, spec = synthetic(5), Nuq(bits=2, per="channel", outliers=0.02, datatype="nf", outlier_dtype=dtype)
+    x, spec = (
+        synthetic(5),
+        Nuq(bits=2, per="channel", outliers=0.02, datatype="nf", outlier_dtype=dtype),
+    )
     tile = spec.build(256).encode(offline(x, 0.01), jnp.asarray(x))
     parts = split_outliers(tile["outliers"], spec.slot_count(256), dtype)
     assert (parts[1] == 256).any()

@@ -35,27 +35,38 @@ def test_codes_and_parameters_equal_the_published_ones(bits, group, source, alon
     name = f"{source}_b{bits}_g{group}"
     np.testing.assert_array_equal(tile["codes"], rows(golden[f"{name}_codes"]))
     scale, low = golden[f"{name}_scale"][0], golden[f"{name}_min"][0]
-    order = (2, 0, 1) if source == "k" else (0, 2, 1)  # [H,D,T/G] -> [T/G,H*D]; [H,T,D/G] -> [H*D/G,T]
+    order = (
+        (2, 0, 1) if source == "k" else (0, 2, 1)
+    )  # [H,D,T/G] -> [T/G,H*D]; [H,T,D/G] -> [H*D/G,T]
     shape = tile["scale"].shape
-    # XLA divides by a constant by multiplying with its reciprocal: one unit in the last place, and no code changes.
+    # XLA divides by a constant by multiplying with its reciprocal: one unit in the last place, and
+    # no code changes.
     np.testing.assert_allclose(tile["scale"], scale.transpose(order).reshape(shape), rtol=2**-22)
     np.testing.assert_array_equal(tile["low"], low.transpose(order).reshape(shape))
     reach = float(jnp.abs(tile["scale"]).max()) * (2**bits - 1)
-    assert float(jnp.abs(codec.decode({}, tile) - x).max()) <= float(tile["scale"].max()) / 2 + 1e-6 * reach
+    assert (
+        float(jnp.abs(codec.decode({}, tile) - x).max())
+        <= float(tile["scale"].max()) / 2 + 1e-6 * reach
+    )
 
 
 def test_half_way_codes_round_to_even_and_constant_groups_are_exact():
     golden = np.load(GOLDEN / "golden_kivi_rounding.npz")
     codec = Uniform(bits=2, along="tokens", group=32, dtype="float32").build(8)
-    np.testing.assert_array_equal(codec.encode({}, rows(golden["round_x"]))["codes"], rows(golden["round_codes"]))
+    np.testing.assert_array_equal(
+        codec.encode({}, rows(golden["round_x"]))["codes"], rows(golden["round_codes"])
+    )
     tile = codec.encode({}, rows(golden["const_x"]))
-    np.testing.assert_array_equal(codec.decode({}, tile)[:, [3, 5]], rows(golden["const_deq"])[:, [3, 5]])
+    np.testing.assert_array_equal(
+        codec.decode({}, tile)[:, [3, 5]], rows(golden["const_deq"])[:, [3, 5]]
+    )
 
 
 @pytest.mark.parametrize("along", ["tokens", "channels"])
 def test_large_offset_costs_range_not_bias(along):
-    """Keys at 200 +- 1 (the Qwen2.5 case): bf16 has steps of 1 there. Rounding minima after encoding cost 15 times the
-    error; encoding against the stored minimum must stay below twice the error of float32 parameters."""
+    """Keys at 200 +- 1 (the Qwen2.5 case): bf16 has steps of 1 there. Rounding minima after
+    encoding cost 15 times the error; encoding against the stored minimum must stay below twice the
+    error of float32 parameters."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(200 + rng.uniform(-1, 1, (128, 64)), jnp.float32)
 
@@ -107,9 +118,12 @@ def test_impossible_specs_are_refused():
 
 @pytest.mark.parametrize(("dtype", "exact"), [("bfloat16", True), ("float32", False)])
 def test_the_form_for_tpus_gives_the_same_bits(dtype, exact, monkeypatch):
-    """Products with scales that bfloat16 does not hold would round on a TPU: those have no form of their own."""
+    """Products with scales that bfloat16 does not hold would round on a TPU: those have no form of
+    their own."""
     codec = Uniform(bits=3, along="channels", group=32, dtype=dtype).build(96)
-    tile = codec.encode({}, jnp.asarray(np.random.default_rng(0).normal(size=(64, 96)), jnp.float32))
+    tile = codec.encode(
+        {}, jnp.asarray(np.random.default_rng(0).normal(size=(64, 96)), jnp.float32)
+    )
     wanted, used = codec.decode({}, tile), []
 
     def of_tpus(*given, default, tpu=None, **_):

@@ -1,4 +1,5 @@
-"""Data as others keep it: files, folders, saved data sets, the hub; and what cannot be used, in one line."""
+"""Data as others keep it: files, folders, saved data sets, the hub; and what cannot be used, in one
+line."""
 
 import codecs
 import csv
@@ -21,7 +22,10 @@ from kvqjax.model.loading import locate
 
 DOCUMENTS = ("The old man came back.\u2028He sat.", 'Rain, "again".\nAnd wind.')
 RECORDS = [{"text": text, "id": number} for number, text in enumerate(DOCUMENTS)]
-MESSAGES = [{"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "The old man."}]
+MESSAGES = [
+    {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "The old man."},
+]
 TALK = "user: Who came?\nassistant: The old man."
 
 
@@ -63,7 +67,9 @@ KINDS = {
     "bare.jsonl": content(lines(RECORDS, ensure_ascii=False)),  # U+2028 is no end of a line
     "marked.jsonl": content(codecs.BOM_UTF8 + lines(RECORDS).replace(b"\n", b"\r\n")),
     "joined.jsonl": content(b"".join(codecs.BOM_UTF8 + lines([row]) for row in RECORDS)),
-    "blank.jsonl": content(lines([RECORDS[0], {"text": None}, {"text": " "}, RECORDS[1]]) + b"\n\n"),
+    "blank.jsonl": content(
+        lines([RECORDS[0], {"text": None}, {"text": " "}, RECORDS[1]]) + b"\n\n"
+    ),
     "x.jsonl.gz": content(gzip.compress(lines(RECORDS))),
     "wrong.gz": content(lines(RECORDS)),
     "wrong.txt": content(lines(RECORDS)),
@@ -97,7 +103,9 @@ def test_the_same_documents_however_they_are_kept(tmp_path, name):
 
 
 def test_fields_are_found_or_named(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(lines([{"id": 1, "prompt": "Who came?", "body": "The old man."}]))
+    (tmp_path / "x.jsonl").write_bytes(
+        lines([{"id": 1, "prompt": "Who came?", "body": "The old man."}])
+    )
     assert read(tmp_path / "x.jsonl").documents == ("Who came?",)
     data = read(tmp_path / "x.jsonl", field="body")
     assert (data.documents, data.about["field"]) == (("The old man.",), "body")
@@ -109,8 +117,12 @@ def test_fields_are_found_or_named(tmp_path):
 TURNS = {
     "messages": {"messages": MESSAGES},
     "prompt": {"prompt": MESSAGES},
-    "from and value": {"conversations": [{"from": m["role"], "value": m["content"]} for m in MESSAGES]},
-    "parts": {"messages": [m | {"content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]},
+    "from and value": {
+        "conversations": [{"from": m["role"], "value": m["content"]} for m in MESSAGES]
+    },
+    "parts": {
+        "messages": [m | {"content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+    },
     "bare": MESSAGES,
 }
 
@@ -129,14 +141,18 @@ def test_conversations_go_through_the_chat_template(tmp_path):
     import shutil
 
     shutil.copytree(locate("recall"), tmp_path / "model")
-    template = "{{ '<s>' }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ missing() }}"
+    template = (
+        "{{ '<s>' }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}{{ missing() }}"
+    )
     (tmp_path / "model" / "chat_template.jinja").write_text(template.replace("{{ missing() }}", ""))
     (tmp_path / "x.jsonl").write_bytes(lines([{"messages": MESSAGES}]))
     data = read(tmp_path / "x.jsonl", model=kvq.load(tmp_path / "model"))
     assert data.documents == ("<s>user=Who came?;assistant=The old man.;",)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(template)
-    with pytest.raises(kvq.UserError, match=r"x\.jsonl, line 1, field 'messages': the model's chat template refuses"):
+    with pytest.raises(
+        kvq.UserError, match=r"x\.jsonl, line 1, field 'messages': the chat template refuses"
+    ):
         read(tmp_path / "x.jsonl", model=kvq.load(tmp_path / "other"))
 
 
@@ -202,7 +218,9 @@ def test_the_hub_is_read_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert read("owner/name").documents == ("None True",)
     assert read("owner/name:own", split="train").documents == ("own True",)
-    with pytest.raises(kvq.UserError, match=r"the hub did not give it \(no network at all\); download it") as caught:
+    with pytest.raises(
+        kvq.UserError, match=r"the hub did not give it \(no network at all\); download it"
+    ) as caught:
         read("owner/other")
     assert "\n" not in str(caught.value)
 
@@ -222,7 +240,10 @@ def test_names_that_are_nearly_right_are_answered(tmp_path):
         with pytest.raises(kvq.UserError, match="did you mean 'wikitext2'"):
             read(name)
     (tmp_path / "empty").mkdir()
-    for path, message in ((tmp_path / "empty", "no data in this folder"), (tmp_path / "absent.jsonl", "No such file")):
+    for path, message in (
+        (tmp_path / "empty", "no data in this folder"),
+        (tmp_path / "absent.jsonl", "No such file"),
+    ):
         with pytest.raises(kvq.UserError, match=message):
             read(path)
 
@@ -249,7 +270,15 @@ def test_every_door_takes_text_paths_and_ids_alike(tmp_path, recall):
     ids = recall.encode(TEXT)
     rows = np.asarray(ids)[: len(ids) // 8 * 8].reshape(8, -1)
     options = {"window": 64, "tokens": 64, "chunk": 64}
-    ways = [TEXT, [TEXT], tmp_path / "x.txt", str(tmp_path / "x.txt"), read(tmp_path / "x.txt"), ids, np.asarray(ids)]
+    ways = [
+        TEXT,
+        [TEXT],
+        tmp_path / "x.txt",
+        str(tmp_path / "x.txt"),
+        read(tmp_path / "x.txt"),
+        ids,
+        np.asarray(ids),
+    ]
     for measure in (perplexity, drift):
         wanted = measure(recall, np.asarray(ids), "exact", **options)
         for way in [*ways, rows, rows.tolist()]:
@@ -318,7 +347,10 @@ def test_sentences_between_needles_come_from_text_or_a_path(tmp_path, recall):
     (tmp_path / "x.txt").write_text(hay)
     options = {"task": "passkey", "length": 96, "samples": 2, "batch": 2}
     demo = kvq.load("demo")
-    rows = [retrieval(demo, "exact", hay=way, **options) for way in (hay, tmp_path / "x.txt", Data((hay,), {}))]
+    rows = [
+        retrieval(demo, "exact", hay=way, **options)
+        for way in (hay, tmp_path / "x.txt", Data((hay,), {}))
+    ]
     assert rows[0] == rows[1] == rows[2]
     with pytest.raises(kvq.UserError, match="hay is"):
         retrieval(demo, "exact", hay="", **options)
@@ -326,18 +358,39 @@ def test_sentences_between_needles_come_from_text_or_a_path(tmp_path, recall):
 
 def test_commands_take_every_kind_of_data_and_say_what_they_read(tmp_path, capsys, monkeypatch):
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines([{"body": TEXT}] * 2)))
-    words = ["--data", str(tmp_path / "x.jsonl.gz"), "--field", "body", "--model", "recall", "--json"]
+    words = [
+        "--data",
+        str(tmp_path / "x.jsonl.gz"),
+        "--field",
+        "body",
+        "--model",
+        "recall",
+        "--json",
+    ]
     sizes = ["--window", "64", "--tokens", "64"]
     code, out, err = run(capsys, monkeypatch, "eval", "ppl", "-c", "exact", *words, *sizes)
     assert code == 0, err
     about = json.loads(out[out.index("[\n") :])[0]["about"]["data"]
     assert (about["field"], about["documents"]) == ("body", 2)
     assert about["tokens"] == len(kvq.load("recall").encode(f"{TEXT}\n\n{TEXT}"))
-    made = ["-c", "higgs:bits=3,centre=mean", "--out", str(tmp_path / "made"), "--sequences", "2", "--length", "64"]
+    made = [
+        "-c",
+        "higgs:bits=3,centre=mean",
+        "--out",
+        str(tmp_path / "made"),
+        "--sequences",
+        "2",
+        "--length",
+        "64",
+    ]
     code, out, err = run(capsys, monkeypatch, "calibrate", *made, *words)
     assert code == 0, err
     about = kvq.load_artifact(tmp_path / "made").about
-    assert (about["sequences"], about["data"]["documents"], about["data"]["field"]) == (2, 2, "body")
+    assert (about["sequences"], about["data"]["documents"], about["data"]["field"]) == (
+        2,
+        2,
+        "body",
+    )
     code, out, err = run(capsys, monkeypatch, "eval", "ppl", "-c", "exact", *words[:2])
     assert code == 2
     assert "--field" in err

@@ -1,4 +1,5 @@
-"""Evaluation: the same tokens for both caches, modes that mean what they say, numbers that can be wrong."""
+"""Evaluation: the same tokens for both caches, modes that mean what they say, numbers that can be
+wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ def test_prefill_mode_scores_the_second_half_only():
 
 
 def test_fewer_bits_diverge_more():
-    rows = [perplexity(tiny(), IDS, kvq.kivi(bits=b, window=32), chunk=32, **OPTIONS) for b in (8, 2)]
+    rows = [
+        perplexity(tiny(), IDS, kvq.kivi(bits=b, window=32), chunk=32, **OPTIONS) for b in (8, 2)
+    ]
     assert 0 < rows[0]["kld"] < 1e-3 < rows[1]["kld"]
     assert rows[0]["top1"] > rows[1]["top1"]
     assert rows[0]["bytes"] > rows[1]["bytes"]
@@ -49,7 +52,9 @@ def test_chunk_one_equals_step_by_step_decoding():
     row = perplexity(model, IDS, method, chunk=1, window=96, tokens=96)
     cache, step, total = kvq.init_cache(model, method, 1, 96), jax.jit(kvq.forward), 0.0
     for position in range(95):
-        logits, cache = step(model, jnp.asarray(IDS[None, position : position + 1]), jnp.ones(1, jnp.int32), cache)
+        logits, cache = step(
+            model, jnp.asarray(IDS[None, position : position + 1]), jnp.ones(1, jnp.int32), cache
+        )
         total -= float(jax.nn.log_softmax(logits[0, 0])[IDS[position + 1]])
     np.testing.assert_allclose(row["ppl"], np.exp(total / 95), rtol=1e-5)
 
@@ -59,16 +64,21 @@ def test_scores_against_numpy():
     logits, reference = rng.normal(size=(2, 1, 3, 5)).astype(np.float32)
     targets, valid = np.array([[1, 2, 4]]), np.array([[True, True, False]])
     p, r = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (logits, reference))
-    got = score_chunk(jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(targets), jnp.asarray(valid))
+    got = score_chunk(
+        jnp.asarray(logits), jnp.asarray(reference), jnp.asarray(targets), jnp.asarray(valid)
+    )
     np.testing.assert_allclose(got.nll, -np.log(p[0, [0, 1], [1, 2]]).sum(), rtol=1e-5)
     np.testing.assert_allclose(got.kld, (r * np.log(r / p)).sum(-1)[0, :2].sum(), rtol=1e-5)
     np.testing.assert_allclose(got.top1, (p.argmax(-1) == r.argmax(-1))[0, :2].sum())
     assert float(got.tokens) == 2
 
 
-@pytest.mark.parametrize("policy", ["kivi:bits=2,window=32", "kivi:bits=2,group=64,window=0,sinks=3"])
+@pytest.mark.parametrize(
+    "policy", ["kivi:bits=2,window=32", "kivi:bits=2,group=64,window=0,sinks=3"]
+)
 def test_growth_starts_where_all_is_encoded(policy):
-    """One step earlier every cache is still exact; a span that begins earlier, be it by one step, is not the first."""
+    """One step earlier every cache is still exact; a span that begins earlier, be it by one step,
+    is not the first."""
     model, method = tiny(), kvq.parse(policy)
     first = encoded_from(model, method, 192)
     row = drift(model, IDS, method, chunk=1, window=192, tokens=192, bins=192)
@@ -85,20 +95,30 @@ def test_drift_reports_that_growth():
     first = -(-encoded_from(model, method, 192) // 32)
     assert 0 < first < 5
     assert row["growth"] == pytest.approx(row["kld"][-1] / row["kld"][first])
-    assert drift(model, IDS, kvq.exact(), chunk=32, window=192, tokens=192, bins=3)["growth"] is None
+    assert (
+        drift(model, IDS, kvq.exact(), chunk=32, window=192, tokens=192, bins=3)["growth"] is None
+    )
 
 
 def test_bytes_are_counted_at_the_context_that_is_named():
     row = perplexity(tiny(), IDS, kvq.kivi(bits=2, window=32), chunk=32, context=4096, **OPTIONS)
-    book = kvq.ledger(jax.eval_shape(lambda: kvq.init_cache(tiny(), kvq.kivi(bits=2, window=32), 1, 4096)))
-    assert (row["context"], row["bytes"], row["bits_stored"]) == (4096, book.bytes, book.bits_stored)
+    book = kvq.ledger(
+        jax.eval_shape(lambda: kvq.init_cache(tiny(), kvq.kivi(bits=2, window=32), 1, 4096))
+    )
+    assert (row["context"], row["bytes"], row["bits_stored"]) == (
+        4096,
+        book.bytes,
+        book.bits_stored,
+    )
 
 
 def test_drift_bins_add_up_to_perplexity():
     method = kvq.kivi(bits=2, window=32)
     row = drift(tiny(), IDS, method, chunk=32, window=192, tokens=384, bins=3)
     whole = perplexity(tiny(), IDS, method, chunk=32, window=192, tokens=384, batch=1)
-    weights = np.array([128, 128, 126])  # two windows, three bins of two chunks; the last token predicts nothing
+    weights = np.array(
+        [128, 128, 126]
+    )  # two windows, three bins of two chunks; the last token predicts nothing
     np.testing.assert_allclose(np.average(row["kld"], weights=weights), whole["kld"], rtol=1e-5)
     assert row["kld"][0] < row["kld"][2]
 

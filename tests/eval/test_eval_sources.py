@@ -11,7 +11,10 @@ import pytest
 import kvqjax as kvq
 from kvqjax.data.corpora import Source, read_text, records
 
-ROWS = [{"question": "How many hats?", "answer": "Two. #### 2"}, {"question": "How many cats?", "answer": "#### 3"}]
+ROWS = [
+    {"question": "How many hats?", "answer": "Two. #### 2"},
+    {"question": "How many cats?", "answer": "#### 3"},
+]
 
 
 def lines(rows) -> str:
@@ -29,7 +32,9 @@ def test_json_lines_json_lists_and_packed_files_are_read_alike(tmp_path):
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     source = Source("family", ("c.jsonl",), "the authors' page", {"path": "family"})
-    with pytest.raises(kvq.UserError, match=r"c\.jsonl is not there; get it from the authors' page"):
+    with pytest.raises(
+        kvq.UserError, match=r"c\.jsonl is not there; get it from the authors' page"
+    ):
         list(records(source, tmp_path))
     (tmp_path / "c.jsonl").write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(kvq.UserError, match=r"c\.jsonl, line 2: not JSON"):
@@ -49,7 +54,9 @@ def test_the_hub_is_asked_as_the_source_says(monkeypatch):
     here = Source("family", ("c.jsonl",), "the authors' page", {"path": "family", "split": "test"})
     assert list(records(here, None)) == [{"options": {"split": "test"}}]
     gone = here._replace(hub={"path": "other"})
-    with pytest.raises(kvq.UserError, match=r"the hub did not give it \(no network at all\); put c\.jsonl"):
+    with pytest.raises(
+        kvq.UserError, match=r"the hub did not give it \(no network at all\); put c\.jsonl"
+    ):
         list(records(gone, None))
 
 
@@ -64,9 +71,13 @@ def test_corpora_are_joined_as_the_papers_join_them(tmp_path):
     (tmp_path / "c4-validation.00000-of-00008.json.gz").write_bytes(packed)
     assert read_text("c4", 0, 0, tmp_path)[0] == " ".join(page["text"] for page in pages[:1100])
     (tmp_path / "test.jsonl").write_text(lines(ROWS))
-    assert read_text("gsm8k", 0, 0, tmp_path)[0].startswith("How many hats?\nTwo. #### 2\n\nHow many cats?")
+    assert read_text("gsm8k", 0, 0, tmp_path)[0].startswith(
+        "How many hats?\nTwo. #### 2\n\nHow many cats?"
+    )
     (tmp_path / "test.jsonl").write_text(lines([ROWS[0], {"question": "How many bats?"}]))
-    with pytest.raises(kvq.UserError, match="gsm8k: record 2 has no text under question and answer; get it from"):
+    with pytest.raises(
+        kvq.UserError, match="gsm8k: record 2 has no text under question and answer; get it from"
+    ):
         read_text("gsm8k", 0, 0, tmp_path)
 
 

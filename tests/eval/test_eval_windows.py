@@ -1,4 +1,5 @@
-"""Windows as GPTQ's, AQUA-KV's and llama.cpp's perplexities cut them, and problems of our own text."""
+"""Windows as GPTQ's, AQUA-KV's and llama.cpp's perplexities cut them, and problems of our own
+text."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,12 @@ def test_windows_are_disjoint_and_whole():
     assert windows(IDS, 64, 1).shape == (1, 64)
     with_bos = np.concatenate([[0], IDS])
     assert windows(with_bos, 64, 0, bos=0)[:, 0].tolist() == [0] * 4
-    np.testing.assert_array_equal(windows(with_bos, 64, 0, bos=0)[:, 1:], with_bos[:256].reshape(4, 64)[:, 1:])
-    np.testing.assert_array_equal(windows(IDS, 64, 0, bos=0), windows(IDS, 64, 0))  # encoded without one
+    np.testing.assert_array_equal(
+        windows(with_bos, 64, 0, bos=0)[:, 1:], with_bos[:256].reshape(4, 64)[:, 1:]
+    )
+    np.testing.assert_array_equal(
+        windows(IDS, 64, 0, bos=0), windows(IDS, 64, 0)
+    )  # encoded without one
     with pytest.raises(kvq.UserError, match="300 tokens, fewer than one window of 400"):
         windows(IDS, 400, 0)
 
@@ -57,7 +62,9 @@ def test_answers_stand_in_their_prompts(task):
         assert 200 < len(prompt) + len(answer) <= 256
         assert wanted in text
         places.append(text.index(wanted) / len(text))
-    if task != "variables":  # each has its own value's place; all are asked from the first to the last depth
+    if (
+        task != "variables"
+    ):  # each has its own value's place; all are asked from the first to the last depth
         assert places[0] < 0.3 < places[1] < 0.7 < places[2]
 
 

@@ -28,24 +28,34 @@ def test_slow_methods_are_left_out():
 
 def test_the_cost_of_a_large_model_on_one_chip_and_on_eight():
     config = config_of("llama-3.1-8b")
-    one, eight = (estimated(config, "kivi,higgs", d, m, Settings()) for d, m in (("h100", ""), ("v5e", "model=8")))
+    one, eight = (
+        estimated(config, "kivi,higgs", d, m, Settings())
+        for d, m in (("h100", ""), ("v5e", "model=8"))
+    )
     assert one["parts_alone"] == 2 * 32 * (one["candidates"] - 1)
     assert one["forward_passes"] == eight["forward_passes"]
     assert one["bytes"] > 16e9 > eight["bytes"]
     more = estimated(config, "kivi,higgs", "h100", "", dataclasses.replace(Settings(), window=1024))
     assert more["hours"] > 1.9 * one["hours"]
     few, chain = (
-        estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings()) for x in ("", ",aqua:bits=2")
+        estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings())
+        for x in ("", ",aqua:bits=2")
     )
-    assert (few["exceptions"], chain["exceptions"]) == (0, 1 + 32 * 3)  # the exact cache, KIVI and HIGGS in each layer
+    assert (few["exceptions"], chain["exceptions"]) == (
+        0,
+        1 + 32 * 3,
+    )  # the exact cache, KIVI and HIGGS in each layer
     assert chain["forward_passes"] > few["forward_passes"]
     rows = estimated(config, "kivi,higgs", "v5e", "data=8", Settings(batch=3))
-    assert rows["tokens"] == rows["forward_passes"] * 8 * Settings().window  # a row for every device
+    assert (
+        rows["tokens"] == rows["forward_passes"] * 8 * Settings().window
+    )  # a row for every device
 
 
 def test_the_line_between_single_methods():
     rows = [
-        {"kind": "single", "bits_stored": b, "kld": k} for b, k in ((2.0, 1.0), (2.2, 3.0), (3.0, 0.1), (4.0, 0.09))
+        {"kind": "single", "bits_stored": b, "kld": k}
+        for b, k in ((2.0, 1.0), (2.2, 3.0), (3.0, 0.1), (4.0, 0.09))
     ]
     assert line_at(rows, 2.5) == pytest.approx(0.1**0.5)
     assert line_at(rows, 1.5) is None
@@ -90,7 +100,9 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_calibrated(tmp_pa
         ("8", "windows of 64 tokens end before klt:bits=2.0 reads what it has encoded; wanted 192"),
     ):
         with pytest.raises(kvq.UserError, match=message):
-            kvq.tune(model, text, budget=budget, methods="klt:bits=2", out=tmp_path, settings=settings)
+            kvq.tune(
+                model, text, budget=budget, methods="klt:bits=2", out=tmp_path, settings=settings
+            )
     assert not list(tmp_path.rglob("calibrated"))
 
 
@@ -98,7 +110,9 @@ def test_more_choices_want_more_text():
     assert needed_windows(2) == 4 < needed_windows(100) < needed_windows(1000) < 20
 
 
-@pytest.mark.parametrize("field", [{"batch": 0}, {"chunk": 0}, {"window": 2.5}, {"scored_from": 511}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "field", [{"batch": 0}, {"chunk": 0}, {"window": 2.5}, {"scored_from": 511}, {"seed": -1}]
+)
 def test_settings_that_cannot_be(field, unchecked):
     with pytest.raises(kvq.UserError, match="=".join(map(str, *field.items()))):
         Settings(**field)

@@ -18,4 +18,6 @@ def module(monkeypatch):
 @pytest.mark.parametrize("page", ["kernels", "peers"])
 def test_the_page_is_what_the_records_give(module, page):
     text = module(f"figures.{page}").text()
-    assert text == (ROOT / "benchmarks" / f"{page}.md").read_text(encoding="utf-8"), "run python -m benchmarks.figures"
+    assert text == (ROOT / "benchmarks" / f"{page}.md").read_text(encoding="utf-8"), (
+        "run python -m benchmarks.figures"
+    )

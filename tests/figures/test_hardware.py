@@ -1,4 +1,5 @@
-"""`python -m benchmarks.hardware`: dry runs with tiny sizes, and what becomes of blocks and items that fail."""
+"""`python -m benchmarks.hardware`: dry runs with tiny sizes, and what becomes of blocks and items
+that fail."""
 
 import importlib
 import json
@@ -25,7 +26,11 @@ def rows_of(out: Path) -> dict:
 
 @pytest.mark.parametrize(
     "blocks",
-    ["environment,ceilings,kernels,prompts", "correctness,words,text", "attention,torch,steps,kernel-steps,million"],
+    [
+        "environment,ceilings,kernels,prompts",
+        "correctness,words,text",
+        "attention,torch,steps,kernel-steps,million",
+    ],
     ids=["quick", "right", "speed"],
 )
 def test_a_dry_run_measures_every_block(hardware, tmp_path, monkeypatch, capsys, blocks):
@@ -33,7 +38,9 @@ def test_a_dry_run_measures_every_block(hardware, tmp_path, monkeypatch, capsys,
     main = hardware("__main__").main
     main(["--minutes", "15", "--out", str(tmp_path / "out"), "--tiny", "--blocks", blocks])
     rows = rows_of(tmp_path / "out")
-    assert {row["state"] for row in rows.values()} <= {"done", "skipped"}, (tmp_path / "out" / "log.txt").read_text()
+    assert {row["state"] for row in rows.values()} <= {"done", "skipped"}, (
+        tmp_path / "out" / "log.txt"
+    ).read_text()
     assert {block for block, _ in rows} == set(blocks.split(","))
     printed, page = capsys.readouterr().out, (tmp_path / "out" / "page.md").read_text()
     for block, item in rows:
@@ -41,9 +48,21 @@ def test_a_dry_run_measures_every_block(hardware, tmp_path, monkeypatch, capsys,
         assert item[:38] in printed
     size = (tmp_path / "out" / "rows.jsonl").stat().st_size
     done = [key for key, row in rows.items() if row["state"] == "done"]
-    main(["--minutes", "15", "--out", str(tmp_path / "out"), "--tiny", "--blocks", blocks.split(",")[0]])
+    main(
+        [
+            "--minutes",
+            "15",
+            "--out",
+            str(tmp_path / "out"),
+            "--tiny",
+            "--blocks",
+            blocks.split(",")[0],
+        ]
+    )
     again = (tmp_path / "out" / "rows.jsonl").read_text()[size:].splitlines()
-    assert not [row for row in map(json.loads, again) if (row["block"], row["item"]) in done]  # nothing twice
+    assert not [
+        row for row in map(json.loads, again) if (row["block"], row["item"]) in done
+    ]  # nothing twice
 
 
 def test_blocks_of_the_plan_are_those_that_a_child_knows(hardware):
@@ -63,7 +82,9 @@ def test_a_failed_item_is_tried_by_the_next_run_and_a_done_one_is_not(hardware, 
     log.item("fine", lambda: {"ms": 1.0})
     assert "MemoryError: RESOURCE_EXHAUSTED | more" in rows_of(tmp_path)["steps", "large"]["error"]
     assert "Traceback" in (tmp_path / "errors.txt").read_text()
-    assert not log_at(hardware, tmp_path).new("large")  # a block that is begun again goes on behind it
+    assert not log_at(hardware, tmp_path).new(
+        "large"
+    )  # a block that is begun again goes on behind it
     assert log_at(hardware, tmp_path, run="2").new("large")
     assert not log_at(hardware, tmp_path, run="2").new("fine")
     assert log_at(hardware, tmp_path, commit="b").new("fine")  # another tree's figures are its own
@@ -77,7 +98,9 @@ def test_an_item_that_ends_its_process_is_known_and_written_down(hardware, tmp_p
     assert not log.new("deadly")
     assert log.new("next")
     hardware("page").write_page(tmp_path, "a")
-    assert "- steps: deadly: crashed: its process ended with it" in (tmp_path / "page.md").read_text()
+    assert (
+        "- steps: deadly: crashed: its process ended with it" in (tmp_path / "page.md").read_text()
+    )
 
 
 def test_errors_after_which_a_device_is_lost_end_the_process(hardware, tmp_path):
@@ -91,7 +114,11 @@ def test_errors_after_which_a_device_is_lost_end_the_process(hardware, tmp_path)
 
 @pytest.mark.parametrize(
     ("code", "state", "times"),
-    [("import time; time.sleep(60)", "late", 1), ("import os; os._exit(9)", "died (9)", 3), ("pass", "done", 1)],
+    [
+        ("import time; time.sleep(60)", "late", 1),
+        ("import os; os._exit(9)", "died (9)", 3),
+        ("pass", "done", 1),
+    ],
     ids=["hangs", "dies", "ends"],
 )
 def test_a_block_that_hangs_is_killed_and_one_that_dies_is_begun_again(
@@ -105,12 +132,16 @@ def test_a_block_that_hangs_is_killed_and_one_that_dies_is_begun_again(
         return run_child([sys.executable, "-c", code], min(seconds, 4.0), *rest)
 
     monkeypatch.setattr(parent, "run_child", run)
-    options = type("Options", (), {"out": tmp_path, "commit": "a", "run": "1", "only": [], "tiny": True})
+    options = type(
+        "Options", (), {"out": tmp_path, "commit": "a", "run": "1", "only": [], "tiny": True}
+    )
     block = parent.Block("steps", 30, 5)
     assert parent.run_block(block, float("inf"), options, False) == state
     assert len(begun) == times
     parent.close(block, options, state)
-    assert rows_of(tmp_path)["steps", "(block)"]["state"] == ("empty" if state == "done" else "failed")
+    assert rows_of(tmp_path)["steps", "(block)"]["state"] == (
+        "empty" if state == "done" else "failed"
+    )
 
 
 def test_items_may_be_chosen_by_a_part_of_their_names(hardware, tmp_path):
@@ -121,6 +152,8 @@ def test_items_may_be_chosen_by_a_part_of_their_names(hardware, tmp_path):
 
 
 def test_a_block_without_time_is_dropped(hardware, tmp_path, capsys):
-    hardware("__main__").main(["--minutes", "0", "--out", str(tmp_path), "--tiny", "--blocks", "steps"])
+    hardware("__main__").main(
+        ["--minutes", "0", "--out", str(tmp_path), "--tiny", "--blocks", "steps"]
+    )
     assert rows_of(tmp_path)["steps", "(block)"]["state"] == "dropped"
     assert "steps: dropped" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Count prompts (benchmarks/compiled_cost): products, the least a prompt needs, blocks that splash leaves out."""
+"""Count prompts (benchmarks/compiled_cost): products, the least a prompt needs, blocks that splash
+leaves out."""
 
 import dataclasses
 import importlib
@@ -33,16 +34,22 @@ def test_products_of_a_loop_are_counted_by_its_trips(counter):
     made = jax.jit(chain).lower(jnp.zeros((8, 16)), jnp.zeros((16, 16)), jnp.int32(0)).compile()
     program, operations = counter("hlo").parse(made.as_text()), counter("account").operations
     walked = counter("walk").walk(program, {"count": np.asarray(3, np.int32)}, per_step=False)
-    products = [visit.times * operations(program, visit.instruction, visit.computation) for visit in walked.visits]
+    products = [
+        visit.times * operations(program, visit.instruction, visit.computation)
+        for visit in walked.visits
+    ]
     assert sum(products) == 3 * 2 * 8 * 16 * 16
     assert walked.syncs == 3 + 1
     assert walked.unsure == []
 
 
 def test_the_least_that_a_prompt_needs():
-    """Weights of two layers for each token, the head for one, scores and sums over what each token sees."""
+    """Weights of two layers for each token, the head for one, scores and sums over what each token
+    sees."""
     config, least = tiny().config, prompt_operations
-    layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32  # q, k and v, o, the MLP, two norms
+    layer = (
+        32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32
+    )  # q, k and v, o, the MLP, two norms
     assert least(config, 0, 1) == 2 * (2 * layer + 50 * 32) + 2 * 4 * 64 * 1
     assert least(config, 0, 3) - least(config, 0, 2) == 2 * 2 * layer + 2 * 4 * 64 * 3
     assert least(config, 10, 1) - least(config, 0, 1) == 2 * 4 * 64 * 10
@@ -63,11 +70,21 @@ def test_prompts_are_estimated_for_chips_whose_programs_were_compiled():
 
 def test_blocks_of_splash_attention(counter):
     tpu = counter("tpu")
-    # Chunks of 2048 after 0, 2048, 4096, 6144 tokens: their two blocks of queries see so many of four blocks of keys.
+    # Chunks of 2048 after 0, 2048, 4096, 6144 tokens: their two blocks of queries see so many of
+    # four blocks of keys.
     assert tpu.seen(2048, 8192, 8192, None) == ((2 + 4 + 6 + 8) / 4, 8)
     assert tpu.seen(2048, 8192, 0, None) == (8, 8)
-    assert tpu.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4  # a window reaches one block back at most
-    lines = [" 0x1 LB: > { }", " 0x2 : > { }", " 0x3 PF: > { }", " 0x4 : > { }", " 0x5 : > { }", " 0x6 PF: > { }"]
+    assert (
+        tpu.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4
+    )  # a window reaches one block back at most
+    lines = [
+        " 0x1 LB: > { }",
+        " 0x2 : > { }",
+        " 0x3 PF: > { }",
+        " 0x4 : > { }",
+        " 0x5 : > { }",
+        " 0x6 PF: > { }",
+    ]
     assert tpu.block_bundles("\n".join(lines)) == (6, 3)
 
 
@@ -82,11 +99,13 @@ operand_layout_constraints={bf16[4,128]{1,0}}, backend_config={"custom_call_conf
 
 
 def test_a_call_has_the_schedule_of_its_kernel(counter, tmp_path):
-    """libtpu writes the text of a call beside its schedule. Of two schedules of one kernel a call has the one that
-    bears its name, else the longer one."""
+    """libtpu writes the text of a call beside its schedule. Of two schedules of one kernel a call
+    has the one that bears its name, else the longer one."""
     tpu = counter("tpu")
     call = counter("hlo").parse(SPLASH).computations["main"].instructions["splash.9"]
-    short, long = (f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{end}" for end in ("", "\n 0x4 : > { }"))
+    short, long = (
+        f" 0x1 LB: > {{ }}\n 0x2 : > {{ }}\n 0x3 PF: > {{ }}{end}" for end in ("", "\n 0x4 : > { }")
+    )
 
     def write(name, kernel, schedule):
         text = SPLASH.replace("PROGRAM", kernel)

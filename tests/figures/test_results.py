@@ -21,10 +21,18 @@ def bench(monkeypatch):
 
 def test_orders_are_compared_pair_by_pair(bench):
     papers = bench("results.papers")
-    rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"), ("c", "", 3.0, "z"), ("d", "", 4.0, "not run"))
+    rows = (
+        ("a", "", 1.0, "x"),
+        ("b", "", 2.0, "y"),
+        ("c", "", 3.0, "z"),
+        ("d", "", 4.0, "not run"),
+    )
     lower = papers.Paper("", "", "", True, rows)
     noise = np.random.default_rng(0).normal(scale=0.1, size=16)
-    ours = lambda x, y, z: {"x": x + noise, "y": y + noise, "z": z + 0.9 * noise}  # noqa: E731
+
+    def ours(x, y, z):
+        return {"x": x + noise, "y": y + noise, "z": z + 0.9 * noise}
+
     assert papers.disagreements(lower, ours(5.0, 6.0, 7.0)) == []
     assert papers.disagreements(lower, ours(5.0, 9.0, 7.0)) == [("b", "c")]
     higher = lower._replace(lower=False)
@@ -36,7 +44,9 @@ def test_orders_differ_only_beyond_two_standard_errors(bench):
     """Of differences whose standard error is 1: a mean of 2.1 counts, one of 1.9 does not."""
     papers = bench("results.papers")
     rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"))
-    apart = np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)  # 16 windows: its error is 1
+    apart = (
+        np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)
+    )  # 16 windows: its error is 1
     base = np.random.default_rng(1).normal(scale=50, size=16)  # what both caches share says nothing
     for mean, found in ((1.9, []), (2.1, [("a", "b")])):
         ours = {"x": base + apart + mean, "y": base}
@@ -70,25 +80,33 @@ def test_a_finished_row_is_kept_only_under_its_own_stamp(bench, tmp_path, monkey
 
 
 def test_the_page_and_its_picture_are_shown(bench, tmp_path, monkeypatch):
-    """What README and the home page show first is the picture that the page's command writes from the records."""
+    """What README and the home page show first is the picture that the page's command writes from
+    the records."""
     page = bench("results.page")
     for text in (ROOT / "README.md", ROOT / "docs" / "index.md", page.PAGE):
         shown = text.read_text(encoding="utf-8").split("](")[1].split(")")[0]
         assert (text.parent / shown).resolve() == page.PICTURE.resolve(), text
     drawn = []
-    monkeypatch.setattr(page, "draw", lambda kind, rows, title, path: drawn.append((kind, rows, path)))
+    monkeypatch.setattr(
+        page, "draw", lambda kind, rows, title, path: drawn.append((kind, rows, path))
+    )
     page.draw_picture()
     ((kind, rows, path),) = drawn
     assert (kind, path) == ("compare", page.PICTURE)
     measured = {
-        (row["bits_32k"], float(np.mean(row["by_window"]["WikiText-2"]["kld"]))) for row in page.stored().values()
+        (row["bits_32k"], float(np.mean(row["by_window"]["WikiText-2"]["kld"])))
+        for row in page.stored().values()
     }
     assert {(row["bits_stored"], row["kld"]) for row in rows} <= measured
 
 
 def _tables(path: Path) -> list[list[str]]:
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
 
 
 def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
@@ -107,7 +125,12 @@ def test_readme_has_every_method_with_the_bits_of_the_accounting_table():
     assert head == asked
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(kvq.METHODS)
     accounts = [row for row in _tables(ROOT / "docs" / "methods" / "index.md") if len(row) == 7]
-    known = {f"{float(cell):.2f}" for row in accounts for cell in row if re.fullmatch(r"\d+\.\d{3}", cell)}
+    known = {
+        f"{float(cell):.2f}"
+        for row in accounts
+        for cell in row
+        if re.fullmatch(r"\d+\.\d{3}", cell)
+    }
     stated = {number for row in rows for number in re.findall(r"\d+\.\d\d", row[3])}
     assert len(stated) > 10
     assert stated <= known
@@ -126,7 +149,8 @@ def test_spans_repeat_themselves(bench):
 
 
 def test_the_picture_of_readme_has_few_curves(bench, monkeypatch):
-    """At most eight, four and more of them with several points, beside the exact cache; drawn from the records."""
+    """At most eight, four and more of them with several points, beside the exact cache; drawn from
+    the records."""
     page, drawn = bench("results.page"), []
     monkeypatch.setattr(page, "draw", lambda *given: drawn.append(given))
     page.draw_picture()

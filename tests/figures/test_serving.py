@@ -1,4 +1,5 @@
-"""The benchmark of many users: its requests, the driver of llama.cpp's library, and the section that shows its rows."""
+"""The benchmark of many users: its requests, the driver of llama.cpp's library, and the section
+that shows its rows."""
 
 import argparse
 import importlib
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = argparse.Namespace(seed=0, requests=40, rate=2.0, prefix=64, longest=300, answer=90, skew=1.0)
+OPTIONS = argparse.Namespace(
+    seed=0, requests=40, rate=2.0, prefix=64, longest=300, answer=90, skew=1.0
+)
 
 
 @pytest.fixture
@@ -65,7 +68,8 @@ class Library:
 
 
 def test_the_driver_computes_every_token_once_and_in_order(module):
-    """Each row holds its prompt, then the tokens that it was given; cells are never more than there are."""
+    """Each row holds its prompt, then the tokens that it was given; cells are never more than there
+    are."""
     workload, peers = module("serving.workload"), module("serving.peers")
     prefix, requests = workload.prefix_of(1000, OPTIONS), workload.requests_of(1000, OPTIONS)
     cells = 1500
@@ -84,7 +88,9 @@ def test_the_driver_computes_every_token_once_and_in_order(module):
                 tokens = before[number]
                 assert tokens[: len(row.request.prompt)] == row.request.prompt
                 # Every token that was given is one more than there were before it.
-                assert tokens[len(row.request.prompt) :] == list(range(len(row.request.prompt), len(tokens)))
+                assert tokens[len(row.request.prompt) :] == list(
+                    range(len(row.request.prompt), len(tokens))
+                )
                 assert row.made == row.request.answer
     assert len(done) == len(requests)
     assert batching.free == cells - len(prefix)
@@ -94,7 +100,11 @@ def test_the_driver_computes_every_token_once_and_in_order(module):
 
 def test_the_page_says_what_the_planner_says(module):
     """Of one row, for every row takes seconds."""
-    row = module("serving.planned").planned_table("llama-3.1-8b", "8k", ["h100"], ["exact"]).splitlines()[-1]
+    row = (
+        module("serving.planned")
+        .planned_table("llama-3.1-8b", "8k", ["h100"], ["exact"])
+        .splitlines()[-1]
+    )
     page = (ROOT / "docs/howto/serve.md").read_text(encoding="utf-8").splitlines()
     assert row in page, "run python -m benchmarks.serving.planned"
 

@@ -1,4 +1,5 @@
-"""Count compiled programs (benchmarks/compiled_cost): hand-written HLO, small programs compiled for CPUs, the bound."""
+"""Count compiled programs (benchmarks/compiled_cost): hand-written HLO, small programs compiled for
+CPUs, the bound."""
 
 import importlib
 import json
@@ -23,8 +24,9 @@ from kvqjax.parallel.sharding import rules_for
 
 ROOT = Path(__file__).parents[2]
 
-# One step reads a slice of the weights, puts a row into the cache in place, loops over as many blocks of codes as
-# argument "length" has of 64 tokens, copies the cache if these are more than two, and starts a kernel that runs beside.
+# One step reads a slice of the weights, puts a row into the cache in place, loops over as many
+# blocks of codes as argument "length" has of 64 tokens, copies the cache if these are more than
+# two, and starts a kernel that runs beside.
 PROGRAM = (Path(__file__).parents[1] / "data" / "decode_loop.hlo").read_text(encoding="utf-8")
 
 
@@ -37,11 +39,16 @@ def counter():
 
 
 def counted(counter, text: str, **known):
-    """Return {instruction: (times, bytes read, bytes written)} of a step, the walk, and its kernels."""
+    """Return {instruction: (times, bytes read, bytes written)} of a step, the walk, and its
+    kernels."""
     known = {name: np.asarray(value, np.int32) for name, value in known.items()}
     walked = counter("walk").walk(counter("hlo").parse(text), known)
     kernels = counter("walk").kernels(walked)
-    return {visit.instruction.name: (visit.times, *moved) for visit, moved in kernels}, walked, kernels
+    return (
+        {visit.instruction.name: (visit.times, *moved) for visit, moved in kernels},
+        walked,
+        kernels,
+    )
 
 
 def test_bytes_of_each_kernel(counter):
@@ -61,7 +68,9 @@ def test_bytes_of_each_kernel(counter):
     assert walked.syncs == 1 + 4 + 1
 
 
-@pytest.mark.parametrize(("length", "blocks", "long"), [(0, 0, False), (127, 1, False), (192, 3, True)])
+@pytest.mark.parametrize(
+    ("length", "blocks", "long"), [(0, 0, False), (127, 1, False), (192, 3, True)]
+)
 def test_loops_and_branches_follow_the_length(counter, length, blocks, long):
     table, walked, _ = counted(counter, PROGRAM, length=length)
     assert table.get("decoded", (0,))[0] == blocks
@@ -80,7 +89,8 @@ def test_what_cannot_be_known_is_named(counter):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The decode loop of a tiny model through KIVI, compiled for this machine: 2 layers, 2 rows of 4096 tokens."""
+    """The decode loop of a tiny model through KIVI, compiled for this machine: 2 layers, 2 rows of
+    4096 tokens."""
     config, method = tiny().config, kvq.parse("kivi:bits=2,group=32,window=32")
     rules = rules_for(config, method, ALONE, jax.devices()[:1])
     arguments = decode_arguments(config, method, 4096, 2, rules)
@@ -88,7 +98,8 @@ def compiled():
 
 
 def test_decode_loop_of_a_tiny_model(compiled, counter):
-    """Blocks of the body are read as far as each row reaches; nothing is encoded at rest, one unit when due."""
+    """Blocks of the body are read as far as each row reaches; nothing is encoded at rest, one unit
+    when due."""
     config, method, text = compiled
     account, program = counter("account"), counter("hlo").parse(text)
     layout = layout_for(config, method, 4096, "cpu")
@@ -96,10 +107,16 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
     def visits(*rows):
         walked = counter("walk").walk(program, account.known_arguments(layout, list(rows)))
         assert walked.unsure == []
-        return walked, sum(v.times for v in walked.visits if v.part == "attention" and v.instruction.op == "fusion")
+        return walked, sum(
+            v.times for v in walked.visits if v.part == "attention" and v.instruction.op == "fusion"
+        )
 
     short, long = (account.resting(layout, length) for length in (1100, 4096))
-    (low, low_count), (high, high_count), mixed = visits(short, short), visits(long, long), visits(short, long)
+    (low, low_count), (high, high_count), mixed = (
+        visits(short, short),
+        visits(long, long),
+        visits(short, long),
+    )
     run = runs_of(layout)[0]
     block = at_once(run.wiring.fast.packed.spec, config.num_heads, run.slots)
     # A window of 32, encoded 32 at a time.
@@ -111,17 +128,26 @@ def test_decode_loop_of_a_tiny_model(compiled, counter):
     ((tokens, unit),) = account.encoding(layout, 4096)
     assert unit == 32
     assert visits(short, tokens)[0].syncs > visits(short, tokens + 1)[0].syncs
-    assert {visit.part for visit in visits(long, long)[0].visits} == {"attention", "weights", "rest"}
+    assert {visit.part for visit in visits(long, long)[0].visits} == {
+        "attention",
+        "weights",
+        "rest",
+    }
 
 
 def test_sources_of_parts_exist(counter):
     """A source file that is renamed takes its part of the account with it."""
     paths = [*(ROOT / "kvqjax").rglob("*.py"), ROOT / "pallas_kernels"]
-    assert not [name for name in counter("hlo").SOURCES if not any(name in path.as_posix() for path in paths)]
+    assert not [
+        name
+        for name in counter("hlo").SOURCES
+        if not any(name in path.as_posix() for path in paths)
+    ]
 
 
 def test_static_lengths_by_a_switch(counter):
-    """A switch over static lengths takes the branch that fits the longest row, and a flush only when one is due."""
+    """A switch over static lengths takes the branch that fits the longest row, and a flush only
+    when one is due."""
     sizes = 64, 256, 1024
 
     def loop(lengths, x):
@@ -136,10 +162,16 @@ def test_static_lengths_by_a_switch(counter):
 
     shapes = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((1024, 8), jnp.float32)
     program = counter("hlo").parse(jax.jit(loop).lower(*shapes).compile().as_text())
-    for lengths, size, flushed in (([3, 5], 64, False), ([3, 96], 256, True), ([1000, 1], 1024, False)):
+    for lengths, size, flushed in (
+        ([3, 5], 64, False),
+        ([3, 96], 256, True),
+        ([1000, 1], 1024, False),
+    ):
         walked = counter("walk").walk(program, {"lengths": np.asarray(lengths, np.int32)})
         assert walked.unsure == []
-        sorts = [visit.instruction.shape for visit in walked.visits if visit.instruction.op == "sort"]
+        sorts = [
+            visit.instruction.shape for visit in walked.visits if visit.instruction.op == "sort"
+        ]
         assert [*map(counter("hlo").dimensions, sorts)] == [(size, 8)] + [(8, 1024)] * flushed
 
 
@@ -151,15 +183,26 @@ def test_known_values_of_a_compiled_program(counter):
 
         def step(state):
             count, x = state
-            x = jax.lax.fori_loop(0, turns + jnp.where(lengths[1] > 5, 2, 0), lambda _, y: jnp.sin(y) + 1, x)
+            x = jax.lax.fori_loop(
+                0, turns + jnp.where(lengths[1] > 5, 2, 0), lambda _, y: jnp.sin(y) + 1, x
+            )
             return count + 1, x
 
-        return jax.lax.while_loop(lambda state: state[1].sum() < 3, step, (0, jnp.zeros((8, 128))))[1]
+        return jax.lax.while_loop(lambda state: state[1].sum() < 3, step, (0, jnp.zeros((8, 128))))[
+            1
+        ]
 
     shapes = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     text = jax.jit(loop).lower(*shapes).compile().as_text()
-    for lengths, offset, turns in (([100, 6, 3], 4, 3 + 2 + 2), ([0, 0, 0], 0, 1), ([1, 2, 480], 1, 10)):
-        known = {"lengths": np.asarray(lengths, np.int32), "offset": np.asarray([offset, 0], np.uint32)}
+    for lengths, offset, turns in (
+        ([100, 6, 3], 4, 3 + 2 + 2),
+        ([0, 0, 0], 0, 1),
+        ([1, 2, 480], 1, 10),
+    ):
+        known = {
+            "lengths": np.asarray(lengths, np.int32),
+            "offset": np.asarray([offset, 0], np.uint32),
+        }
         walked = counter("walk").walk(counter("hlo").parse(text), known)
         assert walked.unsure == []
         assert walked.syncs == 1 + turns + 1
@@ -191,15 +234,16 @@ PACKED = "packed_attention_k2v2_2048.7"
 
 
 def write_schedule(folder, bundles):
-    """Write a kernel's schedule as libtpu does, and beside it the analysis, of which nothing is counted."""
+    """Write a kernel's schedule as libtpu does, and beside it the analysis, of which nothing is
+    counted."""
     (folder / f"179-{PACKED}-01-final_bundles.txt").write_text(bundles * BUNDLE)
     (folder / f"179-{PACKED}-00-schedule-analysis_final_bundles.txt").write_text(9 * BUNDLE)
     (folder / "180-fusion.3-01-final_bundles.txt").write_text(5 * BUNDLE)
 
 
 def test_tpu_kernels_and_fast_memory(counter, tmp_path):
-    """A tile takes the longer of its bundles and its bytes, for each tile of a row's own length; what lies in the
-    chip's fast memory costs no bytes."""
+    """A tile takes the longer of its bundles and its bytes, for each tile of a row's own length;
+    what lies in the chip's fast memory costs no bytes."""
     tpu, (table, _, kernels) = counter("tpu"), counted(counter, TPU_PROGRAM)
     assert table["fetch"] == (1, 16384, 0)
     assert table["part"] == (1, 4096, 0)
@@ -207,7 +251,10 @@ def test_tpu_kernels_and_fast_memory(counter, tmp_path):
     assert table["out"] == (1, 0, 0)
     (visit,) = [visit for visit, _ in kernels if visit.instruction.name == PACKED]
     assert tpu.is_kernel(visit.instruction)
-    price = lambda: tpu.packed_cost(visit, tmp_path, "v6e", [5000, 2048, 0], token_bytes=100.0)  # noqa: E731
+
+    def price():
+        return tpu.packed_cost(visit, tmp_path, "v6e", [5000, 2048, 0], token_bytes=100.0)
+
     with pytest.raises(ValueError, match="no schedule of its kernel was written"):
         price()
     write_schedule(tmp_path, 1000)
@@ -254,8 +301,8 @@ def test_tpu_step_adds_estimates_and_kernels(counter, tmp_path):
 
 
 def test_shares_of_a_schedules_slots(counter):
-    """One bundle before the grid, whose slots do not count; in the grid two bundles, and between them a loop of three
-    turns of two bundles."""
+    """One bundle before the grid, whose slots do not count; in the grid two bundles, and between
+    them a loop of three turns of two bundles."""
     schedule = importlib.import_module("benchmarks.schedule")
     body = "  0x2 LB: > { %x }\n  0x3   : >> { %y; scmp.ge.s32.totalorder %z, 3 /* loop exit test */ }\n"
     listing = f"  0   :  {{ %begin }}\n  0x1 LB: > {{ %a }}\n{body.replace('LB: >', 'LB: >>')}  0x4   : > {{ %b }}\n"
@@ -267,7 +314,8 @@ def test_shares_of_a_schedules_slots(counter):
 
 @pytest.mark.parametrize(("context", "milliseconds"), [(8192, 4.80), (32768, 5.76), (131072, 9.61)])
 def test_bound(counter, context, milliseconds):
-    """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token, 3.35 TB/s."""
+    """Llama-3.1-8B on an h100: 7.504 billion weights that are read, 65 536 keys and values a token,
+    3.35 TB/s."""
     account, config = counter("account"), config_of("llama-3.1-8b")
     least = account.bound(config, [context])
     assert least.attention == context * 65536 * 2
@@ -277,8 +325,16 @@ def test_bound(counter, context, milliseconds):
 
 
 def test_extrapolated_layers(counter):
-    low, high = {"n": 100, "x": 1.5, "of": {"a": 2}, "name": "v6e"}, {"n": 140, "x": 2.0, "of": {"a": 2}, "name": "v6e"}
-    assert counter("case").extrapolate(low, high, 15.0) == {"n": 700, "x": 9.0, "of": {"a": 2}, "name": "v6e"}
+    low, high = (
+        {"n": 100, "x": 1.5, "of": {"a": 2}, "name": "v6e"},
+        {"n": 140, "x": 2.0, "of": {"a": 2}, "name": "v6e"},
+    )
+    assert counter("case").extrapolate(low, high, 15.0) == {
+        "n": 700,
+        "x": 9.0,
+        "of": {"a": 2},
+        "name": "v6e",
+    }
 
 
 @pytest.mark.parametrize(
@@ -293,7 +349,9 @@ def test_extrapolated_layers(counter):
     ],
 )
 def test_bad_options_are_named(counter, options, message):
-    command = importlib.import_module("benchmarks.step_cost")  # `counter` has put the tree on the path
+    command = importlib.import_module(
+        "benchmarks.step_cost"
+    )  # `counter` has put the tree on the path
     result = CliRunner().invoke(command.app, options)
     assert result.exit_code == 2
     assert message in result.output
@@ -304,7 +362,9 @@ def test_account_of_a_step(counter, compiled):
     config, method, text = compiled
     layout, account = layout_for(config, method, 4096, "cpu"), counter("account")
     record = account.step_record(counter("hlo").parse(text), "h100", layout, [4096] * 2, Path())
-    record = json.loads(json.dumps(record | account.step_summary(record, "h100", config, [4096] * 2)))
+    record = json.loads(
+        json.dumps(record | account.step_summary(record, "h100", config, [4096] * 2))
+    )
     moved = sum(part["read"] + part["written"] for part in record["bytes"].values())
     assert record["bytes_over_bound"] == pytest.approx(moved / sum(record["bound_bytes"].values()))
     assert min(record["attention_over_bound"], record["weights_over_bound"]) > 1

@@ -15,7 +15,9 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 def searched(model, prompt, beams, new, penalty, eos):
     """The same search over lists, every hypothesis read from its start by the plain decoder."""
     growing, ended = [(0.0, [])], []
-    read = jax.jit(lambda text: jax.nn.log_softmax(decoder.logits(model.params, text, model.config), -1))
+    read = jax.jit(
+        lambda text: jax.nn.log_softmax(decoder.logits(model.params, text, model.config), -1)
+    )
     for made in range(1, new + 1):
         options = []
         for total, tail in growing:
@@ -35,7 +37,9 @@ def searched(model, prompt, beams, new, penalty, eos):
 @pytest.mark.parametrize(("penalty", "eos"), [(0.0, ()), (1.0, (7, 11)), (0.5, (20,))])
 def test_equals_a_search_over_lists(penalty, eos):
     model = tiny()
-    out = kvq.beam_search(model, PROMPTS, beams=3, max_new_tokens=8, length_penalty=penalty, eos_ids=eos)
+    out = kvq.beam_search(
+        model, PROMPTS, beams=3, max_new_tokens=8, length_penalty=penalty, eos_ids=eos
+    )
     for prompt, tokens, scores in zip(PROMPTS, out.tokens, out.scores, strict=True):
         wanted = searched(model, prompt, 3, 8, penalty, eos)
         np.testing.assert_allclose(scores, [s for s, _ in wanted], atol=1e-4)

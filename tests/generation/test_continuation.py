@@ -1,5 +1,5 @@
-"""What `generate` returns beside text: a cache that goes on as if nothing had been cut, why rows ended, counts; and
-token ids without a tokenizer."""
+"""What `generate` returns beside text: a cache that goes on as if nothing had been cut, why rows
+ended, counts; and token ids without a tokenizer."""
 
 import itertools
 
@@ -18,7 +18,8 @@ from kvqjax.model.loading import locate
 PROMPTS = [[7, 3, 9, 4] * 8, list(range(45))]
 MORE = [[5, 11, 2], [30]]
 NEW = 60  # units of 32 and 64 tokens become due on the way
-# One of each way to become due: windows of none and some, units of one and many, sinks, rings, two clocks, eviction.
+# One of each way to become due: windows of none and some, units of one and many, sinks, rings, two
+# clocks, eviction.
 WAYS = ("exact", "kivi2", "kivi3-sinks", "kivi-published", "kvquant", "sliding")
 AS_FED = {"chunk": 1, "eos_ids": ()}  # every token by itself, as decoding does it
 
@@ -29,22 +30,32 @@ def spelling(model: kvq.Model) -> kvq.Model:
 
 
 def kept(model, method, prompts, new: int, **options):
-    return kvq.generate(model, prompts, method, max_new_tokens=new, capacity=256, **AS_FED, **options)
+    return kvq.generate(
+        model, prompts, method, max_new_tokens=new, capacity=256, **AS_FED, **options
+    )
 
 
 def joined(pieces) -> list[list[int]]:
     """The token ids of every row, of all pieces."""
-    return [list(itertools.chain(*row)) for row in zip(*(piece.tokens for piece in pieces), strict=True)]
+    return [
+        list(itertools.chain(*row)) for row in zip(*(piece.tokens for piece in pieces), strict=True)
+    ]
 
 
 def assert_continues(model, method, prompts, made: kvq.Generated) -> None:
-    """The cache holds prompts and tokens, and goes on as one that was fed all of them one by one."""
+    """The cache holds prompts and tokens, and goes on as one that was fed all of them one by
+    one."""
     whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, made.tokens, strict=True)]
     assert made.cache.lengths.tolist() == [len(row) for row in whole]
     further = kvq.generate(model, MORE, cache=made.cache, max_new_tokens=20, **AS_FED)
-    at_once = kept(model, method, [[*row, *more] for row, more in zip(whole, MORE, strict=True)], 20)
+    at_once = kept(
+        model, method, [[*row, *more] for row, more in zip(whole, MORE, strict=True)], 20
+    )
     assert further.tokens == at_once.tokens
-    flushed = [jax.tree.map(np.asarray, [run.flushed for run in out.cache.runs]) for out in (further, at_once)]
+    flushed = [
+        jax.tree.map(np.asarray, [run.flushed for run in out.cache.runs])
+        for out in (further, at_once)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *flushed)
 
 
@@ -56,7 +67,8 @@ def test_a_cache_goes_on_as_if_it_had_been_one_call(name):
 
 @pytest.mark.parametrize("name", thinned(WAYS, 3))
 def test_a_stop_string_leaves_no_token_behind_it(name):
-    """A row ends within a stride: what was computed past the end is not in the cache, encoded or not."""
+    """A row ends within a stride: what was computed past the end is not in the cache, encoded or
+    not."""
     model, method = model_and_method(name)
     model = spelling(model)
     free = kept(model, method, PROMPTS, NEW).tokens
@@ -71,12 +83,25 @@ def test_a_stop_string_leaves_no_token_behind_it(name):
 
 
 def test_strides_end_before_anything_that_a_stop_string_may_take_back_is_encoded():
-    layout = kvq.init_cache(*model_and_method("kivi2"), 1, 256).layout  # a window of 32 tokens, units of 32
-    assert [steps_until_encoded(layout, [n]) for n in (0, 62, 63, 64, 94, 95, 96)] == [63, 1, 32, 31, 1, 32, 31]
+    layout = kvq.init_cache(
+        *model_and_method("kivi2"), 1, 256
+    ).layout  # a window of 32 tokens, units of 32
+    assert [steps_until_encoded(layout, [n]) for n in (0, 62, 63, 64, 94, 95, 96)] == [
+        63,
+        1,
+        32,
+        31,
+        1,
+        32,
+        31,
+    ]
     assert steps_until_encoded(layout, [64, 90]) == 5
     sinks = kvq.init_cache(*model_and_method("kivi3-sinks"), 1, 256).layout  # no window, 5 sinks
     assert [steps_until_encoded(sinks, [n]) for n in (0, 35, 36, 37)] == [36, 1, 32, 31]
-    assert steps_until_encoded(kvq.init_cache(*model_and_method("kvquant"), 1, 256).layout, [5]) is None
+    assert (
+        steps_until_encoded(kvq.init_cache(*model_and_method("kvquant"), 1, 256).layout, [5])
+        is None
+    )
     short = kvq.init_cache(tiny(), "kivi:bits=2,window=512", 1, 256).layout
     assert (runs_of(short)[0].slots, steps_until_encoded(short, [5])) == (0, None)
 
@@ -92,10 +117,14 @@ def test_a_given_cache_stays_as_it_is():
     model, method = model_and_method("kivi2")
     first = kvq.generate(model, PROMPTS, method, max_new_tokens=8, eos_ids=())
     before = jax.tree.map(np.array, first.cache)
-    one, other = (kvq.generate(model, MORE, cache=first.cache, max_new_tokens=8, eos_ids=()) for _ in range(2))
+    one, other = (
+        kvq.generate(model, MORE, cache=first.cache, max_new_tokens=8, eos_ids=()) for _ in range(2)
+    )
     assert one.tokens == other.tokens
     jax.tree.map(np.testing.assert_array_equal, first.cache, before)
-    assert one.cache.lengths.tolist() == [len(p) + 8 + len(m) + 8 for p, m in zip(PROMPTS, MORE, strict=True)]
+    assert one.cache.lengths.tolist() == [
+        len(p) + 8 + len(m) + 8 for p, m in zip(PROMPTS, MORE, strict=True)
+    ]
     parts = kvq.stream(model, MORE, method, cache=first.cache, max_new_tokens=8, eos_ids=())
     assert joined(parts) == one.tokens == parts.result.tokens
 
@@ -104,7 +133,9 @@ def test_an_empty_cache_is_prefilled_exactly():
     model, method = model_and_method("kivi2")
     cache = kvq.init_cache(model, method, 2, 256)
     out = kvq.generate(model, PROMPTS, cache=cache, max_new_tokens=24)
-    assert out.tokens == kvq.generate(model, PROMPTS, method, max_new_tokens=24, capacity=256).tokens
+    assert (
+        out.tokens == kvq.generate(model, PROMPTS, method, max_new_tokens=24, capacity=256).tokens
+    )
 
 
 def test_a_continuing_text_does_not_begin_again():
@@ -113,9 +144,13 @@ def test_a_continuing_text_does_not_begin_again():
     first = kvq.generate(model, "ab12,cd34", max_new_tokens=2)
     assert first.prompt_tokens == [10]
     assert kvq.generate(model, ",?ab", cache=first.cache, max_new_tokens=2).prompt_tokens == [4]
-    again = kvq.generate(model, ",?ab", cache=first.cache, max_new_tokens=2, add_special_tokens=True)
+    again = kvq.generate(
+        model, ",?ab", cache=first.cache, max_new_tokens=2, add_special_tokens=True
+    )
     assert again.prompt_tokens == [5]
-    assert kvq.generate(model, "ab12", max_new_tokens=2, add_special_tokens=False).prompt_tokens == [4]
+    assert kvq.generate(
+        model, "ab12", max_new_tokens=2, add_special_tokens=False
+    ).prompt_tokens == [4]
 
 
 def test_reasons_counts_and_bytes():
@@ -148,7 +183,11 @@ def test_pieces_are_what_is_new():
     pieces = [first, *parts]
     assert next(parts, None) is None
     assert joined(pieces) == whole.tokens == parts.result.tokens
-    assert ["".join(p.text[row] for p in pieces) for row in range(2)] == whole.text == parts.result.text
+    assert (
+        ["".join(p.text[row] for p in pieces) for row in range(2)]
+        == whole.text
+        == parts.result.text
+    )
     assert parts.result.finish_reasons == whole.finish_reasons
     assert parts.result.cache.lengths.tolist() == whole.cache.lengths.tolist()
 
@@ -178,7 +217,9 @@ WRONG = {
     "kernels='off' is said where a cache is made": {"kernels": "off"},
     "kvqjax.Session goes on with one": {"chat": True},
     "3 prompts for the 2 rows": {"prompts": [[1], [2], [3]]},
-    "row 1 holds 53 tokens; 1 more and 203 new ones do not fit the cache's capacity of 256": {"max_new_tokens": 203},
+    "row 1 holds 53 tokens; 1 more and 203 new ones do not fit the cache's capacity of 256": {
+        "max_new_tokens": 203
+    },
     "made for a model of another config": {"model": tiny(num_layers=1)},
 }
 
@@ -204,7 +245,8 @@ def test_a_row_that_lacks_tokens_is_not_continued(held):
 
 
 def test_token_ids_need_no_tokenizer(tmp_path, monkeypatch):
-    """A folder without one: ids work at every door; what needs it says so before anything is compiled."""
+    """A folder without one: ids work at every door; what needs it says so before anything is
+    compiled."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(locate("recall") / name)
     model, ids = kvq.load(tmp_path), [[14, 4, 5, 2, 3, 14]]
@@ -215,7 +257,11 @@ def test_token_ids_need_no_tokenizer(tmp_path, monkeypatch):
     assert kvq.speculate(model, ids, max_new_tokens=4).tokens == wanted.tokens
     assert kvq.beam_search(model, ids, beams=1, max_new_tokens=4).tokens[0] == wanted.tokens
     monkeypatch.setattr(loop, "_prefill", None)  # nothing may run
-    for given in ({"prompts": ids, "stop": ["a"]}, {"prompts": "ab"}, {"prompts": ["ab"], "chat": True}):
+    for given in (
+        {"prompts": ids, "stop": ["a"]},
+        {"prompts": "ab"},
+        {"prompts": ["ab"], "chat": True},
+    ):
         for function in (kvq.generate, kvq.stream):
             with pytest.raises(kvq.UserError, match=r"no tokenizer|this model has none"):
                 function(model, **given)

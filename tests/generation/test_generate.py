@@ -1,4 +1,5 @@
-"""Generation: greedy equals the plain forward, rows are independent, options work, programs are bounded."""
+"""Generation: greedy equals the plain forward, rows are independent, options work, programs are
+bounded."""
 
 import itertools
 
@@ -95,7 +96,9 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_texts_beyond_what_the_model_was_trained_for_are_asked_for(name):
     model, prompts = tiny(max_position=24), [[1, 2, 3], list(range(20))]
-    with pytest.raises(kvq.UserError, match=r"20 tokens and 5 new ones go beyond the 24 .* beyond_trained=True"):
+    with pytest.raises(
+        kvq.UserError, match=r"20 tokens and 5 new ones go beyond the 24 .* beyond_trained=True"
+    ):
         CALLS[name](model, prompts, max_new_tokens=5)
     # Up to its last position nothing is to be asked, and a greater capacity is room, not text.
     CALLS[name](model, prompts, max_new_tokens=4)

@@ -37,9 +37,13 @@ def test_every_door_has_every_option():
 
 
 @pytest.mark.parametrize("function", [kvq.speculate, kvq.beam_search])
-@pytest.mark.parametrize("option", ["temperature", "logit_bias", "min_tokens", "stop", "stop_token_ids"])
+@pytest.mark.parametrize(
+    "option", ["temperature", "logit_bias", "min_tokens", "stop", "stop_token_ids"]
+)
 def test_loops_without_an_option_say_who_has_it(model, function, option):
-    with pytest.raises(kvq.UserError, match=f"has no option '{option}': it is an option of generate and stream"):
+    with pytest.raises(
+        kvq.UserError, match=f"has no option '{option}': it is an option of generate and stream"
+    ):
         function(model, [[1]], **{option: 1})
 
 
@@ -54,9 +58,18 @@ def test_loops_without_an_option_say_who_has_it(model, function, option):
         ({"presence_penalty": 2.1}, "presence_penalty=2.1; it must be from -2 to 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias has 'a'; wanted the id of a token"),
         ({"logit_bias": {1: 101}}, "logit_bias of token 1 is 101.0; it must be from -100 to 100"),
-        ({"logit_bias": {VOCAB: 1}}, f"a token of logit_bias={VOCAB}; it must be a whole number from 0 to {VOCAB - 1}"),
-        ({"stop_token_ids": [VOCAB]}, f"stop_token_ids={VOCAB}; it must be a whole number from 0 to {VOCAB - 1}"),
-        ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens=9 is more than the 8 new tokens asked for"),
+        (
+            {"logit_bias": {VOCAB: 1}},
+            f"a token of logit_bias={VOCAB}; it must be a whole number from 0 to {VOCAB - 1}",
+        ),
+        (
+            {"stop_token_ids": [VOCAB]},
+            f"stop_token_ids={VOCAB}; it must be a whole number from 0 to {VOCAB - 1}",
+        ),
+        (
+            {"min_tokens": 9, "max_new_tokens": 8},
+            "min_tokens=9 is more than the 8 new tokens asked for",
+        ),
         ({"min_tokens": 1, "eos_ids": range(VOCAB)}, "every token of the model is an end token"),
         ({"ignore_eos": True, "eos_ids": [1]}, "ignore_eos and eos_ids exclude each other"),
         ({"seed": -2}, "seed=-2; it must be a whole number from -1"),
@@ -70,7 +83,8 @@ def test_options_that_cannot_be_are_one_line(model, options, message):
 
 
 def test_penalties_and_bias_are_those_of_the_formulas():
-    """Presence and frequency by OpenAI's, over the answer; repetition by transformers', over prompt and answer."""
+    """Presence and frequency by OpenAI's, over the answer; repetition by transformers', over prompt
+    and answer."""
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32) * 3
@@ -80,7 +94,10 @@ def test_penalties_and_bias_are_those_of_the_formulas():
         prompt[row, prompts[row]] = True
         np.add.at(made[row], answers[row], 1)
     options = GenerateOptions(
-        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.7, logit_bias={5: 4.0, "9": -2.5}
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=-0.7,
+        logit_bias={5: 4.0, "9": -2.5},
     )
     bias = options.bias(tiny())
     ours = jax.jit(adjusted)(logits, History(prompt, made), make_sampling(options, bias))
@@ -88,7 +105,9 @@ def test_penalties_and_bias_are_those_of_the_formulas():
     biased[:, 5] += 4.0
     biased[:, 9] -= 2.5
     texts = torch.tensor([prompts[row] + answers[row] for row in range(2)])
-    wanted = processors.RepetitionPenaltyLogitsProcessor(1.3)(texts, torch.from_numpy(biased)).numpy()
+    wanted = processors.RepetitionPenaltyLogitsProcessor(1.3)(
+        texts, torch.from_numpy(biased)
+    ).numpy()
     wanted = wanted + 0.7 * made - 0.5 * (made > 0)
     np.testing.assert_allclose(ours, wanted, rtol=1e-6, atol=1e-6)
 
@@ -99,7 +118,9 @@ def test_a_penalty_of_frequency_counts_the_answer_and_not_the_prompt(model):
     for _ in range(8):
         text = jnp.asarray([prompt + answer])
         cache = kvq.init_cache(model, "exact", 1, 64)
-        logits = np.asarray(kvq.forward(model, text, jnp.asarray([text.shape[1]]), cache, last=True)[0])[0]
+        logits = np.asarray(
+            kvq.forward(model, text, jnp.asarray([text.shape[1]]), cache, last=True)[0]
+        )[0]
         counts = np.bincount(answer, minlength=VOCAB)
         answer.append(int((logits - 1.5 * counts - 0.5 * (counts > 0)).argmax()))
     options = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "max_new_tokens": 8}
@@ -158,13 +179,21 @@ def test_no_stop_string_counts_before_min_tokens():
 
 
 def test_switches_of_other_programs(model):
-    assert generated(model, temperature=1.0, top_k=-1).tokens == generated(model, temperature=1.0, top_k=0).tokens
+    assert (
+        generated(model, temperature=1.0, top_k=-1).tokens
+        == generated(model, temperature=1.0, top_k=0).tokens
+    )
     drawn = {tuple(generated(model, temperature=1.0, seed=-1).tokens[0]) for _ in range(3)}
     assert len(drawn) > 1
 
 
 def test_a_row_with_penalties_does_not_depend_on_its_neighbours(model):
-    options = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "logit_bias": {3: 2.0}, "min_tokens": 4}
+    options = {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "logit_bias": {3: 2.0},
+        "min_tokens": 4,
+    }
     prompts = [[1, 2, 3], [4] * 20, [5, 6]]
     together = generated(model, prompts, **options).tokens
     assert together == [generated(model, [prompt], **options).tokens[0] for prompt in prompts]
@@ -183,7 +212,9 @@ def test_an_assistant_s_message_without_content_is_empty():
             {"role": "user", "content": "b"},
         ]
         empty = [said[0], {"role": "assistant", "content": ""}, said[2]]
-        texts = [kvq.generate(model, [talk], chat=True, max_new_tokens=4).text for talk in (said, empty)]
+        texts = [
+            kvq.generate(model, [talk], chat=True, max_new_tokens=4).text for talk in (said, empty)
+        ]
         session = kvq.Session(model, max_new_tokens=4)
         assert "".join(session.send(said)) == texts[1][0]
     finally:

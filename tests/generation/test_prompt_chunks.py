@@ -14,7 +14,8 @@ GB = 10**9
 
 
 def test_chip_and_memory_choose_the_chunk():
-    """Llama-3.1-8B: a token's widest products take 4 (2 14336 + 4096 + 2 1024 + 2 4096) = 172 KB."""
+    """Llama-3.1-8B: a token's widest products take 4 (2 14336 + 4096 + 2 1024 + 2 4096) = 172
+    KB."""
     config = config_of("llama-3.1-8b")
     assert chunk_for(config, "cpu", 1, 16 * GB) == 512
     assert chunk_for(config, "v6e", 1, None) == 2048
@@ -43,7 +44,10 @@ def test_auto_is_the_chosen_chunk_and_progress_is_told(monkeypatch):
         return 16
 
     monkeypatch.setattr(loop, "chunk_for", choose)
-    prompts, options = [list(range(1, 41)), [5, 6, 7]], {"method": "kivi:bits=2,window=32", "max_new_tokens": 4}
+    prompts, options = (
+        [list(range(1, 41)), [5, 6, 7]],
+        {"method": "kivi:bits=2,window=32", "max_new_tokens": 4},
+    )
     found = kvq.generate(model, prompts, chunk="auto", progress=told.append, **options)
     assert found.tokens == kvq.generate(model, prompts, chunk=16, **options).tokens
     assert chosen == [("cpu", 2)]

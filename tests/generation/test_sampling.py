@@ -1,4 +1,5 @@
-"""Which tokens may come next: the sets that transformers' processors leave, over a grid of all options."""
+"""Which tokens may come next: the sets that transformers' processors leave, over a grid of all
+options."""
 
 import itertools
 
@@ -31,7 +32,9 @@ GRID = {
     "min_p": (0.0, 0.07, 0.6, 1.0),
     "repetition_penalty": (1.0, 1.3),
 }
-survivors = jax.jit(lambda logits, history, sampling: jnp.isfinite(drawn_from(logits, history, sampling)))
+survivors = jax.jit(
+    lambda logits, history, sampling: jnp.isfinite(drawn_from(logits, history, sampling))
+)
 
 
 def theirs(torch, processors, *, temperature, top_k, top_p, min_p, repetition_penalty):

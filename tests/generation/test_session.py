@@ -1,4 +1,5 @@
-"""A conversation's cache is kept from turn to turn: what is fed again, forked, saved, broken off, refused."""
+"""A conversation's cache is kept from turn to turn: what is fed again, forked, saved, broken off,
+refused."""
 
 import json
 import shutil
@@ -12,7 +13,8 @@ from kvqjax.generation import driver, session
 from kvqjax.model.loading import locate
 
 METHOD = "kivi:bits=2,window=32"
-# Characters are the recall model's tokens: a question ends with "?", an answer with ",". <s> begins a conversation.
+# Characters are the recall model's tokens: a question ends with "?", an answer with ",". <s> begins
+# a conversation.
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }},"
     "{% elif m.role == 'user' %}{{ m.content }}?{% else %}{{ m.content }},{% endif %}{% endfor %}"
@@ -35,28 +37,36 @@ def talk(one: kvq.Session, turns=TURNS, **options) -> list[str]:
 
 
 def begun(model, **options) -> kvq.Session:
-    return kvq.Session(model, METHOD, **{"max_new_tokens": 12, "eos_ids": (), "capacity": 256} | options)
+    return kvq.Session(
+        model, METHOD, **{"max_new_tokens": 12, "eos_ids": (), "capacity": 256} | options
+    )
 
 
 def test_three_turns_are_one_generation(model):
-    """Fed token by token, a conversation is what `generate` makes of all its ids so far; every id is fed once."""
+    """Fed token by token, a conversation is what `generate` makes of all its ids so far; every id
+    is fed once."""
     session, ids = begun(model, chunk=1), []
     for turn in TURNS:
         text = session._text([*session.history, {"role": "user", "content": turn}])
         ids = model.encode(text, add_special_tokens=False)
         answer = "".join(session.send(turn))
-        out = kvq.generate(model, [ids], METHOD, chunk=1, max_new_tokens=12, eos_ids=(), capacity=256)
+        out = kvq.generate(
+            model, [ids], METHOD, chunk=1, max_new_tokens=12, eos_ids=(), capacity=256
+        )
         assert (answer, len(answer)) == (out.text[0], 12)
         assert session.cache.lengths.tolist() == out.cache.lengths.tolist()
         assert session.last.tokens == 12
-    assert session.last.kept_tokens == len(ids) - session.last.prompt_tokens > 32  # some of what was kept is encoded
+    assert (
+        session.last.kept_tokens == len(ids) - session.last.prompt_tokens > 32
+    )  # some of what was kept is encoded
     assert session.last.prompt_tokens == len(TURNS[2]) + len(",?")
     assert [m["role"] for m in session.history] == ["user", "assistant"] * 3
     assert int(session.cache.runs[0].flushed[0][0]) > 0
 
 
 def test_an_answer_s_own_ids_are_kept_though_the_tokenizer_would_write_others(model, monkeypatch):
-    """The answer is spelled by ids that its text would not be encoded to: nothing of it is fed again."""
+    """The answer is spelled by ids that its text would not be encoded to: nothing of it is fed
+    again."""
     session = begun(model)
     "".join(session.send(TURNS[0]))
     out = session._parts[-1]
@@ -67,7 +77,8 @@ def test_an_answer_s_own_ids_are_kept_though_the_tokenizer_would_write_others(mo
 
 
 def test_what_a_template_leaves_out_is_cut_and_fed_anew(model):
-    """The system message changes after the first turn: the cache goes back to where the conversations differ."""
+    """The system message changes after the first turn: the cache goes back to where the
+    conversations differ."""
     session = begun(model, system="abc")
     talk(session, TURNS[:2])
     session.system = "abd"
@@ -103,7 +114,9 @@ def test_a_fork_goes_its_own_way(model):
 
 
 def test_a_saved_conversation_goes_on(model, tmp_path):
-    session = begun(model, system="ab", temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={5: 1.5})
+    session = begun(
+        model, system="ab", temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={5: 1.5}
+    )
     talk(session, TURNS[:2])
     (tmp_path / "talk.new").mkdir()  # the user's own
     session.save(tmp_path / "talk")
@@ -111,7 +124,11 @@ def test_a_saved_conversation_goes_on(model, tmp_path):
     with pytest.raises(kvq.UserError, match="talk exists already"):
         session.save(tmp_path / "talk")
     other = kvq.Session.load(model, tmp_path / "talk")
-    assert (other.system, other.history, other.method) == (session.system, session.history, session.method)
+    assert (other.system, other.history, other.method) == (
+        session.system,
+        session.history,
+        session.method,
+    )
     assert other._settings.options == session._settings.options
     assert "".join(other.send(TURNS[2])) == "".join(session.send(TURNS[2]))
     assert other.last[:3] == session.last[:3]
@@ -128,7 +145,10 @@ def test_a_saved_conversation_goes_on(model, tmp_path):
         (lambda text: text.update(kind="cache"), "holds a cache, not a session"),
         (lambda text: text.update(ids=[1]), "the cache holds .* tokens, description.json names 1"),
         (lambda text: text.update(history=["x"]), "is damaged: no message"),
-        (lambda text: text["options"].update(heat=1), "is damaged: unknown option of Session 'heat'"),
+        (
+            lambda text: text["options"].update(heat=1),
+            "is damaged: unknown option of Session 'heat'",
+        ),
         (lambda text: text.update(parts=[[1]]), "is damaged"),
     ],
 )
@@ -147,7 +167,11 @@ def saved(model, tmp_path_factory):
     session = begun(model)
     talk(session, TURNS[:1])
     session.save(tmp_path_factory.mktemp("saved") / "talk")
-    return tmp_path_factory.getbasetemp() / next(tmp_path_factory.getbasetemp().glob("saved*")) / "talk"
+    return (
+        tmp_path_factory.getbasetemp()
+        / next(tmp_path_factory.getbasetemp().glob("saved*"))
+        / "talk"
+    )
 
 
 def test_an_answer_that_is_broken_off_counts_as_far_as_it_was_made(model):
@@ -197,7 +221,9 @@ def test_what_does_not_fit_leaves_the_session_as_it_was(model):
     session = begun(model, capacity=64)
     talk(session, TURNS[:1])
     before, history = np.array(session.cache.lengths), session.history
-    with pytest.raises(kvq.UserError, match=r"conversation of 78 tokens and 12 new ones .* capacity of 64"):
+    with pytest.raises(
+        kvq.UserError, match=r"conversation of 78 tokens and 12 new ones .* capacity of 64"
+    ):
         session.send("ab" * 24)
     assert (session.cache.lengths.tolist(), session.history) == (before.tolist(), history)
     assert len("".join(session.send("ab"))) == 12
@@ -236,14 +262,18 @@ def test_the_cache_grows_by_doubling(model, monkeypatch):
 def test_turns_without_a_template_are_plain_text():
     """Said once, when the session begins."""
     with pytest.warns(UserWarning, match="no chat template: turns are plain text"):
-        session = kvq.Session(kvq.load("demo"), METHOD, system="Once upon a time.", max_new_tokens=6)
+        session = kvq.Session(
+            kvq.load("demo"), METHOD, system="Once upon a time.", max_new_tokens=6
+        )
     answer = "".join(session.send("The old house"))
     assert session._text(session.history) == f"Once upon a time.\nThe old house{answer}"
     "".join(session.send([{"role": "user", "content": "It was"}], max_new_tokens=3))
     assert session.last.tokens == 3
     assert session.last.kept_tokens > 0
     ids = [token for part in session._parts for token in part.ids]
-    assert session.model.tokenizer.decode(ids, skip_special_tokens=True) == session._text(session.history)
+    assert session.model.tokenizer.decode(ids, skip_special_tokens=True) == session._text(
+        session.history
+    )
     assert ids[0] == 0  # <s>, once
     assert ids.count(0) == 1
 
@@ -251,7 +281,9 @@ def test_turns_without_a_template_are_plain_text():
 def test_bad_input(model):
     with pytest.raises(kvq.UserError, match="needs a tokenizer"):
         kvq.Session(tiny())
-    with pytest.raises(kvq.UserError, match="unknown option of Session 'temprature'; did you mean 'temperature'"):
+    with pytest.raises(
+        kvq.UserError, match="unknown option of Session 'temprature'; did you mean 'temperature'"
+    ):
         kvq.Session(model, temprature=1.0)
     session = begun(model)
     for message in ([], [{"role": "user"}], "", {"content": "a"}):

@@ -29,9 +29,12 @@ def test_equals_greedy_with_lookup(name):
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
-    """All tokens accepted: a row takes 6 a round. Its cache flushes inside drafts, in drafter and target."""
+    """All tokens accepted: a row takes 6 a round. Its cache flushes inside drafts, in drafter and
+    target."""
     model, method = model_and_method("kivi2")
-    out = kvq.speculate(model, PROMPTS, method, max_new_tokens=NEW, draft=5, drafter=model, drafter_method=method)
+    out = kvq.speculate(
+        model, PROMPTS, method, max_new_tokens=NEW, draft=5, drafter=model, drafter_method=method
+    )
     assert out.tokens == plain(model, method)
     assert out.rounds == -(-(NEW - 1) // 6)
 
@@ -41,8 +44,11 @@ def test_a_drafter_that_is_always_wrong():
     model, method = model_and_method("kivi2")
     wanted = plain(model, method)
     never = next(t for t in range(50) if t not in {t for row in wanted for t in row})
-    # One channel of the last norm carries the favourite: the embedding is 0 but there, whatever the context.
-    params = jax.tree.map(jnp.zeros_like, model.params) | {"norm": jnp.ones_like(model.params["norm"])}
+    # One channel of the last norm carries the favourite: the embedding is 0 but there, whatever the
+    # context.
+    params = jax.tree.map(jnp.zeros_like, model.params) | {
+        "norm": jnp.ones_like(model.params["norm"])
+    }
     params["embed"] = params["embed"].at[:, 0].set(1.0)
     params["head"] = params["head"].at[0, never].set(1.0)
     wrong = kvq.Model(params=params, constants=(), config=model.config)
@@ -64,7 +70,9 @@ def test_end_token_and_other_lengths_compile_nothing_new():
 
 
 def test_lookup_finds_the_latest_longest_match():
-    known = jnp.asarray([[1, 2, 3, 4, 1, 2, 9, 1, 2, 0, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0]])
+    known = jnp.asarray(
+        [[1, 2, 3, 4, 1, 2, 9, 1, 2, 0, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0]]
+    )
     drafted = np.asarray(lookup(known, jnp.asarray([9, 4]), 3, 2))
     assert drafted[0].tolist() == [9, 1, 2]
     longer = jnp.asarray([[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2, 0]])
@@ -84,5 +92,7 @@ def test_a_draft_longer_than_the_answer_is_as_long_as_it():
     model, method = model_and_method("kivi2")
     out = kvq.speculate(model, PROMPTS, method, max_new_tokens=5, draft=10**9)
     assert out.tokens == plain(model, method, 5)
-    with pytest.raises(kvq.UserError, match="ngram=1000000000; it must be a whole number from 1 to 64"):
+    with pytest.raises(
+        kvq.UserError, match="ngram=1000000000; it must be a whole number from 1 to 64"
+    ):
         kvq.speculate(model, PROMPTS, method, ngram=10**9)

@@ -1,11 +1,20 @@
-"""New ids as text: every kind of tokenizer, in every portion, whole and cut characters, and stop strings."""
+"""New ids as text: every kind of tokenizer, in every portion, whole and cut characters, and stop
+strings."""
 
 import functools
 import itertools
 
 import pytest
 from tiny import tiny
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 import kvqjax as kvq
@@ -25,13 +34,17 @@ BYTES = [f"<0x{value:02X}>" for value in range(256)]
 
 def _wrapped(tokenizer, **options):
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options
+    )
 
 
 def _sentencepiece(decoder, merges=()):
     """Words with their space, else characters, else bytes: as Llama-2's and Mistral's."""
     words = ["the", "old", "house", "hill", "it", "is", "go", "stood", "on"]
-    letters = sorted({letter for text in TEXTS[:3] for letter in text.replace(" ", "\u2581")} - set("\n\t"))
+    letters = sorted(
+        {letter for text in TEXTS[:3] for letter in text.replace(" ", "\u2581")} - set("\n\t")
+    )
     vocabulary = [("<unk>", 0.0), *((text, -20.0) for text in BYTES)]
     vocabulary += [(f"\u2581{word}", -3.0) for word in words] + [(word, -4.0) for word in words]
     vocabulary += [(letter, -9.0) for letter in letters]
@@ -39,9 +52,16 @@ def _sentencepiece(decoder, merges=()):
 
 
 def _llama2():
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer, tokenizer.decoder = _sentencepiece(decoders.Sequence(steps))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     return _wrapped(tokenizer)
 
 
@@ -54,7 +74,10 @@ def _metaspace():
 
 def _byte_level(clean=False):
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(TEXTS, trainer)
@@ -62,10 +85,34 @@ def _byte_level(clean=False):
 
 
 def _wordpiece(clean, decoder_cleans=False):
-    words = ["the", "old", "house", "stood", "on", "hill", "it", "is", "isn", "she", "here", "do", "go", "n", "t", "s"]
+    words = [
+        "the",
+        "old",
+        "house",
+        "stood",
+        "on",
+        "hill",
+        "it",
+        "is",
+        "isn",
+        "she",
+        "here",
+        "do",
+        "go",
+        "n",
+        "t",
+        "s",
+    ]
     letters = sorted({letter for text in TEXTS for letter in text if not letter.isspace()})
-    vocabulary = ["[UNK]", *dict.fromkeys([*words, *letters, *(f"##{letter}" for letter in letters)])]
-    tokenizer = Tokenizer(models.WordPiece({text: number for number, text in enumerate(vocabulary)}, unk_token="[UNK]"))
+    vocabulary = [
+        "[UNK]",
+        *dict.fromkeys([*words, *letters, *(f"##{letter}" for letter in letters)]),
+    ]
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            {text: number for number, text in enumerate(vocabulary)}, unk_token="[UNK]"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=decoder_cleans)
     return _wrapped(tokenizer, clean_up_tokenization_spaces=clean)
@@ -93,13 +140,17 @@ def ids_of(tokenizer, text):
 
 
 def decoded(tokenizer, ids):
-    clean = type(tokenizer.backend_tokenizer.model).__name__ != "BPE" and None  # None: as the tokenizer says
+    clean = (
+        type(tokenizer.backend_tokenizer.model).__name__ != "BPE" and None
+    )  # None: as the tokenizer says
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=clean)
 
 
 def shared(first, second):
     """How many characters two texts begin with in common."""
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
+    return len(
+        list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    )
 
 
 def answer(tokenizer, prompt, ids, portion=1, stop=()):
@@ -117,8 +168,9 @@ def test_the_answer_is_the_text_of_both_without_the_prompt(kind):
         for place in range(len(ids)):
             prompt, new = [tokenizer.bos_token_id, *ids[:place]], ids[place:]
             whole = decoded(tokenizer, prompt + new)
-            # What the answer changes of the prompt's end is the answer's: a space before a full stop, or a character
-            # not yet whole. With byte fallback its bytes break the bytes before them too.
+            # What the answer changes of the prompt's end is the answer's: a space before a full
+            # stop, or a character not yet whole. With byte fallback its bytes break the bytes
+            # before them too.
             cuts = range(4 if kind in FALLBACK else 1)
             before = [decoded(tokenizer, prompt[: len(prompt) - cut]) for cut in cuts]
             if "\ufffd" in whole and len(before) > 1 and not whole.startswith(before[0]):
@@ -137,7 +189,11 @@ def test_the_answer_is_the_text_of_both_without_the_prompt(kind):
 def test_streamed_text_is_never_taken_back(kind):
     tokenizer = tokenizer_of(kind)
     for text in TEXTS:
-        row, ids, shown = Detokenizer(tokenizer, [tokenizer.bos_token_id]), ids_of(tokenizer, text), ""
+        row, ids, shown = (
+            Detokenizer(tokenizer, [tokenizer.bos_token_id]),
+            ids_of(tokenizer, text),
+            "",
+        )
         for token in ids:
             shown += row.extend([token])
             assert decoded(tokenizer, ids).startswith(shown)
@@ -241,9 +297,16 @@ def test_a_stop_string_ends_the_text_at_the_first_token_that_completes_it(kind):
 def test_what_may_begin_a_stop_string_is_held_back():
     tokenizer = tokenizer_of("byte_level")
     row = Detokenizer(tokenizer, ids_of(tokenizer, "it"), ["END", "E!!"])
-    pieces = [row.extend(ids_of(tokenizer, letter)) for letter in ["a", "E", "N", "x", "E", "!", "!"]]
+    pieces = [
+        row.extend(ids_of(tokenizer, letter)) for letter in ["a", "E", "N", "x", "E", "!", "!"]
+    ]
     assert pieces == ["a", "", "", "ENx", "", "", ""]
-    assert (row.stopped, row.text, row.extend(ids_of(tokenizer, "b")), row.finish()) == (True, "aENx", "", "")
+    assert (row.stopped, row.text, row.extend(ids_of(tokenizer, "b")), row.finish()) == (
+        True,
+        "aENx",
+        "",
+        "",
+    )
     row = Detokenizer(tokenizer, ids_of(tokenizer, "it"), "END")
     assert (row.extend(ids_of(tokenizer, "EN")), row.finish(), row.text) == ("", "EN", "EN")
 
@@ -300,7 +363,9 @@ def test_generated_text_goes_on_from_its_prompt(model):
     out = kvq.generate(model, prompts, max_new_tokens=24, eos_ids=())
     for prompt, ids, text in zip(prompts, out.tokens, out.text, strict=True):
         assert text == answer(tokenizer, prompt, ids, 24)[1].text
-    pieces = [part.text for part in kvq.stream(model, prompts, max_new_tokens=24, eos_ids=(), stride=1)]
+    pieces = [
+        part.text for part in kvq.stream(model, prompts, max_new_tokens=24, eos_ids=(), stride=1)
+    ]
     assert ["".join(row) for row in zip(*pieces, strict=True)] == out.text
     stop = out.text[0][4:7]
     cut = kvq.generate(model, prompts[:1], max_new_tokens=24, eos_ids=(), stop=stop)

@@ -1,4 +1,5 @@
-"""`kvqjax doctor`: what it finds wrong with an installation, with kernels and with plain paths, and its exit code."""
+"""`kvqjax doctor`: what it finds wrong with an installation, with kernels and with plain paths, and
+its exit code."""
 
 import json
 
@@ -22,7 +23,9 @@ GPU = SOUND._replace(
     packages=VERSIONS | {"jax-cuda13-plugin": "0.10.2"}, platform="gpu", devices=("NVIDIA H100 80GB HBM3",),
     nvidia=True, driver="580.65.06",
 )  # fmt: skip
-TPU = SOUND._replace(packages=VERSIONS | {"libtpu": "0.0.42"}, platform="tpu", devices=("TPU v6 lite",), tpu=True)
+TPU = SOUND._replace(
+    packages=VERSIONS | {"libtpu": "0.0.42"}, platform="tpu", devices=("TPU v6 lite",), tpu=True
+)
 
 
 @pytest.mark.parametrize("machine", [SOUND, GPU, TPU])
@@ -34,13 +37,21 @@ def test_a_sound_machine_has_no_findings(machine):
     ("machine", "bad", "text"),
     [
         (GPU._replace(packages=VERSIONS, platform="cpu"), True, "no CUDA plugin"),
-        (GPU._replace(packages=VERSIONS | {"jax-cuda13-plugin": "0.10.1"}), True, "0.10.1 and jaxlib 0.10.2 differ"),
+        (
+            GPU._replace(packages=VERSIONS | {"jax-cuda13-plugin": "0.10.1"}),
+            True,
+            "0.10.1 and jaxlib 0.10.2 differ",
+        ),
         (GPU._replace(driver="550.54.15"), True, "driver 550.54.15 is too old: CUDA 13 wants 580"),
         (GPU._replace(platform="cpu"), True, "JAX runs on the CPU"),
         (TPU._replace(platform="cpu", holders=(4711,)), True, "in use by process 4711"),
         (TPU._replace(platform="cpu"), True, "JAX runs elsewhere"),
         (SOUND._replace(x64=True), False, "jax_enable_x64"),
-        (SOUND._replace(packages=VERSIONS | {"jax": "0.10.3"}), False, "jax 0.10.3 and jaxlib 0.10.2"),
+        (
+            SOUND._replace(packages=VERSIONS | {"jax": "0.10.3"}),
+            False,
+            "jax 0.10.3 and jaxlib 0.10.2",
+        ),
         (GPU._replace(devices=("NVIDIA B200",)), False, "NVIDIA B200 is a chip no kernel"),
     ],
 )
@@ -87,7 +98,10 @@ def test_what_a_gpu_decodes_by_is_compared_with_float64(monkeypatch):
 
 
 def test_every_chip_has_forms_to_check():
-    found = {target: report.all_candidates(target, report.SHAPES) for target in ("v5e", "v7x", "sm90", "sm80", "cpu")}
+    found = {
+        target: report.all_candidates(target, report.SHAPES)
+        for target in ("v5e", "v7x", "sm90", "sm80", "cpu")
+    }
     assert found["cpu"] == []
     assert [kernel.form for kernel in found["sm80"]] == [CUDNN]
     assert {one.form for one in found["v5e"]} > {one.form for one in found["sm90"]} - {CUDNN}
@@ -96,19 +110,29 @@ def test_every_chip_has_forms_to_check():
 
 @pytest.fixture
 def chip(tmp_path, monkeypatch):
-    """A TPU whose checks end as `outcomes` says for each row of the table, "faster" where it says nothing."""
+    """A TPU whose checks end as `outcomes` says for each row of the table, "faster" where it says
+    nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "target_of", lambda x: "v6e")
     monkeypatch.setattr(doctor, "this_machine", lambda: TPU)
     monkeypatch.setattr(report, "exact_milliseconds", lambda shape, target: 4.0)
     plain = {"form": "exact, XLA", "verdict": "sound", "error": 0.001}
-    monkeypatch.setattr(report, "plain_rows", lambda methods, target: [dict(plain)] if target == "v6e" else [])
+    monkeypatch.setattr(
+        report, "plain_rows", lambda methods, target: [dict(plain)] if target == "v6e" else []
+    )
     outcomes, checked = {}, []
 
     def one(candidate, target, stored):
         checked.append(candidate.name)
         outcome = outcomes.get(str(candidate.form), "faster")
-        return Verdict(outcome=outcome, error=0.003, kernel_ms=1.0, plain_ms=2.0, seconds=1.0, note=f"it {outcome}")
+        return Verdict(
+            outcome=outcome,
+            error=0.003,
+            kernel_ms=1.0,
+            plain_ms=2.0,
+            seconds=1.0,
+            note=f"it {outcome}",
+        )
 
     rows = report.kernel_rows
     monkeypatch.setattr(report, "kernel_rows", lambda *arguments: rows(*arguments, one))
@@ -123,7 +147,11 @@ def test_a_sound_chip_exits_with_0(chip, capsys, monkeypatch):
     assert [row["form"] for row in report["rows"]] == [*checked, "exact, XLA"]
     first = report["rows"][0]
     assert first["level"] == f"verified on {jax.local_devices()[0].device_kind}"
-    assert (first["verdict"], first["speed_against_plain"], first["speed_against_exact"]) == ("faster", 2.0, 4.0)
+    assert (first["verdict"], first["speed_against_plain"], first["speed_against_exact"]) == (
+        "faster",
+        2.0,
+        4.0,
+    )
     assert report["machine"]["packages"]["libtpu"] == "0.0.42"
     run(capsys, monkeypatch, "doctor")
     assert len(report["rows"]) == len(checked) + 1  # kept; XLA's path is compared every time
@@ -154,7 +182,9 @@ def test_on_a_cpu_it_says_what_cannot_be_checked(capsys, monkeypatch, tmp_path):
 
 def test_a_broken_installation_exits_with_1(capsys, monkeypatch):
     monkeypatch.setattr(report, "FEW_PLAIN", ())
-    monkeypatch.setattr(doctor, "this_machine", lambda: GPU._replace(packages=VERSIONS, platform="cpu"))
+    monkeypatch.setattr(
+        doctor, "this_machine", lambda: GPU._replace(packages=VERSIONS, platform="cpu")
+    )
     code, out, _ = run(capsys, monkeypatch, "doctor")
     assert code == 1
     assert "wrong: an NVIDIA GPU and no CUDA plugin" in out

@@ -1,4 +1,5 @@
-"""The planner: shipped configs are the published models, bytes are the cache's, limits are the limits."""
+"""The planner: shipped configs are the published models, bytes are the cache's, limits are the
+limits."""
 
 import jax
 import pytest
@@ -38,7 +39,10 @@ PUBLISHED = {
 
 def test_every_known_config_has_the_published_number_of_parameters():
     assert set(KNOWN) == set(PUBLISHED)
-    counted = {name: sum(x.size for x in jax.tree.leaves(parameter_shapes(config_of(name)))) for name in KNOWN}
+    counted = {
+        name: sum(x.size for x in jax.tree.leaves(parameter_shapes(config_of(name))))
+        for name in KNOWN
+    }
     assert counted == PUBLISHED
 
 
@@ -49,7 +53,9 @@ def test_names_are_found_by_hub_id_and_misspelt_ones_get_a_hint():
         config_of("qwen3-0.5b")
 
 
-@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b", "qwen3-vl-8b", "llama-4-scout"])
+@pytest.mark.parametrize(
+    "name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b", "qwen3-vl-8b", "llama-4-scout"]
+)
 def test_plans_of_models_with_local_layers_and_parts_of_others(name):
     """From a config alone. Layers that see a window keep a ring of it, whatever the context."""
     config, context = config_of(name), 32768
@@ -72,13 +78,18 @@ def test_plans_of_models_with_local_layers_and_parts_of_others(name):
     ],
 )
 def test_plans_count_the_states_of_recurrent_layers(name, layers, heads):
-    """Layers of attention grow with the context; a state is 128 x 128 numbers a head, and three tokens of channels."""
+    """Layers of attention grow with the context; a state is 128 x 128 numbers a head, and three
+    tokens of channels."""
     config = config_of(name)
     assert (config.num_layers, config.depth - config.num_layers) == layers
     state = 4 * layers[1] * (heads * 128 * 128 + 3 * (2 * 16 + heads) * 128)
-    short, long = (plan_memory(config, "kivi:bits=4", context, 2, weights="int4") for context in (8192, 131072))
+    short, long = (
+        plan_memory(config, "kivi:bits=4", context, 2, weights="int4") for context in (8192, 131072)
+    )
     assert short.book.state_bytes == long.book.state_bytes == 2 * state
-    keys = 2 * 2 * layers[0] * config.kv_width * 2 * 131072  # keys and values of two rows in bfloat16
+    keys = (
+        2 * 2 * layers[0] * config.kv_width * 2 * 131072
+    )  # keys and values of two rows in bfloat16
     assert 0.25 * keys < long.cache - 2 * state < 0.35 * keys
     parts = plan_memory(config, "kivi:bits=4", 131072, 2, mesh=MeshSize(model=4))
     assert 0.24 * long.cache < parts.cache < 0.3 * long.cache
@@ -87,27 +98,35 @@ def test_plans_count_the_states_of_recurrent_layers(name, layers, heads):
 def test_bytes_are_those_of_the_cache_that_would_be_made():
     config, method = config_of("recall"), kvq.parse("kivi:bits=2,sinks=4")
     found = plan_memory(config, method, 1024, 2, dtype="float32")
-    cache = allocate_cache(CacheLayout(shape=config.kv_shape, method=method, capacity=1024, dtype="float32"), 2)
+    cache = allocate_cache(
+        CacheLayout(shape=config.kv_shape, method=method, capacity=1024, dtype="float32"), 2
+    )
     assert found.book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
     assert found.weights == sum(4 * x.size for x in jax.tree.leaves(parameter_shapes(config)))
     assert found.total == found.weights + found.book.bytes + found.workspace
     assert found.constants == 0
 
 
-@pytest.mark.parametrize(("spec", "bits"), [("kivi:bits=2,group=128", 2), ("kivi:bits=3", 4), ("exact", 16)])
+@pytest.mark.parametrize(
+    ("spec", "bits"), [("kivi:bits=2,group=128", 2), ("kivi:bits=3", 4), ("exact", 16)]
+)
 def test_bodies_of_gpus_are_counted_as_they_are_stored_there(spec, bits):
     """Two int4 numbers take a byte; 3 bits are stored as 4."""
     config, context = config_of("llama-3.1-8b"), 131072
     found = plan_memory(config, spec, context, 1, form="heads")
     codes = context * 2 * config.kv_width * config.num_layers * bits // 8
     assert found.cache == found.book.bytes
-    assert found.book.by_role()["payload"] == pytest.approx(codes, rel=2e-3)  # but for window and sinks
-    assert 0 < found.workspace < 0.1 * GIB  # a score of every token and head, and no block of keys and values
+    assert found.book.by_role()["payload"] == pytest.approx(
+        codes, rel=2e-3
+    )  # but for window and sinks
+    assert (
+        0 < found.workspace < 0.1 * GIB
+    )  # a score of every token and head, and no block of keys and values
 
 
 def test_constants_are_counted():
-    """AQUA-KV's linear predictors: bfloat16 matrices for keys from W and values from 2 W, and a float32 bias each, in
-    every layer but the first."""
+    """AQUA-KV's linear predictors: bfloat16 matrices for keys from W and values from 2 W, and a
+    float32 bias each, in every layer but the first."""
     config = config_of("llama-3.1-8b")
     width, layers = config.kv_width, config.num_layers - 1
     found = plan_memory(config, kvq.parse("aqua"), 4096, 1)
@@ -119,11 +138,16 @@ def test_largest_is_the_edge():
     assert largest(lambda n: False) == 0
     assert largest(lambda n: True, most=77) == 77
     config, method, memory = config_of("llama-3.1-8b"), kvq.parse("kivi:bits=2"), 24 * GIB
-    fits = lambda n: plan_memory(config, method, n, 1).total <= memory  # noqa: E731
+
+    def fits(n):
+        return plan_memory(config, method, n, 1).total <= memory
+
     context = largest(fits, step=1024)
     assert fits(context)
     assert not fits(context + 1024)
-    assert context > 131072  # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8)
+    assert (
+        context > 131072
+    )  # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8)
 
 
 def test_step_bounds_are_reading_once_and_computing_at_the_peak():
@@ -133,7 +157,9 @@ def test_step_bounds_are_reading_once_and_computing_at_the_peak():
     weights = 2 * (8_030_261_248 - 128256 * 4096)
     assert reading == pytest.approx((weights + found.book.bytes) / 1e12, rel=1e-12)
     assert computing == pytest.approx(4 * (weights + 4 * 32 * 4096 * 8192) / 1e14, rel=1e-12)
-    more = step_bounds(plan_memory(config, kvq.parse("xquant:bits=2"), 8192, 4), config, 8192, 4, DEVICES["h100"])[1]
+    more = step_bounds(
+        plan_memory(config, kvq.parse("xquant:bits=2"), 8192, 4), config, 8192, 4, DEVICES["h100"]
+    )[1]
     less = step_bounds(found, config, 8192, 4, DEVICES["h100"])[1]
     assert (more - less) * 989e12 == pytest.approx(4 * 8192 * 32 * 4 * 1024 * 1024, rel=1e-9)
 
@@ -143,12 +169,17 @@ def test_layers_with_a_window_attend_to_no_more_than_that():
     for config, seen in ((sliding, 21 * 4096 + 21 * 65536), (full, 32 * 65536)):
         found = plan_memory(config, "exact", 65536, 1)
         computing = step_bounds(found, config, 65536, 1, Device(80, 1000, 1))[1] * 1e12
-        assert computing == pytest.approx(2 * found.multiplied + 4 * config.query_width * seen, rel=1e-12)
+        assert computing == pytest.approx(
+            2 * found.multiplied + 4 * config.query_width * seen, rel=1e-12
+        )
 
 
 def test_little_room_is_tight():
     """A gibibyte of eighty is what the compiler and gaps between arrays take."""
-    found = {spare: headroom(int((80 - spare) * GIB), 80 * GIB) for spare in (8.0, 4.1, 3.9, 1.0, 0.0, -0.1)}
+    found = {
+        spare: headroom(int((80 - spare) * GIB), 80 * GIB)
+        for spare in (8.0, 4.1, 3.9, 1.0, 0.0, -0.1)
+    }
     assert list(found.values()) == ["yes", "yes", "tight", "tight", "tight", "no"]
 
 
@@ -156,7 +187,9 @@ def test_every_device_has_a_compiler_and_a_target():
     for name, device in DEVICES.items():
         assert target_name(name) in TARGETS
         assert bool(device.torus[0]) != (name in GPUS), name
-        expected = "heads" if name in GPUS else "stripes" if target_name(name) == "cpu" else "planes"
+        expected = (
+            "heads" if name in GPUS else "stripes" if target_name(name) == "cpu" else "planes"
+        )
         assert stored_form(target_name(name)) == expected, name
         assert slice_of(name, 8).startswith(device.torus[0] or "1x1x8")
     assert {"t4", "l4", "l40s", "a10g", "b200", "v4"} <= set(DEVICES)
@@ -164,8 +197,14 @@ def test_every_device_has_a_compiler_and_a_target():
 
 @pytest.mark.parametrize(
     ("name", "active"),
-    # As their publishers round them: 12.9, 2.7, 3.3 and 22 billion pass one token, the embedding table among them.
-    [("mixtral-8x7b", 12.9e9), ("qwen1.5-moe-a2.7b", 2.7e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)],
+    # As their publishers round them: 12.9, 2.7, 3.3 and 22 billion pass one token, the embedding
+    # table among them.
+    [
+        ("mixtral-8x7b", 12.9e9),
+        ("qwen1.5-moe-a2.7b", 2.7e9),
+        ("qwen3-30b-a3b", 3.3e9),
+        ("qwen3-235b-a22b", 22.2e9),
+    ],
 )
 def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
     config = config_of(name)
@@ -177,10 +216,14 @@ def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
     wanted = 2 * (numbers - config.idle_numbers - table) + found.constants + found.cache
     assert reading == pytest.approx(wanted / 1e9)
     layers = sum(x.size for x in jax.tree.leaves(parameter_shapes(config)["layers"]))
-    itself = 4 * config.query_width * config.num_layers  # a prompt of one token attends to that token
+    itself = (
+        4 * config.query_width * config.num_layers
+    )  # a prompt of one token attends to that token
     assert prompt_operations(config, 0, 1) == 2 * (layers - config.idle_numbers + table) + itself
     per_layer = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers
-    assert per_layer * config.num_layers == pytest.approx(numbers - config.idle_numbers - 2 * table, rel=1e-3)
+    assert per_layer * config.num_layers == pytest.approx(
+        numbers - config.idle_numbers - 2 * table, rel=1e-3
+    )
 
 
 def test_experts_on_a_mesh():

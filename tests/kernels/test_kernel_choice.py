@@ -1,5 +1,7 @@
-"""The switch `kernels=`: what each word does, where it is shown, and that checks run only where they may. A chip is
-imitated: JAX's device is a CPU, its name and target are not, and TPU kernels run in the Pallas interpreter."""
+"""The switch `kernels=`: what each word does, where it is shown, and that checks run only where
+they may. A chip is
+imitated: JAX's device is a CPU, its name and target are not, and TPU kernels run in the Pallas
+interpreter."""
 
 import dataclasses
 import json
@@ -32,14 +34,16 @@ FORM = KernelForm("kivi", 4, 4)
 
 
 def candidate_of(method: str = METHOD, shape=SHAPE, target: str = "v6e"):
-    layout = CacheLayout(shape=shape, method=kvq.parse(method), capacity=2048, dtype="bfloat16", target=target)
+    layout = CacheLayout(
+        shape=shape, method=kvq.parse(method), capacity=2048, dtype="bfloat16", target=target
+    )
     return candidates(layout)[0]
 
 
 @pytest.fixture
 def chip(tmp_path, monkeypatch):
-    """`become(target, outcome)` makes this machine's device a chip on which every check ends so; it returns the list
-    of forms that were checked."""
+    """`become(target, outcome)` makes this machine's device a chip on which every check ends so; it
+    returns the list of forms that were checked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def become(target: str, outcome: str = "faster"):
@@ -50,7 +54,9 @@ def chip(tmp_path, monkeypatch):
             return Verdict(outcome=outcome, error=0.0, seconds=0.1)
 
         for module in (new_cache, persist, choose):
-            monkeypatch.setattr(module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target)
+            monkeypatch.setattr(
+                module, "target_of", lambda x: "cpu" if isinstance(x, jax.core.Tracer) else target
+            )
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
         monkeypatch.setattr(check_module, "check", fake)
         monkeypatch.setattr(
@@ -133,7 +139,8 @@ def test_a_policy_with_a_layer_no_kernel_reads_cannot_be_forced():
 
 
 def test_a_hopper_takes_planes_only_for_a_kernel_that_won(chip):
-    """Its plain path reads bodies head by head; the kernel, never used by the table's word, reads planes."""
+    """Its plain path reads bodies head by head; the kernel, never used by the table's word, reads
+    planes."""
     checked = chip("sm90")
     cache = kvq.init_cache(SHAPE, METHOD, 1, 2048)
     assert (cache.layout.form, path_of(cache)) == ("planes", "gpu")
@@ -154,7 +161,10 @@ def test_for_a_chip_that_is_not_here_the_table_counts(chip):
     cache = kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e")
     assert path_of(cache) == "tpu"
     assert "the table's word, not checked on a chip" in repr(cache)
-    found = {text: kvq.init_cache(SHAPE, text, 1, 2048, target="sm90", form="planes") for text in (METHOD, THREE)}
+    found = {
+        text: kvq.init_cache(SHAPE, text, 1, 2048, target="sm90", form="planes")
+        for text in (METHOD, THREE)
+    }
     assert path_of(found[METHOD]) == "gpu"  # found right on one
     assert path_of(found[THREE]) == "reference"  # compiled, never run
     assert not checked
@@ -163,10 +173,15 @@ def test_for_a_chip_that_is_not_here_the_table_counts(chip):
 def test_nothing_is_checked_while_tracing(chip):
     checked = chip("v6e")
     layouts = []
-    make_one = lambda: layouts.append(kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e").layout)  # noqa: E731
+
+    def make_one():
+        return layouts.append(kvq.init_cache(SHAPE, METHOD, 1, 2048, target="v6e").layout)
+
     # A held array that is no tracer, in a program that is being traced.
     held = jnp.zeros(())
-    layout = CacheLayout(shape=SHAPE, method=kvq.parse(METHOD), capacity=2048, dtype="float32", target="v6e")
+    layout = CacheLayout(
+        shape=SHAPE, method=kvq.parse(METHOD), capacity=2048, dtype="float32", target="v6e"
+    )
     jax.eval_shape(lambda: layouts.append(choose.choose(layout, "auto", held)) or jnp.zeros(()))
     assert layouts[-1].kernels.forms == ()
     jax.eval_shape(lambda: make_one() or jnp.zeros(()))
@@ -193,7 +208,11 @@ def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
     chip("sm90", "failed")
     with pytest.warns(UserWarning, match="is not used"):
         loaded = kvq.load_cache(tmp_path / "cache", SHAPE)
-    assert (loaded.layout.target, loaded.layout.form, loaded.layout.kernels.forms) == ("sm90", "heads", ())
+    assert (loaded.layout.target, loaded.layout.form, loaded.layout.kernels.forms) == (
+        "sm90",
+        "heads",
+        (),
+    )
     back = kvq.load_cache(tmp_path / "cache", SHAPE, kernels="pallas")
     assert (back.layout.form, back.layout.kernels.basis) == ("planes", "forced")
     np.testing.assert_array_equal(back.lengths, cache.lengths)
@@ -201,7 +220,10 @@ def test_a_loaded_cache_is_checked_on_its_new_chip(chip, tmp_path):
 
 def interpreted(q, body, layer, start, stop, spec, general, trusted, recent=None, pages=None):
     """Dispatch with the Pallas interpreter in the place of a TPU."""
-    if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) == "reference":
+    if (
+        dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted)
+        == "reference"
+    ):
         return dispatch.packed_attention(q, body, layer, start, stop, spec, general, trusted)
     return tpu.packed_attention(q, body, layer, start, stop, spec, pages=pages, interpret=True)
 
@@ -230,13 +252,16 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
 
 @pytest.mark.parametrize("stored", ["planes", "heads"])
 def test_timed_bodies_hold_encoded_tokens(stored):
-    """Every row of the bodies that are timed is the trial's first row, and a longer one goes on with it."""
+    """Every row of the bodies that are timed is the trial's first row, and a longer one goes on
+    with it."""
     trial = make(candidate_of(), 640, "sm90", OFF, stored)
     q = jnp.asarray(np.random.default_rng(0).normal(scale=0.02, size=(1, 1, 4, 128)), jnp.bfloat16)
     q, four = (jnp.broadcast_to(q, (rows, 1, 4, 128)) for rows in (3, 4))
     first = by_plain_path(trial)(four)
     out, lse = by_plain_path(full(trial, 640, 3))(q)
-    np.testing.assert_allclose(out, jnp.broadcast_to(first.out[:1], out.shape), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        out, jnp.broadcast_to(first.out[:1], out.shape), rtol=1e-5, atol=1e-5
+    )
     longer = by_plain_path(full(trial, 2048, 3))(q)
     assert bool(jnp.all(longer.lse > lse))
     assert float(jnp.abs(longer.out).max()) > 0.1
@@ -246,7 +271,10 @@ def spoilt(change):
     """A kernel whose arguments are changed before it runs."""
 
     def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
-        if dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted) != "reference":
+        if (
+            dispatch.path(spec, q.shape[2] // spec.kv_heads, body.slots, q.shape[1], trusted)
+            != "reference"
+        ):
             q, body, start, stop = change(q, body, start, stop)
         return interpreted(q, body, layer, start, stop, spec, general, trusted)
 
@@ -263,10 +291,30 @@ def swapped(words):
     thinned(
         [
             lambda q, body, start, stop: (q, body, start, stop + 1),  # one token too many
-            lambda q, body, start, stop: (q, body, start, jnp.maximum(stop - 32, 0)),  # a plane left out
-            lambda q, body, start, stop: (q[:, :, ::-1], body, start, stop),  # heads in another order
-            lambda q, body, start, stop: (q, body._replace(key_codes=swapped(body.key_codes)), start, stop),
-            lambda q, body, start, stop: (q, body._replace(value_codes=swapped(body.value_codes)), start, stop),
+            lambda q, body, start, stop: (
+                q,
+                body,
+                start,
+                jnp.maximum(stop - 32, 0),
+            ),  # a plane left out
+            lambda q, body, start, stop: (
+                q[:, :, ::-1],
+                body,
+                start,
+                stop,
+            ),  # heads in another order
+            lambda q, body, start, stop: (
+                q,
+                body._replace(key_codes=swapped(body.key_codes)),
+                start,
+                stop,
+            ),
+            lambda q, body, start, stop: (
+                q,
+                body._replace(value_codes=swapped(body.value_codes)),
+                start,
+                stop,
+            ),
         ],
         5,
     ),
@@ -302,8 +350,17 @@ def test_the_words_reach_every_door(chip, capsys, monkeypatch):
     ):
         with pytest.raises(kvq.UserError, match=refused):
             call()
-    for command in ("generate -p a", "bench", "eval ppl", "eval drift", "eval compare", "eval retrieval --length 32"):
-        code, _, error = run(capsys, monkeypatch, *command.split(), "--cache", "kivi:bits=2", "--kernels", "pallas")
+    for command in (
+        "generate -p a",
+        "bench",
+        "eval ppl",
+        "eval drift",
+        "eval compare",
+        "eval retrieval --length 32",
+    ):
+        code, _, error = run(
+            capsys, monkeypatch, *command.split(), "--cache", "kivi:bits=2", "--kernels", "pallas"
+        )
         assert (code, refused in error) == (2, True), (command, error)
 
 
@@ -334,7 +391,10 @@ def test_plain_and_kernel_trials_share_their_arrays():
     held = np.asarray(trial.cache.runs[0].flushed[0])
     assert held[0] > held[1] >= held[2] > held[3] == 0
     assert by_kernel(trial)(q).out.shape == q.shape
-    assert dataclasses.replace(plain.cache.layout, kernels=trial.cache.layout.kernels) == trial.cache.layout
+    assert (
+        dataclasses.replace(plain.cache.layout, kernels=trial.cache.layout.kernels)
+        == trial.cache.layout
+    )
 
 
 def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):

@@ -1,5 +1,5 @@
-"""Caches whose bodies kernels read: what a model computes with the TPU kernel, interpreted, in the place of the general
-path, and that a program for a TPU is the general path where there is none."""
+"""Caches whose bodies kernels read: what a model computes with the TPU kernel, interpreted, in the
+place of the general path, and that a program for a TPU is the general path where there is none."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None):
         assert (spec.rope is None) == (method in ROTATED)
         if spec.rope is not None:
-            np.testing.assert_allclose(spec.rope.frequencies, rope(10000.0, 128).frequencies, rtol=1e-6)
+            np.testing.assert_allclose(
+                spec.rope.frequencies, rope(10000.0, 128).frequencies, rtol=1e-6
+            )
         calls.append(spec)
         return tpu.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
@@ -49,24 +51,31 @@ def test_elsewhere_the_general_path(method):
     wiring = kvq.cache.runs_of(for_tpu.layout)[0].wiring
     assert dispatch.path(wiring.fast.packed.spec, 2, 512) == "tpu"
     here = logits(model, cache)
-    np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())  # all heads at once
+    np.testing.assert_allclose(
+        logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max()
+    )  # all heads at once
 
 
 @pytest.mark.parametrize("method", ["kivi:bits=2,group=128,sinks=3", METHODS[0]])
 def test_kernels_read_pages_where_they_lie(method, monkeypatch):
-    """As a chip's program does it, interpreted; and where such a program runs on a CPU, without the kernel."""
+    """As a chip's program does it, interpreted; and where such a program runs on a CPU, without the
+    kernel."""
     model, cache = filled(method)
     plain, tables = logits(model, cache), []
     paged = kvq.init_cache(model, kvq.parse(method), 2, CAPACITY, target="v6e", pages=5)
     assert paged.layout.pool.tokens == 1024
     paged = kvq.with_pages(paged, np.asarray([[3], [1]]))
-    _, paged = jax.jit(kvq.prefill)(model, tokens(2, LENGTH), jnp.asarray([LENGTH, LENGTH - 200]), paged)
+    _, paged = jax.jit(kvq.prefill)(
+        model, tokens(2, LENGTH), jnp.asarray([LENGTH, LENGTH - 200]), paged
+    )
     np.testing.assert_allclose(logits(model, paged), plain, atol=1e-5 * np.abs(plain).max())
 
     def kernel(q, body, layer, start, stop, spec, general, trusted, pages, **recent):
         tables.append(pages)
         module = exact if isinstance(spec, ExactSpec) else tpu
-        return module.packed_attention(q, body, layer, start, stop, spec, pages=pages, interpret=True, **recent)
+        return module.packed_attention(
+            q, body, layer, start, stop, spec, pages=pages, interpret=True, **recent
+        )
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = logits(model, paged)
@@ -74,8 +83,20 @@ def test_kernels_read_pages_where_they_lie(method, monkeypatch):
     check_outputs(found, plain)
 
 
-REACHING = ["kivi:bits=2", "kivi:bits=4", "kivi:bits=2,group=128", "omniscale:bits=2", "omniscale:bits=4,group=128"]
-REACHING += ["kvarn:bits=2", "kvarn:bits=4", "kvarn:bits=4,value_bits=2", "oscar:bits=2", "uniform:bits=4"]
+REACHING = [
+    "kivi:bits=2",
+    "kivi:bits=4",
+    "kivi:bits=2,group=128",
+    "omniscale:bits=2",
+    "omniscale:bits=4,group=128",
+]
+REACHING += [
+    "kvarn:bits=2",
+    "kvarn:bits=4",
+    "kvarn:bits=4,value_bits=2",
+    "oscar:bits=2",
+    "uniform:bits=4",
+]
 
 
 @pytest.mark.parametrize("method", REACHING)

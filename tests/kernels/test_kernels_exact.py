@@ -1,8 +1,8 @@
-"""Exact bodies on TPUs: the kernel, interpreted, against attention to what was stored, and the plain path that a TPU
-takes without it, run here, against a CPU's.
+"""Exact bodies on TPUs: the kernel, interpreted, against attention to what was stored, and the
+plain path that a TPU takes without it, run here, against a CPU's.
 
-Bound of the kernel: softmax weights are rounded to bfloat16 (2^-8 relative, half of it on average) and sums of them are
-not; values have a spread of 1. Log-sum-exps are float32."""
+Bound of the kernel: softmax weights are rounded to bfloat16 (2^-8 relative, half of it on average)
+and sums of them are not; values have a spread of 1. Log-sum-exps are float32."""
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,13 @@ forward = jax.jit(kvq.forward)
 
 
 def _case(length: int, heads: int, dim: int, slots: int):
-    """Queries, stored keys and values of 2 layers and 2 rows, and limits: a row between two that lie in tiles, and one
-    that sees nothing of the body."""
+    """Queries, stored keys and values of 2 layers and 2 rows, and limits: a row between two that
+    lie in tiles, and one that sees nothing of the body."""
     random = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.bfloat16)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+
     k, v = draw(2, 2, slots, heads * dim), draw(2, 2, slots, heads * dim)
     start = jnp.asarray([[100 + t for t in range(length)], [0] * length], jnp.int32)
     stop = jnp.asarray([[slots - 60 + t for t in range(length)], [0] * length], jnp.int32)
@@ -47,7 +50,8 @@ CASES = {
 @pytest.mark.parametrize(**CASES)
 @pytest.mark.parametrize("sinks", [None, 0, 5], ids=["body", "recent", "recent and sinks"])
 def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, sinks, monkeypatch):
-    """Layer 1 of 2, the body alone, or with a window, sinks and new tokens, of which the second row sees none."""
+    """Layer 1 of 2, the body alone, or with a window, sinks and new tokens, of which the second row
+    sees none."""
     monkeypatch.setitem(TPUS, "v6e", TPUS["v6e"]._replace(exact_tile_bytes=4 * heads * dim * tile))
     draw, q, k, v, start, stop = _case(length, heads, dim, slots)
     spec = ExactSpec(kv_heads=heads, head_dim=dim, dtype="bfloat16", target="v6e")
@@ -61,12 +65,19 @@ def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, s
         new = draw(2, length, heads * dim), draw(2, length, heads * dim)
         parts = [np.random.default_rng(1).random((2, length, n)) < 0.7 for n in (*sizes, length)]
         parts = [part * np.asarray([1, 0])[:, None, None] for part in parts]
-        padded = [np.pad(part, ((0, 0), (0, 0), (0, room(part.shape[2]) - part.shape[2]))) for part in parts]
+        padded = [
+            np.pad(part, ((0, 0), (0, 0), (0, room(part.shape[2]) - part.shape[2])))
+            for part in parts
+        ]
         recent = Recent(held, new, jnp.asarray(np.concatenate(padded, 2), jnp.int32))
         mask = jnp.concatenate([mask, jnp.asarray(np.concatenate(parts, 2), bool)], 2)
         beside = [[x[which][1] for x in held] + [new[which]] for which in (0, 1)]
-        keys, values = (jnp.concatenate([x, *more], 1) for x, more in zip((keys, values), beside, strict=True))
-    got = exact.packed_attention(q, ExactBody(to_bits(k), to_bits(v)), 1, start, stop, spec, recent, interpret=True)
+        keys, values = (
+            jnp.concatenate([x, *more], 1) for x, more in zip((keys, values), beside, strict=True)
+        )
+    got = exact.packed_attention(
+        q, ExactBody(to_bits(k), to_bits(v)), 1, start, stop, spec, recent, interpret=True
+    )
     k, v = (x.astype(jnp.float32).reshape(2, -1, heads, dim) for x in (keys, values))
     want = segment_attention(q, k, v, mask)
     np.testing.assert_allclose(got.out, want.out, atol=2e-3)
@@ -79,24 +90,33 @@ def test_pages_are_read_where_they_lie(monkeypatch):
     monkeypatch.setitem(TPUS, "v6e", TPUS["v6e"]._replace(exact_tile_bytes=4 * 256 * 256))
     _, q, k, v, start, stop = _case(2, 2, 128, 1024)
     start, stop = start.at[1].set(300), jnp.stack([stop[0] - 512, stop[0]])
-    body, spec = ExactBody(to_bits(k), to_bits(v)), ExactSpec(kv_heads=2, head_dim=128, dtype="bfloat16", target="v6e")
+    body, spec = (
+        ExactBody(to_bits(k), to_bits(v)),
+        ExactSpec(kv_heads=2, head_dim=128, dtype="bfloat16", target="v6e"),
+    )
     paged, pages = in_pages(body, 512, (), int(stop[0].max()))
     got = exact.packed_attention(q, paged, 1, start, stop, spec, pages=pages, interpret=True)
     check_equal(got, exact.packed_attention(q, body, 1, start, stop, spec, interpret=True))
 
 
 def _whole(cache, length: int, within: str, mask=None):
-    """One layer's attention to all tokens, in bfloat16, of rows with tokens in the body, with few, and with none."""
+    """One layer's attention to all tokens, in bfloat16, of rows with tokens in the body, with few,
+    and with none."""
     shape, random = cache.layout.shape, np.random.default_rng(2)
     heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
-    draw = lambda n, many: jnp.asarray(random.normal(size=(3, n, many, shape.head_dim)), jnp.bfloat16)  # noqa: E731
+
+    def draw(n, many):
+        return jnp.asarray(random.normal(size=(3, n, many, shape.head_dim)), jnp.bfloat16)
+
     held, counts = jnp.asarray([700, 333, 0]), jnp.asarray([length, max(1, length - 1), length])
     _, new = kvq.attend_layer(cache, 0, *(draw(700, many) for many in heads), held)
     cache = kvq.append(cache, [new], held)
     out, _ = jax.jit(kvq.attend_layer, static_argnums=1, static_argnames="within")(
         cache, 0, *(draw(length, many) for many in heads), counts, within=within, mask=mask
     )
-    return np.asarray(jnp.where(jnp.arange(length)[None, :, None, None] < counts[:, None, None, None], out, 0))
+    return np.asarray(
+        jnp.where(jnp.arange(length)[None, :, None, None] < counts[:, None, None, None], out, 0)
+    )
 
 
 @pytest.mark.parametrize("method", thinned(["exact", "exact:window=32,sinks=3"], 2))
@@ -111,14 +131,17 @@ def _whole(cache, length: int, within: str, mask=None):
     ],
 )
 def test_one_call_takes_all_tokens(method, length, within, sliding, masked, paged, monkeypatch):
-    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a body, drafts, a
-    body in pages. Where a mask says which new tokens see each other, it takes the body alone."""
+    """The kernel in the place of parts and their merge: sinks, window, ragged rows, a row without a
+    body, drafts, a body in pages. Where a mask says which new tokens see each other, it takes the
+    body alone."""
     shape = tiny(head_dim=128, num_layers=1, sliding_window=sliding).config.kv_shape
     pages = {"pages": 5, "page_tokens": 1024} if paged else {}
     cache = kvq.init_cache(shape, method, 3, 1024, dtype="bfloat16", **pages)
     if paged:
         cache = kvq.with_pages(cache, np.asarray([[2], [0], [4]]))
-    mask = jnp.broadcast_to(jnp.eye(length, dtype=bool)[::-1], (3, length, length)) if masked else None
+    mask = (
+        jnp.broadcast_to(jnp.eye(length, dtype=bool)[::-1], (3, length, length)) if masked else None
+    )
     want, calls = _whole(cache, length, within, mask), []
 
     def kernel(q, body, layer, start, stop, spec, general, trusted, recent=None, **table):
@@ -126,7 +149,9 @@ def test_one_call_takes_all_tokens(method, length, within, sliding, masked, page
             return general()
         calls.append(recent is None)
         assert bool(table) == paged
-        return exact.packed_attention(q, body, layer, start, stop, spec, recent, interpret=True, **table)
+        return exact.packed_attention(
+            q, body, layer, start, stop, spec, recent, interpret=True, **table
+        )
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
     found = _whole(for_chip(cache, "v6e"), length, within, mask)
@@ -145,12 +170,21 @@ def fresh_runs():
 @pytest.mark.usefixtures("fresh_runs")
 @pytest.mark.parametrize(
     "spec",
-    thinned(["exact:sinks=3", "exact:window=32,keep=streaming:64", "kivi:bits=4,value_group=16", "higgs:bits=2"], 2),
+    thinned(
+        [
+            "exact:sinks=3",
+            "exact:window=32,keep=streaming:64",
+            "kivi:bits=4,value_group=16",
+            "higgs:bits=2",
+        ],
+        2,
+    ),
 )
 @pytest.mark.parametrize("sliding", thinned([None, 70], 2))
 def test_a_few_queries_take_all_heads_at_once(spec, sliding, monkeypatch):
-    """In float32, without a kernel, on a TPU and on a CPU with few heads: ragged rows, large blocks of which the last
-    begins within the one before it, a window's ring, and what eviction leaves; a step and a chunk of two tokens."""
+    """In float32, without a kernel, on a TPU and on a CPU with few heads: ragged rows, large blocks
+    of which the last begins within the one before it, a window's ring, and what eviction leaves; a
+    step and a chunk of two tokens."""
     for name in ("TPU_LANES", "CPU_LANES"):
         monkeypatch.setattr(runs, name, 512)
     monkeypatch.setattr(runs, "MOST_HEADS", 0)

@@ -61,7 +61,11 @@ def test_kernel_equals_the_oracle(simulated, case, place, splits):
 @pytest.mark.parametrize(
     ("tiles", "pairs", "splits"),
     [
-        (256, 8, 43),  # 6 tiles each in one round; 50 programs a pair would be 400, four more than have a place
+        (
+            256,
+            8,
+            43,
+        ),  # 6 tiles each in one round; 50 programs a pair would be 400, four more than have a place
         (64, 64, 6),  # 11 tiles; with 7 programs a pair 52 would wait for a second round
         (64, 396, 1),
         (1, 8, 1),
@@ -75,7 +79,9 @@ def test_programs_that_share_a_row_fill_whole_rounds(tiles, pairs, splits):
 def test_exact_kernel_equals_the_oracle(simulated):
     q, _, key, value, start, stop = inputs(FOUR)
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
-    stop = jnp.minimum(stop, 317).at[1].set(0)  # row 1 sees nothing; the last tile is moved back into the body
+    stop = (
+        jnp.minimum(stop, 317).at[1].set(0)
+    )  # row 1 sees nothing; the last tile is moved back into the body
     want = oracle(q, *(x.astype(jnp.float32) for x in (key, value)), start, stop)
     stacked = (jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value))
     with jax.disable_jit():
@@ -85,10 +91,13 @@ def test_exact_kernel_equals_the_oracle(simulated):
 
 
 def threads(layout, array):
-    """What every warp and lane holds of an array in a tiled layout: [warps that differ, lanes, registers]."""
+    """What every warp and lane holds of an array in a tiled layout: [warps that differ, lanes,
+    registers]."""
     for tile in layout.tiling.tiles:
         lead, body = array.shape[: -len(tile)], array.shape[-len(tile) :]
-        split = array.reshape(*lead, *(n for size, t in zip(body, tile, strict=True) for n in (size // t, t)))
+        split = array.reshape(
+            *lead, *(n for size, t in zip(body, tile, strict=True) for n in (size // t, t))
+        )
         axes = range(len(lead), split.ndim)
         array = split.transpose(*range(len(lead)), *axes[::2], *axes[1::2])
     apart = [axis for axis in (*layout.warp_dims, *layout.lane_dims) if isinstance(axis, int)]
@@ -97,8 +106,8 @@ def threads(layout, array):
 
 
 def test_two_warps_hold_what_the_other_two_hold():
-    """`twice` only renames registers: the first two warps hold rows 0 to 31 as WGMMA spreads them over all four, and
-    the last two hold the same."""
+    """`twice` only renames registers: the first two warps hold rows 0 to 31 as WGMMA spreads them
+    over all four, and the last two hold the same."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     place = np.arange(32 * 16).reshape(32, 16)
@@ -106,7 +115,9 @@ def test_two_warps_hold_what_the_other_two_hold():
     assert once.warp_dims[0] == plgpu.Replicated(2)
     assert (once.lane_dims, once.vector_dim) == (both.lane_dims, both.vector_dim)
     held = threads(once, place)
-    np.testing.assert_array_equal(np.concatenate([held, held]), threads(both, np.concatenate([place, place])))
+    np.testing.assert_array_equal(
+        np.concatenate([held, held]), threads(both, np.concatenate([place, place]))
+    )
 
 
 def test_refuses_what_it_does_not_read():
@@ -124,8 +135,9 @@ def test_refuses_what_it_does_not_read():
 
 
 def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
-    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the reference. Lowering
-    for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the shapes of products."""
+    """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the
+    reference. Lowering for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the
+    shapes of products."""
     case = dataclasses.replace(TWO, target="sm90")
     form = KernelForm("kivi", 2, 2)
     monkeypatch.setitem(support.TABLE[form], "sm90", support.Entry("compiled", 8))
@@ -134,7 +146,10 @@ def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     assert dispatch.path(case.spec, 8, case.slots) == "gpu"
     assert dispatch.path(case.spec, 65, case.slots) == "reference"
     q, body, key, value, start, stop = inputs(case)
-    plain = lambda *args: reference.packed_attention(*args, case.spec)  # noqa: E731
+
+    def plain(*args):
+        return reference.packed_attention(*args, case.spec)
+
     call = jax.jit(lambda *args: dispatch.packed_attention(*args, case.spec, lambda: plain(*args)))
     arguments = q, body, jnp.int32(1), start, stop
     agree(call(*arguments), oracle(q, key, value, start, stop), key, value, q)
@@ -148,11 +163,15 @@ def test_the_table_names_every_form():
     # Those that ran on an H100 (docs/speed.md).
     run = {KernelForm("kivi", 2, 2), KernelForm("kivi", 4, 4), KernelForm("kvquant", 3, 3)}
     assert {support.lookup(form, "sm90").level for form in forms - run} == {"compiled"}
-    assert {support.lookup(form, "sm90").level for form in run} == {support.verified("NVIDIA H100 80GB HBM3")}
+    assert {support.lookup(form, "sm90").level for form in run} == {
+        support.verified("NVIDIA H100 80GB HBM3")
+    }
 
 
 @pytest.mark.parametrize(
-    "case", [case_of(3, slots=1024, target="sm90"), case_of(4, datatype="nuq", target="sm90")], ids=name
+    "case",
+    [case_of(3, slots=1024, target="sm90"), case_of(4, datatype="nuq", target="sm90")],
+    ids=name,
 )
 def test_lowers_for_cuda(case):
     """Layouts, swizzles and the shapes of products are checked on the way."""

@@ -1,8 +1,9 @@
-"""The GPU kernels in JAX's own interpreter for Mosaic GPU (JAX >= 0.12; its interface is private), against the oracle.
+"""The GPU kernels in JAX's own interpreter for Mosaic GPU (JAX >= 0.12; its interface is private),
+against the oracle.
 
-The exact kernel runs as it is, with races looked for. For the packed one some things stand in: the interpreter has
-neither products with the left operand in registers nor code on registers, so the first is computed here, and the
-functions of `gpu.words` run on numpy as in tests/gpu_simulator.py.
+The exact kernel runs as it is, with races looked for. For the packed one some things stand in: the
+interpreter has neither products with the left operand in registers nor code on registers, so the
+first is computed here, and the functions of `gpu.words` run on numpy as in tests/gpu_simulator.py.
 """
 
 import gpu_exact
@@ -21,20 +22,38 @@ from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 pytestmark = [
     pytest.mark.smoke,
-    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX's GPU interpreter knows these kernels from 0.12 on"),
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 12),
+        reason="JAX's GPU interpreter knows these kernels from 0.12 on",
+    ),
 ]
 
-CASE = Case(key_bits=4, value_bits=4, key_group=128, value_group=128, kv_heads=1, head_dim=128, group=4, slots=512)
+CASE = Case(
+    key_bits=4,
+    value_bits=4,
+    key_group=128,
+    value_group=128,
+    kv_heads=1,
+    head_dim=128,
+    group=4,
+    slots=512,
+)
 FORMS = [CASE, case_of(4, kv_heads=1, slots=512), case_of(2, datatype="nuq", kv_heads=1, slots=512)]
 
 
 def interpreted(call, **options):
     """What `call()` returns when its GPU kernels are interpreted as on an H200."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+    from jax._src.pallas.mosaic_gpu.interpret.params import (
+        InterpretGPUParams,
+        force_gpu_interpret_mode,
+    )
 
     chip = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
-    with jax.sharding.use_abstract_mesh(mesh), force_gpu_interpret_mode(InterpretGPUParams(**options)):
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        force_gpu_interpret_mode(InterpretGPUParams(**options)),
+    ):
         return jax.tree.map(np.asarray, call())
 
 
@@ -43,7 +62,10 @@ def test_exact_kernel_runs_without_races():
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
     stop = jnp.minimum(stop, 317)
     stacked = [jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value)]
-    attend = lambda: gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=2)  # noqa: E731
+
+    def attend():
+        return gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=2)
+
     got = interpreted(attend, detect_races=True)
     key, value = (x.astype(jnp.float32) for x in (key, value))
     near(got, oracle(q, key, value, start, stop), key, value, q)
@@ -62,7 +84,8 @@ def product(theirs):
         def view(name):
             key = callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
             return key, memory.access(
-                key, jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
+                key,
+                jax.tree.map(int, callbacks._remove_noop_transforms(call[f"{name}_transforms"])),
             )
 
         right = memory.get_buffer_content(*view("b"), thread, logging_info=log)[0]

@@ -21,20 +21,30 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def emitted(*names: str) -> tuple[str, list[str]]:
-    """The instruction that `_permute` emits for its arguments so named, and the names in the order of its operands."""
+    """The instruction that `_permute` emits for its arguments so named, and the names in the order
+    of its operands."""
     with mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.create()
         with ir.InsertionPoint(module.body):
-            words = {name: gpu_words.mgpu.c(number, gpu_words._i32()) for number, name in enumerate(names, 70)}
+            words = {
+                name: gpu_words.mgpu.c(number, gpu_words._i32())
+                for number, name in enumerate(names, 70)
+            }
             gpu_words._permute(*(gpu_words._Word(words[name]) for name in names))
         text = str(module)
-    values = {value: names[int(number) - 70] for value, number in re.findall(r"(%\w+) = arith.constant (\d+) :", text)}
-    (asm, operands) = re.search(r'llvm.inline_asm[^"]*"([^"]*)", "[^"]*" (%[\w, %]+)', text).groups()
+    values = {
+        value: names[int(number) - 70]
+        for value, number in re.findall(r"(%\w+) = arith.constant (\d+) :", text)
+    }
+    (asm, operands) = re.search(
+        r'llvm.inline_asm[^"]*"([^"]*)", "[^"]*" (%[\w, %]+)', text
+    ).groups()
     return asm, [values[operand.strip()] for operand in operands.split(",")]
 
 
 def test_prmt_takes_the_low_word_first():
-    """PTX numbers the bytes of its first source 0 to 3 and of its second 4 to 7. JAX's helper calls its first parameter
+    """PTX numbers the bytes of its first source 0 to 3 and of its second 4 to 7. JAX's helper calls
+    its first parameter
     `high`: should it ever follow that name, this fails."""
     asm, operands = emitted("low", "high", "selector")
     assert re.fullmatch(r"prmt\.b32 \$0, \$1, \$2, \$3;", asm)
@@ -46,7 +56,8 @@ def test_prmt_takes_the_low_word_first():
 
 @pytest.mark.parametrize("upper", [0, 1])
 def test_half_picks_the_same_half_of_both_words(upper):
-    """As `half` does: a register of two words is taken for one of 64 bits, whose lower half is the first word."""
+    """As `half` does: a register of two words is taken for one of 64 bits, whose lower half is the
+    first word."""
     words = np.asarray([0xAAAA1111, 0xBBBB2222], np.uint32)
     (both,) = words.view(np.uint64)
     first, second = np.uint32(both & np.uint64(0xFFFFFFFF)), np.uint32(both >> np.uint64(32))
@@ -55,10 +66,13 @@ def test_half_picks_the_same_half_of_both_words(upper):
 
 
 def tiled(x: np.ndarray, tiles) -> np.ndarray:
-    """An array cut into tiles, and these into smaller ones: the last axes become numbers of tiles, then a tile."""
+    """An array cut into tiles, and these into smaller ones: the last axes become numbers of tiles,
+    then a tile."""
     for tile in tiles:
         lead, cut = x.shape[: -len(tile)], x.shape[-len(tile) :]
-        split = list(itertools.chain.from_iterable((n // t, t) for n, t in zip(cut, tile, strict=True)))
+        split = list(
+            itertools.chain.from_iterable((n // t, t) for n, t in zip(cut, tile, strict=True))
+        )
         x = x.reshape(*lead, *split)
         begin, count = len(lead), len(tile)
         order = [begin + 2 * i for i in range(count)] + [begin + 2 * i + 1 for i in range(count)]
@@ -81,7 +95,11 @@ def held(layout, shape: tuple[int, int]) -> np.ndarray:
         place: dict[int, int] = {}
         for dims, number in ((layout.warp_dims, warp), (layout.lane_dims, lane)):
             sizes = [d.times if hasattr(d, "times") else x.shape[d] for d in dims]
-            place |= {d: i for d, i in zip(dims, indices(number, sizes), strict=True) if not hasattr(d, "times")}
+            place |= {
+                d: i
+                for d, i in zip(dims, indices(number, sizes), strict=True)
+                if not hasattr(d, "times")
+            }
         axes = [place.get(axis - x.ndim) for axis in range(x.ndim)]
         rows.append(x[tuple(slice(None) if i is None else slice(i, i + 1) for i in axes)])
     return np.stack(rows)
@@ -98,13 +116,16 @@ def test_layouts_followed_by_hand_are_wgmmas():
 
 @pytest.mark.parametrize("columns", [64, 128])
 def test_twice_gives_the_upper_warps_the_second_plane(columns):
-    """`twice` takes registers of [32, N] in TWICE for those of [64, N]: rows 0 to 31 in the first two warps, and again
-    as rows 32 to 63 in the last two, where it shifts them."""
+    """`twice` takes registers of [32, N] in TWICE for those of [64, N]: rows 0 to 31 in the first
+    two warps, and again as rows 32 to 63 in the last two, where it shifts them."""
     source, target = held(gpu_words.TWICE, (32, columns)), held(WGMMA, (64, columns))
     source, target = (x.reshape(THREADS, -1, 2) for x in (source, target))
     second = (np.arange(THREADS) // 64)[:, None, None]
     np.testing.assert_array_equal(target, source + 32 * columns * second)
-    shapes = gpu_words.TWICE.to_mgpu().registers_shape((32, columns)), WGMMA.to_mgpu().registers_shape((64, columns))
+    shapes = (
+        gpu_words.TWICE.to_mgpu().registers_shape((32, columns)),
+        WGMMA.to_mgpu().registers_shape((64, columns)),
+    )
     assert np.prod(shapes[0]) == np.prod(shapes[1])
 
 
@@ -119,9 +140,13 @@ def test_beside_joins_registers_along_columns():
 
 
 def test_numbers_of_16_bits_share_a_register():
-    """`packed` takes a register for 32 bits whatever 16-bit type it holds, and gives it back as another."""
+    """`packed` takes a register for 32 bits whatever 16-bit type it holds, and gives it back as
+    another."""
     layout = WGMMA.to_mgpu()
     with mlir.make_ir_context(), ir.Location.unknown():
         i16, bf16 = ir.IntegerType.get_signless(16), ir.BF16Type.get()
-        widths = {gpu_words.mgpu.utils.bitwidth(ir.VectorType.get((layout.vector_length,), t)) for t in (i16, bf16)}
+        widths = {
+            gpu_words.mgpu.utils.bitwidth(ir.VectorType.get((layout.vector_length,), t))
+            for t in (i16, bf16)
+        }
     assert widths == {32}

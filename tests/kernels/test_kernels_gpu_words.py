@@ -1,4 +1,5 @@
-"""The GPU kernels' code on 32-bit registers, run on numpy's integers, against what it is to compute."""
+"""The GPU kernels' code on 32-bit registers, run on numpy's integers, against what it is to
+compute."""
 
 import functools
 
@@ -24,7 +25,8 @@ def of_step(nibbles, step: int, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("later", [0, 1])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_nibbles_hold_every_other_plane(bits, later):
-    """Step i of a quad is plane 2i, or `later` plane 2i + 1, of the eight planes that the halves hold."""
+    """Step i of a quad is plane 2i, or `later` plane 2i + 1, of the eight planes that the halves
+    hold."""
     first, second = words(0, 4, 64), words(1, 4, 64)
     halves = {2: [first], 3: [first, second], 4: [first, second]}[bits]
     change = functools.partial(gpu_unpack.to_nibbles, bits=bits, later=later)
@@ -46,7 +48,9 @@ def test_codes_come_out_as_numbers(monkeypatch, bits):
     monkeypatch.setattr(gpu_unpack, "packed", packed)
     nibbles = words(2, 4, 64)
     for step in range(gpu_unpack.STEPS):
-        numbers = gpu_unpack.codes(nibbles, step, bits).astype(jnp.float32) - gpu_unpack.base(step, bits)
+        numbers = gpu_unpack.codes(nibbles, step, bits).astype(jnp.float32) - gpu_unpack.base(
+            step, bits
+        )
         np.testing.assert_array_equal(numbers, of_step(nibbles, step, bits))
 
 

@@ -1,5 +1,5 @@
-"""The TPU kernel on HIGGS bodies, interpreted, against decoding everything and attending exactly; and the caches that
-take it."""
+"""The TPU kernel on HIGGS bodies, interpreted, against decoding everything and attending exactly;
+and the caches that take it."""
 
 import dataclasses
 import functools
@@ -51,31 +51,52 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        shape = {"num_heads": self.kv_heads * self.group, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        shape = {
+            "num_heads": self.kv_heads * self.group,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
         return ModelConfig(vocab_size=8, width=64, mlp_width=8, num_layers=1, **shape)
 
 
-# All heads share a scale, and the last tile reaches beyond the array; a scale per head, two plane sets, several steps
-# for each chunk of tokens; a grid of two registers of lanes, several groups of heads; many query rows as float32, with
-# the smallest chunks.
+# All heads share a scale, and the last tile reaches beyond the array; a scale per head, two plane
+# sets, several steps for each chunk of tokens; a grid of two registers of lanes, several groups of
+# heads; many query rows as float32, with the smallest chunks.
 SHARED = Case(bits=2, kv_heads=2, head_dim=128, group=4, slots=768, stretches=3)
-HEADS = Case(bits=3, kv_heads=12, head_dim=64, group=1, scaled="head", slots=512, stretches=1, length=2, target="v5e")
-LARGE = Case(bits=4, kv_heads=4, head_dim=64, group=2, scaled="128", slots=512, stretches=2, target="v7x")
-MANY = Case(bits=2, kv_heads=2, head_dim=128, group=8, slots=512, stretches=2, length=3, target="v5p")
+HEADS = Case(
+    bits=3,
+    kv_heads=12,
+    head_dim=64,
+    group=1,
+    scaled="head",
+    slots=512,
+    stretches=1,
+    length=2,
+    target="v5e",
+)
+LARGE = Case(
+    bits=4, kv_heads=4, head_dim=64, group=2, scaled="128", slots=512, stretches=2, target="v7x"
+)
+MANY = Case(
+    bits=2, kv_heads=2, head_dim=128, group=8, slots=512, stretches=2, length=3, target="v5p"
+)
 RUNS = [(SHARED, 512), (HEADS, 512), (LARGE, 256), (MANY, 512)]
 
 
 @functools.cache
 def drawn(case: Case):
-    """(spec, body, queries, start, stop, keys as attended and values [B,S,K,D]); signed, with offsets and outlying
-    channels, rows of which one ends inside a chunk and one starts late."""
+    """(spec, body, queries, start, stop, keys as attended and values [B,S,K,D]); signed, with
+    offsets and outlying channels, rows of which one ends inside a chunk and one starts late."""
     rng, config = np.random.default_rng(0), case.config
     packed = parse(f"higgs:bits={case.bits},group={case.scaled}").layer.build(config).fast.packed
     wide = SimpleNamespace(slots=case.slots, kv_heads=case.kv_heads, head_dim=case.head_dim)
     codec = Higgs(bits=case.bits, group=packed.spec.group).build(config.kv_width)
     stored, decoded = {}, {}
     for name, offset in (("k", 1.0), ("v", 0.5)):
-        encode, decode = (jax.jit(f, compiler_options=QUICK) for f in (jax.vmap(codec.encode, (None, 0)), codec.decode))
+        encode, decode = (
+            jax.jit(f, compiler_options=QUICK)
+            for f in (jax.vmap(codec.encode, (None, 0)), codec.decode)
+        )
         payload = encode({}, vectors(rng, wide, offset))
         fields = {"codes": packed_codes(np.asarray(payload["codes"]), codec.fields["codes"].bits)}
         fields |= {"scale": (np.asarray(to_bits(payload["scale"])),)}
@@ -84,7 +105,10 @@ def drawn(case: Case):
     first = jnp.asarray([7, 3000, 900][: case.stretches])
     positions = (first[:, None] + jnp.arange(case.slots // case.stretches)[None]).reshape(1, -1)
     keys = rotate(decoded["k"], jnp.tile(positions, (BATCH, 1)), config)
-    q = jnp.asarray(rng.normal(scale=QUERY, size=(BATCH, case.length, config.num_heads, case.head_dim)), jnp.float32)
+    q = jnp.asarray(
+        rng.normal(scale=QUERY, size=(BATCH, case.length, config.num_heads, case.head_dim)),
+        jnp.float32,
+    )
     later = np.arange(case.length)
     stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
     start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
@@ -99,14 +123,19 @@ def oracle(case: Case):
 
 
 def near(case: Case, got):
-    """Rounded to bfloat16, 2^-9 relative at most: the queries, sums and differences of grid numbers, keys transformed
-    within heads, the table of cos and sin, and the two products: six times 2^-9 of the products of a query with the
-    transformed heads that share its scale. By Cauchy-Schwarz those are at most sqrt(n) |q| times the norm of all n,
-    and the transform between heads, which the keys still lack, is sqrt(n) long: |q| |all keys of the group| D^-1/2.
-    Weights: 2^-9 of the output, which scores move by e^error - 1; outputs are compared query by query."""
+    """Rounded to bfloat16, 2^-9 relative at most: the queries, sums and differences of grid
+    numbers, keys transformed within heads, the table of cos and sin, and the two products: six
+    times 2^-9 of the products of a query with the transformed heads that share its scale. By
+    Cauchy-Schwarz those are at most sqrt(n) |q| times the norm of all n, and the transform between
+    heads, which the keys still lack, is sqrt(n) long: |q| |all keys of the group| D^-1/2.
+    Weights: 2^-9 of the output, which scores move by e^error - 1; outputs are compared query by
+    query."""
     want, (spec, _, q, *_, keys, _) = oracle(case), drawn(case)
     grouped = keys.reshape(BATCH, case.slots, -1, spec.group)
-    size = float(jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(grouped, axis=-1).max()) / case.head_dim**0.5
+    size = (
+        float(jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(grouped, axis=-1).max())
+        / case.head_dim**0.5
+    )
     np.testing.assert_allclose(got.lse, want.lse, atol=6 * 2.0**-9 * size, rtol=0)
     check_outputs(got.out, want.out)
 
@@ -114,7 +143,9 @@ def near(case: Case, got):
 @functools.cache
 def run(case: Case, tile: int, interpret):
     return jax.jit(
-        lambda *given: tpu_higgs.packed_attention(*given, drawn(case)[0], tile=tile, interpret=interpret),
+        lambda *given: tpu_higgs.packed_attention(
+            *given, drawn(case)[0], tile=tile, interpret=interpret
+        ),
         compiler_options=QUICK,
     )
 
@@ -127,7 +158,9 @@ def test_kernel_equals_the_oracle(case, tile):
 
 def test_race_free_on_simulated_memory():
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    params = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
     case = dataclasses.replace(SHARED, slots=512, stretches=2)
     _, body, q, start, stop, *_ = drawn(case)
     near(case, run(case, 256, params)(q, body, jnp.int32(1), start, stop))
@@ -152,7 +185,9 @@ def test_rows_that_see_nothing_merge_as_nothing():
 
 
 def test_dispatch_takes_what_was_compiled():
-    assert path("higgs:bits=2") == path("higgs:bits=3") == path("higgs:bits=4", target="v7x") == "tpu"
+    assert (
+        path("higgs:bits=2") == path("higgs:bits=3") == path("higgs:bits=4", target="v7x") == "tpu"
+    )
     assert path("higgs:bits=2,sinks=0,window=64") == path("higgs:bits=2", group=8) == "tpu"
     assert path("higgs:bits=2", target="v5e") == path("higgs:bits=4", target="v5p") == "tpu"
     assert path("higgs:bits=4", group=33) == "reference"
@@ -166,14 +201,17 @@ def test_dispatch_takes_what_was_compiled():
 
 
 def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
-    """A decoding step of a model through the kernel, and the same program where there is no TPU: the general path."""
+    """A decoding step of a model through the kernel, and the same program where there is no TPU:
+    the general path."""
     model, length = tiny(head_dim=128, num_layers=1), 500
     cache = kvq.init_cache(model, kvq.parse("higgs:bits=2,sinks=3"), 2, 515)
     _, cache = kvq.prefill(model, tokens(2, length), jnp.asarray([length, length - 200]), cache)
     for_tpu = cache.replace(layout=dataclasses.replace(cache.layout, target="v6e"))
 
     def logits(cache):
-        step = lambda c: kvq.forward(model, tokens(2, 1, 3), jnp.ones(2, jnp.int32), c)[0]  # noqa: E731
+        def step(c):
+            return kvq.forward(model, tokens(2, 1, 3), jnp.ones(2, jnp.int32), c)[0]
+
         return np.asarray(jax.jit(step, compiler_options=QUICK)(cache))
 
     plain, calls = logits(for_tpu), []
@@ -183,7 +221,9 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         return tpu_higgs.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
-    monkeypatch.setattr(reading, "path", lambda *_: "tpu")  # kernels were compiled for more heads than these
+    monkeypatch.setattr(
+        reading, "path", lambda *_: "tpu"
+    )  # kernels were compiled for more heads than these
     found = logits(for_tpu)
     assert calls == ["v6e"]
     check_outputs(found, plain)

@@ -36,12 +36,18 @@ CASES = [
 def test_equals_decoding_then_attending(case):
     body, key, value = make_body(case)
     q, start, stop = make_query(case)
-    agree(packed_attention(q, body, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q)
+    agree(
+        packed_attention(q, body, 1, start, stop, case.spec),
+        oracle(q, key, value, start, stop),
+        key,
+        value,
+        q,
+    )
 
 
 def test_reads_only_blocks_in_sight():
-    """Garbage scales (NaN, as bits of bfloat16) outside the visible blocks must not be touched; a traced layer is as
-    good as a number."""
+    """Garbage scales (NaN, as bits of bfloat16) outside the visible blocks must not be touched; a
+    traced layer is as good as a number."""
     case = CASES[0]
     body, key, value = make_body(case)
     q, _, _ = make_query(case)
@@ -49,7 +55,13 @@ def test_reads_only_blocks_in_sight():
     edge = 512 // case.key_group
     poisoned = body._replace(key_scale=body.key_scale.at[:, :, :edge].set(0x7FC0))
     attend = jax.jit(packed_attention, static_argnums=5)
-    agree(attend(q, poisoned, jnp.int32(1), start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q)
+    agree(
+        attend(q, poisoned, jnp.int32(1), start, stop, case.spec),
+        oracle(q, key, value, start, stop),
+        key,
+        value,
+        q,
+    )
 
 
 @pytest.mark.parametrize("case", thinned([case for case in CASES if case.striped], 5), ids=str)
@@ -64,7 +76,13 @@ def test_scales_beyond_the_last_token_may_be_anything(case):
         value_scale=body.value_scale.at[:, 0, :, edges[1] :].set(0x7F80),
         value_low=body.value_low.at[:, 0, :, edges[1] :].set(0x7FC0),
     )
-    agree(packed_attention(q, poisoned, 1, start, stop, case.spec), oracle(q, key, value, start, stop), key, value, q)
+    agree(
+        packed_attention(q, poisoned, 1, start, stop, case.spec),
+        oracle(q, key, value, start, stop),
+        key,
+        value,
+        q,
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.striped], ids=str)
@@ -81,14 +99,16 @@ def test_large_keys_have_finite_scores(case):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_cpu_decodes_no_code_twice_for_a_query(bits):
-    """One mask for each channel of the keys, and one for every 32 values of a turn. XLA would compute scores anew
-    wherever they are used. No words are copied."""
+    """One mask for each channel of the keys, and one for every 32 values of a turn. XLA would
+    compute scores anew wherever they are used. No words are copied."""
     case = Case(
         key_bits=bits, value_bits=bits, key_group=128, value_group=64, kv_heads=2, head_dim=64, group=3, slots=8192,
         striped=True,
     )  # fmt: skip
     body, (q, start, stop) = make_body(case)[0], make_query(case)
-    attend = jax.jit(lambda q, body, start, stop: packed_attention(q, body, 1, start, stop, case.spec))
+    attend = jax.jit(
+        lambda q, body, start, stop: packed_attention(q, body, 1, start, stop, case.spec)
+    )
     text = attend.lower(q, body, start, stop).compile().as_text()
     block = at_once(case.spec, q.shape[2], case.slots)
     masks = len(re.findall(r"= u32\S* and\(", text))
@@ -110,11 +130,21 @@ def test_refuses_what_does_not_fit():
     body, _, _ = make_body(case)
     q, start, stop = make_query(case)
     with pytest.raises(ValueError, match=r"key_scale: got .* want"):
-        packed_attention(q, body._replace(key_scale=body.key_scale[:, :, 1:]), 0, start, stop, case.spec)
+        packed_attention(
+            q, body._replace(key_scale=body.key_scale[:, :, 1:]), 0, start, stop, case.spec
+        )
     with pytest.raises(ValueError, match=r"q: got"):
         packed_attention(q[..., 1:], body, 0, start, stop, case.spec)
     with pytest.raises(ValueError, match="target"):
-        PackedSpec(key_bits=2, value_bits=2, key_group=32, value_group=32, kv_heads=2, head_dim=64, target="h100")
+        PackedSpec(
+            key_bits=2,
+            value_bits=2,
+            key_group=32,
+            value_group=32,
+            kv_heads=2,
+            head_dim=64,
+            target="h100",
+        )
 
 
 def test_one_query_that_is_off_is_noticed():

@@ -1,5 +1,7 @@
-"""The TPU kernel on keys before RoPE (KIVI*, KVQuant), interpreted, against decoding everything, rotating it in float64
-and attending exactly. Bound: as for the plain form; tables of cos and sin are rounded to bfloat16 as well."""
+"""The TPU kernel on keys before RoPE (KIVI*, KVQuant), interpreted, against decoding everything,
+rotating it in float64
+and attending exactly. Bound: as for the plain form; tables of cos and sin are rounded to bfloat16
+as well."""
 
 import functools
 
@@ -21,19 +23,29 @@ from kvqjax.pallas_kernels.work import Work
 STAR4 = case_of(4, target="v6e", slots=512)
 NUQ2 = case_of(2, datatype="nuq", target="v6e", slots=512)
 SMALL = changed(case_of(2, target="v6e", slots=512, kv_heads=1), key_group=32, value_group=32)
-SLOTTED = case_of(4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4)
+SLOTTED = case_of(
+    4, datatype="nuq", target="v5e", head_dim=64, slots=256, key_slots=2, value_slots=4
+)
 FAR = {"first": 300_003, "apart": 3}
 RUNS = [
     (case_of(2, target="v6e", slots=512), {}, {"work": Work(512)}),
     (case_of(4, target="v5e", slots=512, length=2), FAR, {"work": Work(256), "splits": 2}),
-    (case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2), kv_heads=1), {}, {"work": Work(1024)}),
+    (
+        case_of(3, datatype="nuq", target="v5e", rope=rope(500_000.0, 128, 1.2), kv_heads=1),
+        {},
+        {"work": Work(1024)},
+    ),
     (case_of(4, datatype="nuq", target="v5p", slots=256, group=1), FAR, {"work": Work(256)}),
     (SMALL, {}, {}),
     (changed(SMALL, target="v5p"), FAR, {}),
     (changed(NUQ2, key_slots=3, value_slots=2), FAR, {"work": Work(512)}),
     (changed(NUQ2, key_slots=2, value_slots=2), {}, {"work": Work(512, 1, 0)}),
     (case_of(4, target="v6e", slots=512, kv_heads=1), FAR, {"work": Work(512, 2)}),
-    (case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2), FAR, {"work": Work(512, 2)}),
+    (
+        case_of(4, datatype="nuq", target="v5p", slots=512, kv_heads=1, key_slots=2),
+        FAR,
+        {"work": Work(512, 2)},
+    ),
     (case_of(3, datatype="nuq", target="v7x", kv_heads=1), {}, {}),
     (SLOTTED, {}, {"work": Work(256)}),
 ]
@@ -41,7 +53,9 @@ RUNS = [
 
 @functools.cache
 def compiled(case, **options):
-    return jax.jit(lambda *args: tpu.packed_attention(*args, case.spec, **options), compiler_options=QUICK)
+    return jax.jit(
+        lambda *args: tpu.packed_attention(*args, case.spec, **options), compiler_options=QUICK
+    )
 
 
 def attend(case, place: dict, **options):
@@ -58,7 +72,9 @@ def test_kernel_equals_the_oracle(case, place, options):
 
 
 def test_race_free_on_simulated_memory():
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    params = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
     near(*attend(NUQ2, {}, interpret=params, work=Work(512)))
 
 
@@ -80,7 +96,11 @@ def test_wrong_positions_are_noticed(wrong):
     body, key, value = make_form(case)
     q, start, stop = make_query(case)
     q = q.astype(jnp.bfloat16).astype(jnp.float32)
-    moved = body._replace(positions=jnp.asarray(first_positions(case, **({"first": 4, "apart": 0} | wrong)), jnp.int32))
+    moved = body._replace(
+        positions=jnp.asarray(
+            first_positions(case, **({"first": 4, "apart": 0} | wrong)), jnp.int32
+        )
+    )
     got = compiled(case, interpret=True)(q, moved, jnp.int32(1), start, stop)
     with pytest.raises(AssertionError):
         near(got, oracle(q, key, value, start, stop), key, value, q)
@@ -100,6 +120,8 @@ def test_forms_that_no_kernel_reads_are_refused():
     body, _, _ = make_form(STAR4)
     q, start, stop = make_query(STAR4)
     with pytest.raises(ValueError, match="want stretches of 256"):
-        tpu.packed_attention(q, body._replace(positions=jnp.arange(8)), 1, start, stop, STAR4.spec, interpret=True)
+        tpu.packed_attention(
+            q, body._replace(positions=jnp.arange(8)), 1, start, stop, STAR4.spec, interpret=True
+        )
     with pytest.raises(ValueError, match="uniform codes of keys after RoPE only"):
         reference.packed_attention(q, body, 1, start, stop, STAR4.spec)

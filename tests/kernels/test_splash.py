@@ -41,7 +41,11 @@ def random(*shape: int, seed: int = 0):
     ],
 )
 def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):
-    q, k, v = random(batch, length, 4, dim), random(batch, keys, 2, dim, seed=1), random(batch, keys, 2, dim, seed=2)
+    q, k, v = (
+        random(batch, length, 4, dim),
+        random(batch, keys, 2, dim, seed=1),
+        random(batch, keys, 2, dim, seed=2),
+    )
     newest = jnp.maximum(start + jnp.arange(length), -1)
     key = jnp.arange(keys)[None]
     mask = key <= newest[:, None]
@@ -54,13 +58,16 @@ def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):
 
 
 def test_bfloat16_rounds_the_output_alone():
-    """Against float64. A float32 sum of n products is off by at most n * 2^-24 of the sum of their magnitudes. So a
-    score is, and with it its weight, above and below the fraction alike; the output is then rounded to 8 bits."""
+    """Against float64. A float32 sum of n products is off by at most n * 2^-24 of the sum of their
+    magnitudes. So a score is, and with it its weight, above and below the fraction alike; the
+    output is then rounded to 8 bits."""
     dim, keys, unit = 128, 384, 2.0**-24
     shapes = ((1, 128, 2, dim), (2, keys, dim), (2, keys, dim))
     q, k, v = (random(*shape, seed=seed).astype("bfloat16") for seed, shape in enumerate(shapes))
     newest = 200 + np.arange(128)
-    found = jax.jit(splash_attention, static_argnums=(4, 5))(q, k, v, jnp.asarray(newest), 150, True)
+    found = jax.jit(splash_attention, static_argnums=(4, 5))(
+        q, k, v, jnp.asarray(newest), 150, True
+    )
     scaled = q * jnp.asarray(dim**-0.5, q.dtype)  # in the inputs' dtype, as everywhere
     wide_q, wide_k, wide_v = (np.asarray(x, np.float64) for x in (scaled[0].swapaxes(0, 1), k, v))
     scores = wide_q @ wide_k.swapaxes(1, 2)
@@ -73,7 +80,9 @@ def test_bfloat16_rounds_the_output_alone():
     wrong = np.abs(np.asarray(found.out[0], np.float64) - out)
     np.testing.assert_array_less(wrong, by_weights + 2.0**-8 * np.abs(out))
     assert (wrong > by_weights).any()  # it was rounded
-    np.testing.assert_array_less(np.abs(np.asarray(found.lse[0]) - lse), score + unit * (keys + 2 * np.abs(lse)))
+    np.testing.assert_array_less(
+        np.abs(np.asarray(found.lse[0]) - lse), score + unit * (keys + 2 * np.abs(lse))
+    )
 
 
 def test_one_program_for_every_offset():
@@ -118,7 +127,9 @@ def test_it_is_checked_as_our_kernels_are(fault, outcome):
         return found._replace(out=found.out * (1 + fault))
 
     form = prompt_kernels.PromptKernel(SPLASH, num_heads=4, num_kv_heads=2, head_dim=64)
-    found = prompt_kernels.check_prompt_kernel(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0))
+    found = prompt_kernels.check_prompt_kernel(
+        form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0)
+    )
     assert found.outcome == outcome
     assert outcome == "wrong" or found.error < 0.01
 
@@ -142,14 +153,20 @@ def tpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
 def test_cudnn_is_checked_by_the_same_rule(fault, outcome):
-    """XLA's products stand in for cuDNN on a CPU, as they are and with every output 2 % too large."""
+    """XLA's products stand in for cuDNN on a CPU, as they are and with every output 2 % too
+    large."""
 
     def kernel(body, q):
         found = prompt_kernels._by_cudnn(body, q)
         return found._replace(out=found.out * (1 + fault))
 
     form = prompt_kernels.PromptKernel(CUDNN, num_heads=4, num_kv_heads=2, head_dim=64)
-    assert prompt_kernels.check_prompt_kernel(form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0)).outcome == outcome
+    assert (
+        prompt_kernels.check_prompt_kernel(
+            form, kernel=kernel, timed=lambda *_: Speed(1.0, 2.0)
+        ).outcome
+        == outcome
+    )
 
 
 def test_a_cache_for_a_gpu_says_that_prompts_take_cudnn():
@@ -175,7 +192,9 @@ def test_a_cache_says_whether_chunks_take_it(tpu):
 
 def test_what_it_was_found_to_be_counts(tpu):
     tpu("wrong")
-    with pytest.warns(UserWarning, match="kernel for splash, 2 KV heads of 64, 2 queries each is not used"):
+    with pytest.warns(
+        UserWarning, match="kernel for splash, 2 KV heads of 64, 2 queries each is not used"
+    ):
         layout = kvq.init_cache(SHAPE, "exact", 1, 2048).layout
     assert tiles_of(layout) == "off"
     assert tiles_of(dataclasses.replace(layout, target="cpu")) == "off"

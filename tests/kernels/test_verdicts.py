@@ -1,5 +1,5 @@
-"""How a kernel earns its use: the comparison with kernels that are wrong, race, crash or are slow; and where verdicts
-are kept, whoever else writes there."""
+"""How a kernel earns its use: the comparison with kernels that are wrong, race, crash or are slow;
+and where verdicts are kept, whoever else writes there."""
 
 import json
 import os
@@ -19,8 +19,16 @@ from kvqjax.kernel_checks.compare import Speed, examine, worst_error
 from kvqjax.kernel_checks.store import Key, Verdict
 from kvqjax.ops.attention import Partial
 
-QUERIES = [jnp.asarray(np.random.default_rng(t).normal(size=(3, t, 4, 8)), jnp.float32) for t in (1, 3)]
-KEY = Key("NVIDIA H100 80GB HBM3", "0.10.2", "0.10.2", "1.0", "kivi 2 bits, 8 KV heads of 128, 4 queries each")
+QUERIES = [
+    jnp.asarray(np.random.default_rng(t).normal(size=(3, t, 4, 8)), jnp.float32) for t in (1, 3)
+]
+KEY = Key(
+    "NVIDIA H100 80GB HBM3",
+    "0.10.2",
+    "0.10.2",
+    "1.0",
+    "kivi 2 bits, 8 KV heads of 128, 4 queries each",
+)
 FASTER, SLOWER = Speed(1.0, 2.0), Speed(2.0, 1.0)
 GOOD = Verdict(outcome="faster", error=0.002, kernel_ms=1.0, plain_ms=2.0, seconds=3.0)
 
@@ -28,7 +36,9 @@ GOOD = Verdict(outcome="faster", error=0.002, kernel_ms=1.0, plain_ms=2.0, secon
 def plain(q) -> Partial:
     """Any function of the queries; the last row sees nothing."""
     seen = (jnp.arange(len(q)) < len(q) - 1).reshape(-1, 1, 1)
-    return Partial(jnp.where(seen[..., None], jnp.sin(q), 0.0), jnp.where(seen, q.sum(-1), -jnp.inf))
+    return Partial(
+        jnp.where(seen[..., None], jnp.sin(q), 0.0), jnp.where(seen, q.sum(-1), -jnp.inf)
+    )
 
 
 def one_query_off(q):
@@ -90,7 +100,10 @@ def test_a_crash_is_a_finding_and_one_of_the_plain_path_is_not():
         raise RuntimeError("Mosaic failed to compile TPU kernel: no\nsecond line")
 
     found = examine(crash, plain, QUERIES, lambda: FASTER)
-    assert (found.outcome, found.note) == ("failed", "RuntimeError: Mosaic failed to compile TPU kernel: no")
+    assert (found.outcome, found.note) == (
+        "failed",
+        "RuntimeError: Mosaic failed to compile TPU kernel: no",
+    )
     assert examine(plain, plain, QUERIES, crash).outcome == "failed"
     with pytest.raises(RuntimeError, match="Mosaic"):
         examine(plain, crash, QUERIES, lambda: FASTER)
@@ -98,7 +111,11 @@ def test_a_crash_is_a_finding_and_one_of_the_plain_path_is_not():
 
 def test_a_slower_kernel_is_not_used():
     found = examine(plain, plain, QUERIES, lambda: SLOWER)
-    assert (found.outcome, found.kernel_ms, found.plain_ms) == ("slower", SLOWER.kernel, SLOWER.plain)
+    assert (found.outcome, found.kernel_ms, found.plain_ms) == (
+        "slower",
+        SLOWER.kernel,
+        SLOWER.plain,
+    )
     assert not Verdict(outcome="slower").usable
     assert Verdict(outcome="slower").sound
 
@@ -116,7 +133,14 @@ def test_a_verdict_comes_back(tmp_path):
 
 
 def changed(**values) -> str:
-    data = {"format": 1, "about": KEY._asdict(), "outcome": "faster", "error": 0.0, "kernel_ms": 1, "plain_ms": 2}
+    data = {
+        "format": 1,
+        "about": KEY._asdict(),
+        "outcome": "faster",
+        "error": 0.0,
+        "kernel_ms": 1,
+        "plain_ms": 2,
+    }
     return json.dumps(data | {"seconds": 1, "note": ""} | values)
 
 
@@ -133,7 +157,9 @@ def test_garbage_is_checked_anew(tmp_path, text):
     assert obtain(tmp_path, KEY, lambda: GOOD, lines.append) == GOOD
     assert store.find(tmp_path, KEY) == GOOD
     assert not lines
-    path.write_text(changed(), encoding="utf-8")  # the same file is read where nothing is wrong with it
+    path.write_text(
+        changed(), encoding="utf-8"
+    )  # the same file is read where nothing is wrong with it
     assert store.find(tmp_path, KEY).usable
 
 
@@ -153,7 +179,8 @@ def test_a_file_of_another_user_is_not_believed(tmp_path, monkeypatch):
 
 
 def test_nothing_is_checked_where_nothing_can_be_kept(tmp_path):
-    """A crash would come back with every process. (A read-only folder does not stop root, a file in its place does.)"""
+    """A crash would come back with every process. (A read-only folder does not stop root, a file in
+    its place does.)"""
     (tmp_path / "cache").write_text("")
     lines = []
     assert obtain(tmp_path / "cache" / "kernels", KEY, never, lines.append) is None
@@ -181,7 +208,9 @@ def test_the_user_is_told_once_of_a_kernel_that_is_not_used(tmp_path):
 
 def marker(folder, process: int, since: float, host: str | None = None):
     path = store.begin(folder, KEY)
-    path.write_text(json.dumps({"host": host or socket.gethostname(), "process": process, "time": since}))
+    path.write_text(
+        json.dumps({"host": host or socket.gethostname(), "process": process, "time": since})
+    )
 
 
 def test_a_check_that_killed_its_process_is_not_repeated(tmp_path):
@@ -227,7 +256,10 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
         found = store.find(tmp_path, KEY)
         if found is not None:
             seen.add(found.error)
-        assert all(json.loads(path.read_text())["about"] == KEY._asdict() for path in tmp_path.glob("*.json"))
+        assert all(
+            json.loads(path.read_text())["about"] == KEY._asdict()
+            for path in tmp_path.glob("*.json")
+        )
     assert all(writer.returncode == 0 for writer in writers)
     assert seen <= {1.0, 2.0}
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]

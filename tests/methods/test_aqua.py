@@ -1,4 +1,5 @@
-"""AQUA-KV against the authors' released chain (golden vectors), and the properties that hold without large models."""
+"""AQUA-KV against the authors' released chain (golden vectors), and the properties that hold
+without large models."""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +38,10 @@ def test_codes_and_reconstructions_equal_the_released_chain(golden, index):
     layer = AquaLayer(key=HIGGS, value=HIGGS, **(ALONE if index == 0 else {}))
     codec = higgs_codec(HIGGS, 32, golden["grid256" if index == 0 else "grid16"])
     constants = {
-        s: {"weight": jnp.asarray(golden[f"{s}_w"][below].T), "bias": jnp.asarray(golden[f"{s}_b"][below])}
+        s: {
+            "weight": jnp.asarray(golden[f"{s}_w"][below].T),
+            "bias": jnp.asarray(golden[f"{s}_b"][below]),
+        }
         for s in "kv"
     }
     keys = jnp.asarray(golden["kr_n16"][index])
@@ -75,9 +79,13 @@ def test_free_running_calibration_reaches_the_released_errors(golden):
 
 
 def chain(seed, layers=3, sequences=4, tokens=256, width=64, noise=0.5, offset=0.0):
-    """Keys that are linear in the layer below plus noise, values linear in keys and the values below plus noise."""
+    """Keys that are linear in the layer below plus noise, values linear in keys and the values
+    below plus noise."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     out = [{name: draw(sequences, tokens, width) + offset for name in ("k", "v")}]
     for _ in range(layers - 1):
         maps = [draw(width, width) / width**0.5 for _ in range(3)]
@@ -88,14 +96,17 @@ def chain(seed, layers=3, sequences=4, tokens=256, width=64, noise=0.5, offset=0
 
 
 def run_chain(data, layer, recipe=None, costs=None):
-    """Reports of the layers after the first, which is coded alone at 4 bits; and the last layer's constants."""
+    """Reports of the layers after the first, which is coded alone at 4 bits; and the last layer's
+    constants."""
     first = AquaLayer(key=Higgs(bits=4), value=Higgs(bits=4), unit=layer.unit, **ALONE)
     below = {name: np.zeros_like(data[0][name]) for name in ("k", "v")}
     reports, constants = [], {}
     for index, exact in enumerate(data):
         clean = data[max(index - 1, 0)]
         own = first if index == 0 else layer
-        constants, below, report = fit_layer(own, exact, below, recipe or Recipe(), F32, clean, costs=costs)
+        constants, below, report = fit_layer(
+            own, exact, below, recipe or Recipe(), F32, clean, costs=costs
+        )
         reports.append(report)
     return reports[1:], constants, below
 
@@ -112,12 +123,18 @@ def test_total_error_is_the_product_of_predictor_and_quantiser_error():
 
 
 def test_ablations_rank_as_in_the_paper():
-    """Table 1: both predictors < no value predictor < no key predictor < none, by the error of keys and values."""
+    """Table 1: both predictors < no value predictor < no key predictor < none, by the error of keys
+    and values."""
     data, errors = chain(1), []
     for inputs in (("k", "kv"), ("k", "none"), ("none", "kv"), ("none", "none")):
         layer = dataclasses.replace(LAYER, key_inputs=inputs[0], value_inputs=inputs[1])
         reports = run_chain(data, layer)[0]
-        errors.append([sum(report[source]["reconstruction_mse"] for report in reports) for source in ("k", "v")])
+        errors.append(
+            [
+                sum(report[source]["reconstruction_mse"] for report in reports)
+                for source in ("k", "v")
+            ]
+        )
     both, no_value, no_key, none = errors
     assert both[0] == pytest.approx(no_value[0])
     assert both[0] < no_key[0] == pytest.approx(none[0])
@@ -127,7 +144,11 @@ def test_ablations_rank_as_in_the_paper():
 def test_fitting_on_reconstructions_beats_fitting_on_exact_inputs():
     data = chain(2, noise=0.1)
     errors = [
-        sum(report[s]["reconstruction_mse"] for report in run_chain(data, LAYER, recipe)[0] for s in ("k", "v"))
+        sum(
+            report[s]["reconstruction_mse"]
+            for report in run_chain(data, LAYER, recipe)[0]
+            for s in ("k", "v")
+        )
         for recipe in (Recipe(), Recipe(clean=True))
     ]
     assert errors[0] < errors[1]
@@ -138,7 +159,11 @@ def test_offsets_after_the_first_layer_cost_nothing_when_moments_are_centred():
         data = chain(3, offset=offset)
         return ((run_chain(data, LAYER, recipe)[2]["k"] - data[-1]["k"]) ** 2).mean()
 
-    plain, moved, released = error(0.0, Recipe()), error(50.0, Recipe()), error(50.0, Recipe(centred=False))
+    plain, moved, released = (
+        error(0.0, Recipe()),
+        error(50.0, Recipe()),
+        error(50.0, Recipe(centred=False)),
+    )
     assert moved < 3 * plain  # coded alone it would be about 0.1 * 50^2
     assert released > 1.5 * moved  # the released rule's damping grows with the offset
 
@@ -158,27 +183,35 @@ def test_every_predictor_kind_explains_most_of_a_predictable_layer(kind):
 def _correlated_chain(width=64) -> list[dict[str, np.ndarray]]:
     """As `chain`, with noise whose deviations fall from 4 to 1/16 in a basis of its own."""
     rng = np.random.default_rng(6)
-    basis = np.linalg.qr(rng.normal(size=(width, width)))[0] * np.geomspace(4, 1 / 16, width)[:, None]
+    basis = (
+        np.linalg.qr(rng.normal(size=(width, width)))[0] * np.geomspace(4, 1 / 16, width)[:, None]
+    )
     data = chain(6, layers=2, noise=0.0)
-    noise = lambda: (rng.normal(size=data[1]["k"].shape) @ basis).astype(np.float32)  # noqa: E731
+
+    def noise():
+        return (rng.normal(size=data[1]["k"].shape) @ basis).astype(np.float32)
+
     return [data[0], {name: x + noise() for name, x in data[1].items()}]
 
 
 def test_transforms_are_of_what_predictors_miss():
-    """2 bits by transform coding, 2 by HIGGS: where what is missed has deviations of 6 octaves, transforms err less
-    than half as much (measured: 0.35 of it)."""
+    """2 bits by transform coding, 2 by HIGGS: where what is missed has deviations of 6 octaves,
+    transforms err less than half as much (measured: 0.35 of it)."""
     data, costs = _correlated_chain(), dict.fromkeys(("k", "v"), np.eye(64))
     transformed = AquaLayer(key=Klt(bits=2.0), value=Klt(bits=2.0, slope=0.5))
     found, constants, _ = run_chain(data, transformed, costs=costs)
     wanted = run_chain(data, LAYER)[0]
     assert {name: a.shape for name, a in constants["v"].items()} == transformed.needs("v", 64)
     for source in ("k", "v"):
-        assert found[0][source]["relative_mse"] == pytest.approx(wanted[0][source]["relative_mse"], rel=0.1)
+        assert found[0][source]["relative_mse"] == pytest.approx(
+            wanted[0][source]["relative_mse"], rel=0.1
+        )
         assert found[0][source]["reconstruction_mse"] < wanted[0][source]["reconstruction_mse"] / 2
 
 
 def test_errors_that_cost_more_are_smaller():
-    """Transforms are made in the metric of the costs: channels whose errors cost 100 times as much err less."""
+    """Transforms are made in the metric of the costs: channels whose errors cost 100 times as much
+    err less."""
     data, heavy = _correlated_chain(), np.arange(64) < 16
     layer, errors = AquaLayer(key=Klt(bits=2.0), value=Klt(bits=2.0)), []
     for costs in (np.eye(64), np.diag(np.where(heavy, 100.0, 1.0))):
@@ -194,7 +227,9 @@ def test_one_function_reconstructs_for_encoder_and_decoder():
     carry = {name: jnp.asarray(rng.normal(size=(128, 64)), F32) for name in ("k", "v")}
     codec = LAYER.key.build(64)
     x = jnp.asarray(data[1]["k"][0, :128])
-    payload, recon = jax.jit(lambda x: encode_source(LAYER, codec, "k", constants, x, carry, None))(x)
+    payload, recon = jax.jit(lambda x: encode_source(LAYER, codec, "k", constants, x, carry, None))(
+        x
+    )
     again = jax.jit(lambda p: reconstruct(LAYER, codec, "k", constants, p, carry, None))(payload)
     np.testing.assert_array_equal(recon, again)
 
@@ -202,7 +237,13 @@ def test_one_function_reconstructs_for_encoder_and_decoder():
 def llama(layers, width):
     heads = width // 128
     return ModelConfig(
-        vocab_size=8, width=3 * width, mlp_width=8, num_layers=layers, num_heads=heads, num_kv_heads=heads, head_dim=128
+        vocab_size=8,
+        width=3 * width,
+        mlp_width=8,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=128,
     )
 
 
@@ -211,13 +252,15 @@ def proper_bits(method, config):
 
 
 def bits_of_table_1(method, config):
-    """As the paper's Tables 1 and 5 count: the later layers' bits everywhere, and the first layer's, over L, on top."""
+    """As the paper's Tables 1 and 5 count: the later layers' bits everywhere, and the first
+    layer's, over L, on top."""
     bits = bits_by_layer(method, config)
     return bits[-1] + bits[0] / len(bits)
 
 
 @pytest.mark.parametrize(
-    ("layers", "wanted"), [(28, (2.087, 3.051, 4.016)), (32, (2.078, 3.047, 4.016)), (80, (2.041, 3.028, 4.016))]
+    ("layers", "wanted"),
+    [(28, (2.087, 3.051, 4.016)), (32, (2.078, 3.047, 4.016)), (80, (2.041, 3.028, 4.016))],
 )
 def test_proper_bits_of_the_papers_models(layers, wanted):
     found = [proper_bits(aqua(bits=bits), llama(layers, 1024)) for bits in (2, 3, 4)]
@@ -245,9 +288,13 @@ def test_bits_as_table_1_counts_them():
 )
 def test_predictor_sizes(options, layers, mebibytes):
     config = llama(layers, 1024)
-    layout = CacheLayout(shape=config.kv_shape, method=aqua(**options), capacity=1, dtype="bfloat16")
+    layout = CacheLayout(
+        shape=config.kv_shape, method=aqua(**options), capacity=1, dtype="bfloat16"
+    )
     held = jax.tree.leaves([run.wiring.constants(run.count, "bfloat16") for run in runs_of(layout)])
-    size = sum(x.size * (4 if x.dtype == jnp.uint32 else 2) for x in held)  # biases as 16-bit numbers, too
+    size = sum(
+        x.size * (4 if x.dtype == jnp.uint32 else 2) for x in held
+    )  # biases as 16-bit numbers, too
     assert size / 2**20 == pytest.approx(mebibytes, rel=3e-3)
 
 
@@ -258,13 +305,16 @@ def test_operations_per_cached_token():
 
 
 def test_operations_of_transforms_count():
-    """Two multiplications by [R, W] more for each layer, R coefficients of keys and of values that have bits."""
+    """Two multiplications by [R, W] more for each layer, R coefficients of keys and of values that
+    have bits."""
     config = llama(28, 1024)
     layout = CacheLayout(shape=config.kv_shape, method=KLT, capacity=1, dtype="float32")
     sizes = [run.wiring.wanted() for run in runs_of(layout)]
     kept = sum(sizes[-1][source]["back"][0] for source in ("k", "v"))
     first = sum(sizes[0][source]["back"][0] for source in ("k", "v"))
-    assert flops_per_token(KLT, config) == flops_per_token(aqua(), config) + 2 * 1024 * (27 * kept + first)
+    assert flops_per_token(KLT, config) == flops_per_token(aqua(), config) + 2 * 1024 * (
+        27 * kept + first
+    )
 
 
 def test_bits_of_transforms_are_any_number():
@@ -273,9 +323,9 @@ def test_bits_of_transforms_are_any_number():
         "aqua:bits=2.25,backbone=klt",
         "aqua:bits=2",
     )
-    assert proper_bits(aqua(bits=2.25, backbone="klt", first_bits=2.25), llama(32, 1024)) == pytest.approx(
-        2.25 + 1 / 64, abs=0.002
-    )
+    assert proper_bits(
+        aqua(bits=2.25, backbone="klt", first_bits=2.25), llama(32, 1024)
+    ) == pytest.approx(2.25 + 1 / 64, abs=0.002)
     for text, said in (
         ("aqua:bits=2.25", "bits=2.25; wanted a whole number"),
         ("aqua:bits=7,backbone=klt", "bits=7.0; wanted 0.125 to 6"),

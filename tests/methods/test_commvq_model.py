@@ -22,7 +22,14 @@ from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prompt import prefill
 
 CONFIG = ModelConfig(
-    vocab_size=40, width=32, mlp_width=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True
+    vocab_size=40,
+    width=32,
+    mlp_width=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
 )
 TOKENS = np.random.default_rng(0).integers(0, 40, (6, 64))
 PROMPT = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 144)))
@@ -30,7 +37,9 @@ PROMPT = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 144)))
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(weight_trees.init_params(jax.random.key(0), CONFIG), config=CONFIG, fingerprint="weights=0")
+    return Model(
+        weight_trees.init_params(jax.random.key(0), CONFIG), config=CONFIG, fingerprint="weights=0"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,12 @@ def told():
 @pytest.fixture(scope="module")
 def artifact(model, told):
     return calibrate(
-        model, METHOD, TOKENS, recipe=QUICK, advance=lambda *step: told.append(step), note=lambda t: told.append(t)
+        model,
+        METHOD,
+        TOKENS,
+        recipe=QUICK,
+        advance=lambda *step: told.append(step),
+        note=lambda t: told.append(t),
     )
 
 
@@ -73,7 +87,9 @@ def test_the_artifact_survives_saving_and_fits_the_model(model, artifact, tmp_pa
     ready = model.with_artifact(load_artifact(tmp_path / "artifact"))
     exact = decoder.logits(model.params, PROMPT, CONFIG)
     got, cache = through_cache(ready, METHOD, 16)
-    assert int(cache.runs[0].flushed[0].min()) == 3  # 144 - 1 sink - 32 window = 111 tokens: 3 units
+    assert (
+        int(cache.runs[0].flushed[0].min()) == 3
+    )  # 144 - 1 sink - 32 window = 111 tokens: 3 units
     # While nothing is encoded the cache is exact; afterwards it is lossy but near.
     np.testing.assert_allclose(got[:, :64], exact[:, :64], atol=1e-4)
     late, signal = (float(jnp.mean(x[:, 80:] ** 2)) for x in (got - exact, exact))
@@ -85,7 +101,8 @@ def test_every_way_of_filling_the_cache_stores_the_same_words(model, artifact):
     _, steps = through_cache(ready, METHOD, 16)
     _, chunks = through_cache(ready, METHOD, 72)
     _, exact = jax.jit(prefill)(ready, PROMPT, jnp.full(2, 144), init_cache(ready, METHOD, 2, 160))
-    # Layer 0 sees equal sources in all three; the hidden states above differ by what was compressed when.
+    # Layer 0 sees equal sources in all three; the hidden states above differ by what was compressed
+    # when.
     for other in (chunks, exact):
         for a, b in zip(words(steps), words(other), strict=True):
             np.testing.assert_array_equal(a[0], b[0])
@@ -114,18 +131,25 @@ def test_a_killed_calibration_resumes_with_the_same_bytes(model, artifact, tmp_p
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, METHOD, TOKENS, recipe=QUICK, state=path, advance=kill)
     seen = []
-    resumed = calibrate(model, METHOD, TOKENS, recipe=QUICK, state=path, advance=lambda done, _: seen.append(done))
+    resumed = calibrate(
+        model, METHOD, TOKENS, recipe=QUICK, state=path, advance=lambda done, _: seen.append(done)
+    )
     assert seen[0] == 4 + PARTS + 1
-    for a, b in zip(jax.tree.leaves(artifact.constants), jax.tree.leaves(resumed.constants), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(artifact.constants), jax.tree.leaves(resumed.constants), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     assert resumed.about == artifact.about
 
 
 def test_codebooks_are_nested(model, artifact):
-    """Of the same keys the code of fewer rounds is a prefix of the longer one: the first rows of the same packed
-    words."""
+    """Of the same keys the code of fewer rounds is a prefix of the longer one: the first rows of
+    the same packed words."""
     method = commvq(bits=2, rounds=2, levels=8, hidden=32, window=32, unit=32, sinks=1)
-    cut = tuple({**own, "k": {"codebook": own["k"]["codebook"][..., :2, :, :, :]}} for own in artifact.constants)
+    cut = tuple(
+        {**own, "k": {"codebook": own["k"]["codebook"][..., :2, :, :, :]}}
+        for own in artifact.constants
+    )
     fewer = model.with_artifact(dataclasses.replace(artifact, method=method, constants=cut))
     _, short = through_cache(fewer, method, 72)
     _, long = through_cache(model.with_artifact(artifact), METHOD, 72)

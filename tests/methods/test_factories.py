@@ -1,5 +1,5 @@
-"""Options of every method, and fields of every public description: a value of another type or out of range is one line
-that names it, a UserError as promised."""
+"""Options of every method, and fields of every public description: a value of another type or out
+of range is one line that names it, a UserError as promised."""
 
 import dataclasses
 import functools
@@ -18,11 +18,34 @@ from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 
-SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, rope=kvq.Rope(), width=64)
+SHAPE = kvq.KVShape(
+    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, rope=kvq.Rope(), width=64
+)
 NAN, INFINITY = float("nan"), float("inf")
 KEEP = "wanted a rule (streaming) and a count of tokens, such as streaming:512"
-WRONG = ("2", 2.5, None, (2, 3), -1, 0, 10**30, 2**31 - 1, NAN, INFINITY, True, [2], {}, b"2", object(), "none")
-OPTIONS = [(name, option) for name, make in kvq.METHODS.items() for option in inspect.signature(make).parameters]
+WRONG = (
+    "2",
+    2.5,
+    None,
+    (2, 3),
+    -1,
+    0,
+    10**30,
+    2**31 - 1,
+    NAN,
+    INFINITY,
+    True,
+    [2],
+    {},
+    b"2",
+    object(),
+    "none",
+)
+OPTIONS = [
+    (name, option)
+    for name, make in kvq.METHODS.items()
+    for option in inspect.signature(make).parameters
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,13 +70,18 @@ def refused(make) -> str | None:
 @pytest.mark.parametrize(("name", "option"), OPTIONS, ids=map("-".join, OPTIONS))
 def test_a_value_is_refused_in_one_line_or_makes_a_cache(name, option):
     """What a factory takes, a cache of a model takes, or says in one line why it cannot."""
-    make, annotation = kvq.METHODS[name], inspect.signature(kvq.METHODS[name]).parameters[option].annotation
+    make, annotation = (
+        kvq.METHODS[name],
+        inspect.signature(kvq.METHODS[name]).parameters[option].annotation,
+    )
     for value in WRONG:
         text = refused(lambda v=value: make(**{option: v}))
         if text is None:
             allowed = str(annotation)
             kind = type(value).__name__.replace("NoneType", "None")
-            assert kind in allowed or (kind == "int" and "float" in allowed), f"{option}={value!r} was taken"
+            assert kind in allowed or (kind == "int" and "float" in allowed), (
+                f"{option}={value!r} was taken"
+            )
             method = make(**{option: value})
             refused(lambda m=method: jax.eval_shape(lambda: kvq.init_cache(SHAPE, m, 1, 300)))
         else:
@@ -67,40 +95,63 @@ def test_a_line_says_what_is_wanted():
         "kivi: key_bits=2.5; wanted a whole number or None": lambda: kvq.kivi(key_bits=2.5),
         "kivi: bits=True; wanted a whole number": lambda: kvq.kivi(bits=True),
         "kivi: window=(1, 2); wanted a whole number": lambda: kvq.kivi(window=(1, 2)),
-        f"kivi: sinks={10**12}; wanted a whole number of at most 2147483647": lambda: kvq.kivi(sinks=10**12),
+        f"kivi: sinks={10**12}; wanted a whole number of at most 2147483647": lambda: kvq.kivi(
+            sinks=10**12
+        ),
         "kivi: sinks=-1; it must be a whole number of at least 0": lambda: kvq.kivi(sinks=-1),
         "kivi: bits=7; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits": lambda: kvq.kivi(bits=7),
         "higgs: seed=-1; it must be a whole number of at least 0": lambda: kvq.higgs(seed=-1),
-        "turboquant: seed=-1; it must be a whole number of at least 0": lambda: kvq.turboquant(seed=-1),
+        "turboquant: seed=-1; it must be a whole number of at least 0": lambda: kvq.turboquant(
+            seed=-1
+        ),
         "higgs: no grid of 7 bits in 1 dimensions; known: dim=1 with bits=2 or 3 or 4; dim=2 with bits=2 or 3 or 4; "
         "dim=4 with bits=2 or 3; dim=6 with bits=2": lambda: kvq.higgs(bits=7, dim=1),
         "commvq: levels=0; a power of two from 2 to 256": lambda: kvq.commvq(levels=0),
         "commvq: bits=5; value codes have 1 to 4 bits per channel": lambda: kvq.commvq(bits=5),
         "commvq: hidden=-1; it must be a whole number of at least 0": lambda: kvq.commvq(hidden=-1),
-        "kivi_star: protected=-1 first layers; wanted a count from 0 to 4096": lambda: kvq.kivi_star(protected=-1),
+        "kivi_star: protected=-1 first layers; wanted a count from 0 to 4096": lambda: (
+            kvq.kivi_star(protected=-1)
+        ),
         "kivi: rope=None; wanted a word": lambda: kvq.kivi(rope=None),
         "kvquant: outliers=nan; wanted a number that is finite": lambda: kvq.kvquant(outliers=NAN),
         f"kivi: keep is 5; {KEEP}": lambda: kvq.kivi(keep=5),
-        "KVShape: head_dim=(32, 64); wanted a whole number": lambda: dataclasses.replace(SHAPE, head_dim=(32, 64)),
-        "num_layers=0; it must be a whole number of at least 1": lambda: dataclasses.replace(SHAPE, num_layers=0),
+        "KVShape: head_dim=(32, 64); wanted a whole number": lambda: dataclasses.replace(
+            SHAPE, head_dim=(32, 64)
+        ),
+        "num_layers=0; it must be a whole number of at least 1": lambda: dataclasses.replace(
+            SHAPE, num_layers=0
+        ),
     }
-    assert {wanted: refused(make) for wanted, make in lines.items()} == {wanted: wanted for wanted in lines}
+    assert {wanted: refused(make) for wanted, make in lines.items()} == {
+        wanted: wanted for wanted in lines
+    }
 
 
 def test_a_number_beyond_what_a_model_s_vectors_have_is_one_line():
     """The transform of 100000 channels is a matrix of 10 GB."""
     for text, message in (
         ("higgs:group=100000", "group=100000; a vector has 64 channels"),
-        ("kvquant:slots=100", "slots=100: 100 outliers in a width of 64 channels; at least 2 must be none"),
+        (
+            "kvquant:slots=100",
+            "slots=100: 100 outliers in a width of 64 channels; at least 2 must be none",
+        ),
     ):
         method = kvq.parse(text)
-        assert message in refused(lambda m=method: jax.eval_shape(lambda: kvq.init_cache(SHAPE, m, 1, 300)))
+        assert message in refused(
+            lambda m=method: jax.eval_shape(lambda: kvq.init_cache(SHAPE, m, 1, 300))
+        )
 
 
 def test_zero_is_no_default():
-    """An option that follows another where it is None: 0 bits are refused and not those of the other."""
-    assert refused(lambda: kvq.kivi(key_bits=0)) == "kivi: bits=0; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits"
-    assert refused(lambda: kvq.kivi(value_group=0)) == "kivi: group=0; a group has at least 1 channel"
+    """An option that follows another where it is None: 0 bits are refused and not those of the
+    other."""
+    assert (
+        refused(lambda: kvq.kivi(key_bits=0))
+        == "kivi: bits=0; uniform codes have 1, 2, 3, 4, 5, 6 or 8 bits"
+    )
+    assert (
+        refused(lambda: kvq.kivi(value_group=0)) == "kivi: group=0; a group has at least 1 channel"
+    )
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -118,10 +169,18 @@ DESCRIPTIONS = {
     "Uniform": Uniform(bits=2, along="tokens"),
     "ExpertConfig": ExpertConfig(count=4, per_token=2, width=8),
     "ModelConfig": ModelConfig(
-        vocab_size=50, width=32, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+        vocab_size=50,
+        width=32,
+        mlp_width=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
     ),
 }
-FIELDS = [(name, field.name) for name, held in DESCRIPTIONS.items() for field in dataclasses.fields(held)]
+FIELDS = [
+    (name, field.name) for name, held in DESCRIPTIONS.items() for field in dataclasses.fields(held)
+]
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS, ids=map("-".join, FIELDS))

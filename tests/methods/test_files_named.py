@@ -26,12 +26,15 @@ FAMILY = {"model/hf_families.py"}
 def _folders() -> dict[str, Path]:
     """The package's folder, and those that are mapped under it."""
     mapped = ("pallas_kernels", "calibrate", "eval")
-    places = {name: ROOT / name if (ROOT / name).exists() else ROOT.parent / name for name in mapped}
+    places = {
+        name: ROOT / name if (ROOT / name).exists() else ROOT.parent / name for name in mapped
+    }
     return {"": ROOT} | {f"{name}/": place for name, place in places.items()}
 
 
 def _words(node: ast.AST) -> str:
-    """What a node names: a variable, an attribute, an import, a function, or a text that is no docstring."""
+    """What a node names: a variable, an attribute, an import, a function, or a text that is no
+    docstring."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
             return name
@@ -50,16 +53,25 @@ def files_that_name(pattern: str) -> set[str]:
     for lead, folder in _folders().items():
         for path in folder.rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            if word.search(text) and any(word.search(_words(node)) for node in ast.walk(ast.parse(text))):
+            if word.search(text) and any(
+                word.search(_words(node)) for node in ast.walk(ast.parse(text))
+            ):
                 found.add(lead + path.relative_to(folder).as_posix())
     return found
 
 
 def test_few_files_name_a_method_a_kernel_or_a_family():
     """In the order of the page's table."""
-    kernel = {file for file in files_that_name(r"commvq\w*|CommVQ\w*") if file.startswith("pallas_kernels/")}
+    kernel = {
+        file
+        for file in files_that_name(r"commvq\w*|CommVQ\w*")
+        if file.startswith("pallas_kernels/")
+    }
     found = [files_that_name("turboquant"), kernel, files_that_name("Qwen3MoeForCausalLM")]
-    own = {f"pallas_kernels/{name}.py" for name in ("commvq", "tpu/commvq", "tpu/commvq_kernel", "tpu/commvq_plan")}
+    own = {
+        f"pallas_kernels/{name}.py"
+        for name in ("commvq", "tpu/commvq", "tpu/commvq_kernel", "tpu/commvq_plan")
+    }
     assert found == [DOORS | {"methods/papers/turboquant.py"}, KERNELS | own, FAMILY]
     said = re.findall(r"^\| .* \| (\d+): ", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert said == [str(len(files)) for files in found]
@@ -71,7 +83,9 @@ def test_a_docstring_says_bits_and_errors(name):
     about = " ".join((inspect.getdoc(METHODS[name]) or "").split())
     said = re.search(r"stores (\d+(?:\.\d+)?) bits per", about)
     assert said, about
-    layout = CacheLayout(shape=LLAMA.kv_shape, method=kvq.parse(name), capacity=1024, dtype="bfloat16")
+    layout = CacheLayout(
+        shape=LLAMA.kv_shape, method=kvq.parse(name), capacity=1024, dtype="bfloat16"
+    )
     book = kvq.ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
     assert float(said[1]) == pytest.approx(book.bits_method, abs=6e-4)
     assert name == "exact" or "UserError" in about

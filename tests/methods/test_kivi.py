@@ -19,12 +19,20 @@ GOLDEN = Path(__file__).parents[1] / "data"
 
 def one_layer(heads, kv_heads, head_dim):
     return ModelConfig(
-        vocab_size=8, width=8, mlp_width=8, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim
+        vocab_size=8,
+        width=8,
+        mlp_width=8,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
     )
 
 
 def empty(config, method, capacity, batch=1):
-    return allocate_cache(CacheLayout(shape=config.kv_shape, method=method, capacity=capacity, dtype="float32"), batch)
+    return allocate_cache(
+        CacheLayout(shape=config.kv_shape, method=method, capacity=capacity, dtype="float32"), batch
+    )
 
 
 append = jax.jit(lambda cache, k, v, counts: commit(cache, ({"k": k[None], "v": v[None]},), counts))
@@ -32,7 +40,8 @@ append = jax.jit(lambda cache, k, v, counts: commit(cache, ({"k": k[None], "v": 
 
 @pytest.mark.parametrize(("window", "group"), [(32, 32), (128, 32), (128, 128)])
 def test_window_follows_the_published_trace(window, group):
-    """Ten prompts are ten rows of one ragged batch; lengths of packed and exact keys and values after every step."""
+    """Ten prompts are ten rows of one ragged batch; lengths of packed and exact keys and values
+    after every step."""
     golden = np.load(GOLDEN / "golden_kivi_window.npz")
     prompts, lens = golden[f"prompt_R{window}_g{group}"], golden[f"lens_R{window}_g{group}"]
     method = kivi(group=group, window=window, rule="published")
@@ -65,23 +74,32 @@ def attend_once(cache, q, k, v):
 def test_decode_outputs_equal_the_published_ones():
     golden = np.load(GOLDEN / "golden_kivi_decode.npz")
     prompt, steps, window, group, key_bits, value_bits = (int(x) for x in golden["settings"])
-    q, k, v = (jnp.asarray(golden[name].transpose(0, 2, 1, 3)) for name in "qkv")  # [1, T, heads, D]
+    q, k, v = (
+        jnp.asarray(golden[name].transpose(0, 2, 1, 3)) for name in "qkv"
+    )  # [1, T, heads, D]
     options = {"key_bits": key_bits, "value_bits": value_bits, "group": group, "window": window}
     method = kivi(rule="published", scales="float32", **options)
     cache = empty(one_layer(q.shape[2], k.shape[2], 64), method, prompt + steps)
-    flat = lambda x: x.reshape(1, x.shape[1], -1)  # noqa: E731
+
+    def flat(x):
+        return x.reshape(1, x.shape[1], -1)
+
     cache = append(cache, flat(k[:, :prompt]), flat(v[:, :prompt]), jnp.asarray([prompt]))
     once = jax.jit(attend_once)
     worst, peak = 0.0, float(np.abs(golden["decode_out"]).max())
     for step in range(steps):
         at = slice(prompt + step, prompt + step + 1)
         out = once(cache, q[:, step + 1 : step + 2], k[:, at], v[:, at])
-        worst = max(worst, float(np.abs(np.asarray(out[0, 0]) - golden["decode_out"][0, step]).max()))
+        worst = max(
+            worst, float(np.abs(np.asarray(out[0, 0]) - golden["decode_out"][0, step]).max())
+        )
         cache = append(cache, flat(k[:, at]), flat(v[:, at]), jnp.ones(1, jnp.int32))
     assert worst <= 2e-5 * peak
 
 
-@pytest.mark.parametrize(("spec", "bits"), [("kivi:bits=2", 2), ("kivi:bits=3,rope=pre", 3), ("kivi:bits=8", 8)])
+@pytest.mark.parametrize(
+    ("spec", "bits"), [("kivi:bits=2", 2), ("kivi:bits=3,rope=pre", 3), ("kivi:bits=8", 8)]
+)
 def test_the_body_holds_packed_words_only(spec, bits):
     """No float array outside sinks and window has a token axis finer than its group."""
     config = one_layer(2, 2, 32)
@@ -99,7 +117,11 @@ def test_the_body_holds_packed_words_only(spec, bits):
 
 
 def test_spec_strings_round_trip_and_name_the_nearest():
-    for text in ("exact", "kivi:bits=2,window=64,sinks=4", "kivi:bits=2,key_bits=4,rope=pre;0-1=exact;-1=kivi:bits=8"):
+    for text in (
+        "exact",
+        "kivi:bits=2,window=64,sinks=4",
+        "kivi:bits=2,key_bits=4,rope=pre;0-1=exact;-1=kivi:bits=8",
+    ):
         assert str(parse(text)) == text
         assert parse(str(parse(text))) == parse(text)
     assert kivi(bits=2) == parse("kivi:bits=2")
@@ -112,7 +134,9 @@ def test_spec_strings_round_trip_and_name_the_nearest():
 
 
 def test_policies_give_layers_their_own_method():
-    config = ModelConfig(vocab_size=8, width=8, mlp_width=8, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32)
+    config = ModelConfig(
+        vocab_size=8, width=8, mlp_width=8, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=32
+    )
     mixed = policy(kivi(bits=2), {"0-1": exact(), "-1": kivi(bits=4)})
     runs = runs_of(CacheLayout(shape=config.kv_shape, method=mixed, capacity=512, dtype="float32"))
     assert [(run.first, run.count) for run in runs] == [(0, 2), (2, 1), (3, 1)]
@@ -127,4 +151,6 @@ def test_every_method_has_a_spec_string():
 
 
 def test_pick_takes_one_layer():
-    np.testing.assert_array_equal(at_layer({"a": jnp.arange(6).reshape(2, 3)}, jnp.int32(1))["a"], [3, 4, 5])
+    np.testing.assert_array_equal(
+        at_layer({"a": jnp.arange(6).reshape(2, 3)}, jnp.int32(1))["a"], [3, 4, 5]
+    )

@@ -32,13 +32,23 @@ def test_matches_the_released_quantiser(source, mode, bits):
     for datatype in ("nuq", "int", "nf"):
         if f"{source}_{mode}_{datatype}{bits}" not in data:
             continue
-        constants = {**bounds, "signposts": jnp.asarray(np.sort(data[f"{source}_{mode}_lut{bits}"]))}
+        constants = {
+            **bounds,
+            "signposts": jnp.asarray(np.sort(data[f"{source}_{mode}_lut{bits}"])),
+        }
         if source == "v":
             del constants["upper"], constants["lower"]
-        spec = Nuq(bits=bits, per="channel" if source == "k" else "token", slots=count, datatype=datatype, **FULL)
+        spec = Nuq(
+            bits=bits,
+            per="channel" if source == "k" else "token",
+            slots=count,
+            datatype=datatype,
+            **FULL,
+        )
         _, ours = round_trip(spec, constants, x)
         theirs = data[f"{source}_{mode}_{datatype}{bits}"]
-        # The released nf path rounds its signposts to float16: up to 2.5e-4 of the scale, here at most max|x|.
+        # The released nf path rounds its signposts to float16: up to 2.5e-4 of the scale, here at
+        # most max|x|.
         bound = 2e-6 * np.abs(x).max() + 1e-6 if datatype != "nf" else 5e-4 * np.abs(x).max()
         mostly_close(ours, theirs, bound)
 
@@ -46,7 +56,10 @@ def test_matches_the_released_quantiser(source, mode, bits):
 def test_q_norm_reads_signposts_through_scale_and_offset():
     data = golden("runtime")
     constants = {name: jnp.asarray(data[f"k_{name}"]) for name in ("upper", "lower")}
-    constants |= {"signposts": jnp.asarray(data["k_sparse_lut2"]), "norm": jnp.asarray([1.07, -0.013], jnp.float32)}
+    constants |= {
+        "signposts": jnp.asarray(data["k_sparse_lut2"]),
+        "norm": jnp.asarray([1.07, -0.013], jnp.float32),
+    }
     spec = Nuq(bits=2, per="channel", slots=int(data["k_mask"].sum(1).max()), q_norm=True, **FULL)
     _, ours = round_trip(spec, constants, data["k_x"])
     mostly_close(ours, data["k_sparse_nuq2_qnorm"], 2e-6 * np.abs(data["k_x"]).max() + 1e-6)
@@ -54,12 +67,14 @@ def test_q_norm_reads_signposts_through_scale_and_offset():
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_matches_the_released_layer_at_half_precision(bits):
-    """The released layer keeps thresholds in float16 and halves their sum and difference there: so do the constants
-    here."""
+    """The released layer keeps thresholds in float16 and halves their sum and difference there: so
+    do the constants here."""
     data = golden("linear")
     y = data["y_fp16"].astype(np.float32)
     upper, lower = (data[name].astype(np.float16) for name in ("upper", "lower"))
-    centre, scale = (((upper + sign * lower) / np.float16(2)).astype(np.float32) for sign in (1, -1))
+    centre, scale = (
+        ((upper + sign * lower) / np.float16(2)).astype(np.float32) for sign in (1, -1)
+    )
     bounds = {"upper": jnp.asarray(centre + scale), "lower": jnp.asarray(centre - scale)}
     for source, per, extra in (("k", "channel", bounds), ("v", "token", {})):
         constants = {**extra, "signposts": jnp.asarray(np.sort(data[f"lut_{source}{bits}"]))}
@@ -67,12 +82,16 @@ def test_matches_the_released_layer_at_half_precision(bits):
         _, ours = round_trip(Nuq(bits=bits, per=per, slots=count, **FULL), constants, y)
         theirs = data[f"{source}_nuq{bits}"]
         ours = ours.astype(np.float16).astype(np.float32)
-        mostly_close(ours, theirs.astype(np.float32), np.spacing(np.abs(theirs)).astype(np.float32), 0.995)
+        mostly_close(
+            ours, theirs.astype(np.float32), np.spacing(np.abs(theirs)).astype(np.float32), 0.995
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_normal_float_signposts(bits):
-    np.testing.assert_allclose(fixed_signposts("nf", bits), golden("runtime")[f"nf{bits}"], atol=3e-7)
+    np.testing.assert_allclose(
+        fixed_signposts("nf", bits), golden("runtime")[f"nf{bits}"], atol=3e-7
+    )
 
 
 def test_key_outliers_are_those_beyond_the_thresholds():
@@ -86,8 +105,8 @@ def test_key_outliers_are_those_beyond_the_thresholds():
         assert sorted(c for c in channels[:, row] if c < width) == list(np.flatnonzero(mask[row]))
     capped = Nuq(bits=3, per="channel", slots=42, datatype="int", **FULL)
     tile, ours = round_trip(capped, constants, x)
-    # The released cap keeps 21 at each end; one cap on both ends together keeps the 42 farthest, so never less in
-    # sum.
+    # The released cap keeps 21 at each end; one cap on both ends together keeps the 42 farthest, so
+    # never less in sum.
     scale = (data["upper"] - data["lower"]) / 2
     reach = np.abs((x - (data["upper"] + data["lower"]) / 2) / scale)
     for row, kept in enumerate(slots_of(capped, tile, x)[1].T):
@@ -103,9 +122,13 @@ def test_value_outliers_are_the_quantile_rules_but_for_ties():
     constants = {"signposts": jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)}
     tile, ours = round_trip(spec, constants, v)
     for row in (0, 1, 3):
-        assert sorted(slots_of(spec, tile, v)[1][:, row]) == list(np.flatnonzero(data["v_mask"][row]))
+        assert sorted(slots_of(spec, tile, v)[1][:, row]) == list(
+            np.flatnonzero(data["v_mask"][row])
+        )
         mostly_close(ours[row], data["v_nuq3_uniform"][row], 2e-6 * np.abs(v).max() + 1e-6)
     np.testing.assert_array_equal(ours[2], v[2])  # constant: range 0, every entry its centre
     tied = v[4] == v[4].max()
     assert tied.sum() == 31
-    np.testing.assert_allclose(ours[4][tied], v[4].max(), rtol=1e-6)  # ties beyond the slots lie on the end signpost
+    np.testing.assert_allclose(
+        ours[4][tied], v[4].max(), rtol=1e-6
+    )  # ties beyond the slots lie on the end signpost

@@ -1,4 +1,5 @@
-"""Keys of one method beside values of another: as text, dict and file, in the cache, and in every command's policy."""
+"""Keys of one method beside values of another: as text, dict and file, in the cache, and in every
+command's policy."""
 
 import json
 
@@ -33,14 +34,21 @@ def test_text_dict_and_file_are_one_policy(text, tmp_path):
 
 
 def test_the_two_parts_alone_name_a_policy():
-    assert kvq.parse(f"k={HIGGS};v={KIVI}") == kvq.parse(f"v={KIVI};k={HIGGS}") == kvq.parse(f"{KIVI};k={HIGGS}")
+    assert (
+        kvq.parse(f"k={HIGGS};v={KIVI}")
+        == kvq.parse(f"v={KIVI};k={HIGGS}")
+        == kvq.parse(f"{KIVI};k={HIGGS}")
+    )
     assert kvq.parse(f"k={HIGGS};v={KIVI};1=exact") == kvq.parse(f"{KIVI};k={HIGGS};1=exact")
 
 
 def test_parts_of_one_method_are_a_layer_of_that_method():
     """So that its kernels read it."""
     assert kvq.parse("kivi:bits=2;k=kivi:bits=4") == kvq.kivi(key_bits=4, value_bits=2)
-    assert kvq.parse("higgs:bits=2;1.v=higgs:bits=4").overrides[0][1] == kvq.higgs(bits=2, value_bits=4).layer
+    assert (
+        kvq.parse("higgs:bits=2;1.v=higgs:bits=4").overrides[0][1]
+        == kvq.higgs(bits=2, value_bits=4).layer
+    )
     assert isinstance(kvq.parse("kivi:bits=2;k=kivi:bits=2,group=64").layer, Pair)
 
 
@@ -59,7 +67,10 @@ def held(text: str, ids) -> dict:
     for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
         for layer in range(run.count):
             for part, codec in run.wiring.storage.codecs.items():
-                stored = {n: f.packing.read(state.body[part][n], layer, 0, run.block) for n, f in codec.fields.items()}
+                stored = {
+                    n: f.packing.read(state.body[part][n], layer, 0, run.block)
+                    for n, f in codec.fields.items()
+                }
                 out[part].append(np.asarray(codec.decode({}, stored)[0, :128]))
     return out
 
@@ -91,14 +102,18 @@ ROTATED = "kivi:bits=8,window=32,rotate=hadamard"
 
 
 @pytest.mark.parametrize(
-    "text", [f"exact;v={ROTATED}", f"exact;k={ROTATED}", f"k={ROTATED};v={ROTATED},value_rotate=signs"]
+    "text",
+    [f"exact;v={ROTATED}", f"exact;k={ROTATED}", f"k={ROTATED};v={ROTATED},value_rotate=signs"],
 )
 def test_a_rotated_part_is_read_in_its_frame(text):
-    """Queries and outputs are turned for the part that is: what 8 bits lose is small beside the logits."""
+    """Queries and outputs are turned for the part that is: what 8 bits lose is small beside the
+    logits."""
     model, ids, counts = tiny(), tokens(1, 129), jnp.asarray([1])
     found = []
     for method in ("exact", text):
-        cache = kvq.prefill(model, ids[:, :128], jnp.asarray([128]), kvq.init_cache(model, method, 1, 256))[1]
+        cache = kvq.prefill(
+            model, ids[:, :128], jnp.asarray([128]), kvq.init_cache(model, method, 1, 256)
+        )[1]
         found.append(np.asarray(kvq.forward(model, ids[:, 128:], counts, cache)[0]))
     assert 0 < np.abs(found[1] - found[0]).max() < 0.3 * np.std(found[0])
 
@@ -108,7 +123,9 @@ def test_constants_serve_a_pair_whatever_its_windows():
     one, other = (kvq.parse(f"exact;k=kvquant:bits=3,buffer={n};0.v=kivi:bits=2") for n in (32, 64))
     assert one != other
     assert calibrated_part(one, config) == calibrated_part(other, config)
-    assert calibrated_part(one, config) != calibrated_part(kvq.parse("exact;k=kvquant:bits=4;0.v=kivi:bits=2"), config)
+    assert calibrated_part(one, config) != calibrated_part(
+        kvq.parse("exact;k=kvquant:bits=4;0.v=kivi:bits=2"), config
+    )
 
 
 WRONG = (
@@ -127,7 +144,11 @@ def test_typos_give_one_line(text, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["aqua;k=kivi", "k=xquant;v=kivi", "k=kivi;v=xquant", "k=kivi;v=xquant:latent=true"])
+@pytest.mark.parametrize(
+    "text", ["aqua;k=kivi", "k=xquant;v=kivi", "k=kivi;v=xquant", "k=kivi;v=xquant:latent=true"]
+)
 def test_parts_that_no_method_has_are_refused(text):
-    with pytest.raises(kvq.UserError, match="cannot be taken alone, since it caches keys and values together"):
+    with pytest.raises(
+        kvq.UserError, match="cannot be taken alone, since it caches keys and values together"
+    ):
         kvq.init_cache(tiny(num_layers=4), text, 1, 512)

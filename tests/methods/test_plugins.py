@@ -35,8 +35,12 @@ def package(monkeypatch):
     find = importlib.metadata.entry_points
 
     def install(**entries: str) -> Methods:
-        made = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in entries.items()]
-        monkeypatch.setattr("kvqjax.methods.registry.entry_points", lambda group: [*find(group=group), *made])
+        made = [
+            importlib.metadata.EntryPoint(name, value, GROUP) for name, value in entries.items()
+        ]
+        monkeypatch.setattr(
+            "kvqjax.methods.registry.entry_points", lambda group: [*find(group=group), *made]
+        )
         methods = Methods(registry.OWN)
         for module in ("kvqjax.methods.registry", "kvqjax.cli.info"):
             monkeypatch.setattr(f"{module}.METHODS", methods)
@@ -62,7 +66,9 @@ def test_a_method_of_another_package_has_a_name(package, capsys, monkeypatch):
 
 def test_one_that_cannot_be_used_is_named(package):
     package(lost="no_such_package:lost")
-    with pytest.raises(kvq.UserError, match="method 'lost' of no_such_package:lost cannot be imported"):
+    with pytest.raises(
+        kvq.UserError, match="method 'lost' of no_such_package:lost cannot be imported"
+    ):
         kvq.parse("lost")
     assert kvq.parse("kivi:bits=2") == kvq.kivi(bits=2)
     package(kivi="their_package:wide")
@@ -72,7 +78,8 @@ def test_one_that_cannot_be_used_is_named(package):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gained:
-    """Their codec: uniform codes of numbers over a calibrated gain, with a kernel and XLA forms that exist already."""
+    """Their codec: uniform codes of numbers over a calibrated gain, with a kernel and XLA forms
+    that exist already."""
 
     inner: Uniform
     needs: bool = True
@@ -81,9 +88,16 @@ class Gained:
         inner = self.inner.build(width)
         if not self.needs:
             return inner
-        encode = lambda constants, x: inner.encode({}, x / constants["gain"][0])  # noqa: E731
-        decode = lambda constants, tile: inner.decode({}, tile) * constants["gain"][0]  # noqa: E731
-        return inner._replace(encode=encode, decode=decode, needs={"gain": (1,)}, fit=Fit("their_package.fitting"))
+
+        def encode(constants, x):
+            return inner.encode({}, x / constants["gain"][0])
+
+        def decode(constants, tile):
+            return inner.decode({}, tile) * constants["gain"][0]
+
+        return inner._replace(
+            encode=encode, decode=decode, needs={"gain": (1,)}, fit=Fit("their_package.fitting")
+        )
 
     def packed(self, value, rope, shape):
         return None if self.needs else packed_form(self.inner, value.inner, rope, shape)
@@ -98,17 +112,29 @@ class Gained:
 @method_factory
 def gained(*, bits: int = 4, needs: bool = True) -> Method:
     """Uniform codes over a calibrated gain."""
-    key, value = (Gained(inner=Uniform(bits=bits, along=along), needs=needs) for along in ("tokens", "channels"))
+    key, value = (
+        Gained(inner=Uniform(bits=bits, along=along), needs=needs)
+        for along in ("tokens", "channels")
+    )
     return Method(name="", layer=KeysAndValues(key=key, value=value, window=32))
 
 
-DEFAULTS = {"DEFAULT_SEQUENCES": 2, "DEFAULT_LENGTH": 32, "work": lambda model, method, count, length: 1.0}
+DEFAULTS = {
+    "DEFAULT_SEQUENCES": 2,
+    "DEFAULT_LENGTH": 32,
+    "work": lambda model, method, count, length: 1.0,
+}
 
 
 def _calibrate(model, method, tokens, *, state=None, advance=lambda done, total: None) -> Artifact:
     advance(1, 1)
     gain = jnp.full((model.config.num_layers, 1), float(len(tokens)))
-    return Artifact(method, ({"k": {"gain": gain}, "v": {"gain": gain}},), model.fingerprint, {"their": "report"})
+    return Artifact(
+        method,
+        ({"k": {"gain": gain}, "v": {"gain": gain}},),
+        model.fingerprint,
+        {"their": "report"},
+    )
 
 
 @pytest.fixture
@@ -116,13 +142,16 @@ def theirs(package, monkeypatch):
     """Their package with a codec that is calibrated by a module of theirs."""
     fitting = types.ModuleType("their_package.fitting")
     vars(fitting).update(DEFAULTS, calibrate=_calibrate)
-    monkeypatch.setitem(sys.modules, "their_package", types.SimpleNamespace(gained=gained, fitting=fitting))
+    monkeypatch.setitem(
+        sys.modules, "their_package", types.SimpleNamespace(gained=gained, fitting=fitting)
+    )
     monkeypatch.setitem(sys.modules, "their_package.fitting", fitting)
     return package(gained="their_package:gained")
 
 
 def test_a_calibrated_codec_of_another_package(theirs, capsys, monkeypatch, tmp_path):
-    """Named, listed, calibrated and used from the command line; what calibrates it is found by its codec's `fit`."""
+    """Named, listed, calibrated and used from the command line; what calibrates it is found by its
+    codec's `fit`."""
     code, out, err = run(capsys, monkeypatch, "methods", "--json")
     assert ("gained", "text") in [(row["method"], row["needs"]) for row in json.loads(out)], err
     folder, choice = str(tmp_path / "made"), ("-m", "recall", "-c", "gained:bits=4")
@@ -135,7 +164,9 @@ def test_a_calibrated_codec_of_another_package(theirs, capsys, monkeypatch, tmp_
     monkeypatch.delitem(sys.modules, "their_package.fitting")
     code, out, err = run(capsys, monkeypatch, "calibrate", *choice, "--out", folder + "2")
     assert code == 2
-    assert "their_package.fitting, which a method names for its calibration, cannot be imported" in err
+    assert (
+        "their_package.fitting, which a method names for its calibration, cannot be imported" in err
+    )
 
 
 def test_constants_that_nothing_finds_are_named():
@@ -151,8 +182,12 @@ class _Bare(Gained):
 
 
 def test_a_codec_of_another_package_names_its_fast_path(theirs):
-    """Kernels and XLA's forms are asked of the codec's spec; logits are those of the codec it stands for."""
-    model, methods = tiny(head_dim=128, num_layers=1), ("gained:needs=false", "kivi:bits=4,window=32")
+    """Kernels and XLA's forms are asked of the codec's spec; logits are those of the codec it
+    stands for."""
+    model, methods = (
+        tiny(head_dim=128, num_layers=1),
+        ("gained:needs=false", "kivi:bits=4,window=32"),
+    )
     forms = {"packed": "planes", "direct": "heads"}
     for name, form in forms.items():
         caches = [kvq.init_cache(model, method, 1, 128, form=form) for method in methods]

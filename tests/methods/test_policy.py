@@ -1,4 +1,5 @@
-"""Policies: text, dict and JSON file name one method; every typo gives one line with the nearest name."""
+"""Policies: text, dict and JSON file name one method; every typo gives one line with the nearest
+name."""
 
 import inspect
 import json
@@ -73,7 +74,9 @@ def test_names_say_other_widths_too():
 
 
 def test_the_dict_has_json_types():
-    assert kvq.to_dict(kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=streaming:64;0-1=exact")) == {
+    assert kvq.to_dict(
+        kvq.parse("kvquant:q_norm=true,outliers=0.02,keep=streaming:64;0-1=exact")
+    ) == {
         "method": "kvquant",
         "bits": 3,
         "q_norm": True,
@@ -85,7 +88,10 @@ def test_the_dict_has_json_types():
 
 def test_layers_of_a_dict_may_be_text_and_policies_may_be_sources():
     wanted = kvq.parse("kivi:key_bits=4,value_bits=2;0-1=exact")
-    assert kvq.parse({"method": "kivi", "key_bits": 4, "value_bits": 2, "layers": {"0-1": "exact"}}) == wanted
+    assert (
+        kvq.parse({"method": "kivi", "key_bits": 4, "value_bits": 2, "layers": {"0-1": "exact"}})
+        == wanted
+    )
     assert kvq.policy(kvq.kivi(key_bits=4), {"0-1": {"method": "exact"}}) == wanted
     assert kvq.policy(kvq.kivi(key_bits=4), {0: kvq.exact(), 1: "exact"}) == wanted
 
@@ -99,7 +105,9 @@ def test_equal_caches_are_equal_however_they_are_named():
 def test_sinks_and_window_for_any_method(name):
     method = kvq.parse(f"{name}:sinks=3,window=32")
     model = tiny(num_layers=4)
-    for run in runs_of(CacheLayout(shape=model.config.kv_shape, method=method, capacity=512, dtype="float32")):
+    for run in runs_of(
+        CacheLayout(shape=model.config.kv_shape, method=method, capacity=512, dtype="float32")
+    ):
         assert method.sinks == 3
         assert run.wiring.storage.clocks[0].window == 32
 
@@ -163,14 +171,20 @@ def test_a_broken_file_says_where(tmp_path):
 
 
 def test_other_layers_take_their_place_in_a_chain():
-    """AQUA-KV: exact layers feed the layer above and have no predictor; the same as its own option."""
+    """AQUA-KV: exact layers feed the layer above and have no predictor; the same as its own
+    option."""
     config = tiny(num_layers=4).config
     assert kvq.parse("aqua;2=exact").layers(config) == kvq.parse("aqua:exact=2").layers(config)
     kivi = kvq.parse("aqua:buffer=64;2=kivi:bits=4").layers(config)[2]
     assert isinstance(kivi, AquaLayer)
     assert (kivi.kind("k"), kivi.kind("v"), kivi.unit, kivi.key.bits) == ("none", "none", 64, 4)
     loop = runs_of(
-        CacheLayout(shape=config.kv_shape, method=kvq.parse("xquant_cl:base=1;2=exact"), capacity=512, dtype="float32")
+        CacheLayout(
+            shape=config.kv_shape,
+            method=kvq.parse("xquant_cl:base=1;2=exact"),
+            capacity=512,
+            dtype="float32",
+        )
     )
     assert {run.wiring.storage.clocks[0][1:] for run in loop} == {(0, 128)}
 
@@ -185,8 +199,8 @@ def test_the_policies_that_hints_name_exist_and_have_the_bits_said():
 
 
 def test_shipped_policies_are_known_by_name(tmp_path, monkeypatch):
-    """They fit the budget in their name, all-in at 32768 tokens of SmolLM2-135M's heads. A user's own file of such a
-    name comes first."""
+    """They fit the budget in their name, all-in at 32768 tokens of SmolLM2-135M's heads. A user's
+    own file of such a name comes first."""
     monkeypatch.chdir(tmp_path)
     model = tiny(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
     names = sorted(file.name for file in SHIPPED.glob("*.json"))

@@ -1,6 +1,8 @@
-"""KVarN, OScaR, OSCAR and TurboQuant against the authors' released code, TurboQuant against vLLM's (golden vectors).
+"""KVarN, OScaR, OSCAR and TurboQuant against the authors' released code, TurboQuant against vLLM's
+(golden vectors).
 
-The released codes choose some codes against numbers that they do not store; with float32 scales ours are the same.
+The released codes choose some codes against numbers that they do not store; with float32 scales
+ours are the same.
 """
 
 from pathlib import Path
@@ -43,7 +45,9 @@ def coded(spec, x):
     """(tile, what it decodes to [T, K, D]) of tokens [T, K, D]."""
     codec = spec.build(HEADS * DIM)
     tile = codec.encode({}, flat(x))
-    return {n: np.asarray(a) for n, a in tile.items()}, np.asarray(codec.decode({}, tile)).reshape(x.shape)
+    return {n: np.asarray(a) for n, a in tile.items()}, np.asarray(codec.decode({}, tile)).reshape(
+        x.shape
+    )
 
 
 def close(ours, theirs, relative):
@@ -56,20 +60,23 @@ def unpacked(packed, bits=2):
     return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)
 
 
-# ------------------------------------------------------------------------------------------------ OScaR (omniscale)
+# ------------------------------------------------------------------------------------------------
+# OScaR (omniscale)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_omniscale_keys(bits):
-    """The released zero point is an integer, ours the minimum itself: scales, norms and the codes' steps are equal, and
-    our error is the smaller one."""
+    """The released zero point is an integer, ours the minimum itself: scales, norms and the codes'
+    steps are equal, and our error is the smaller one."""
     data = golden("omniscale")
     key = Uniform(bits=bits, along="tokens", group=32, dtype="float32")
     k = rotated(data["k"])
     tile, recon = coded(Scaled(inner=key, dtype="float32"), k)
     np.testing.assert_allclose(tile["factor"][0], data["k_norm"], rtol=1e-6)
     theirs = data[f"k_b{bits}_scaled_scale"]  # [K, D, groups]
-    np.testing.assert_allclose(tile["scale"].reshape(-1, HEADS, DIM), theirs.transpose(2, 0, 1), rtol=2e-6)
+    np.testing.assert_allclose(
+        tile["scale"].reshape(-1, HEADS, DIM), theirs.transpose(2, 0, 1), rtol=2e-6
+    )
     scale = tile["scale"].repeat(32, 0)
     unit = np.asarray(flat(k)) / tile["factor"].T
     zero = np.round(-tile["low"] / tile["scale"]).repeat(32, 0)
@@ -78,7 +85,11 @@ def test_omniscale_keys(bits):
     assert (codes != wanted).mean() < 2e-4  # ties of the rounding
     if bits == 2:
         released = data["k_b2_scaled_deq"]
-        close(rotated(((codes - zero) * scale * tile["factor"].T).reshape(k.shape), back=True), released, 1e-5)
+        close(
+            rotated(((codes - zero) * scale * tile["factor"].T).reshape(k.shape), back=True),
+            released,
+            1e-5,
+        )
         ours = rotated(recon, back=True)
         assert np.square(ours - data["k"]).mean() < np.square(released - data["k"]).mean()
 
@@ -88,12 +99,15 @@ def test_omniscale_values():
     spec = Uniform(bits=2, along="channels", group=32, dtype="float32")
     v = rotated(data["v"])
     recon = coded(spec, v)[1]
-    ours, theirs = (np.square(x - data["v"]).mean() for x in (rotated(recon, back=True), data["v_b2_deq"]))
+    ours, theirs = (
+        np.square(x - data["v"]).mean() for x in (rotated(recon, back=True), data["v_b2_deq"])
+    )
     assert ours < theirs < 1.3 * ours
 
 
 def test_norms_level_the_error_of_tokens():
-    """The worst token's error falls to about a third (fact of the released quantiser on these vectors)."""
+    """The worst token's error falls to about a third (fact of the released quantiser on these
+    vectors)."""
     data = golden("omniscale")
     k, key = rotated(data["k"]), Uniform(bits=2, along="tokens", group=32, dtype="float32")
 
@@ -129,19 +143,24 @@ def test_kvarn_factors(source, along):
 def test_kvarn_small_tiles_meet_the_released_floor():
     """Without the floor the same tiles are balanced, whatever their size.
 
-    At the floor all factors of a tile are alike. One factor common to a tile does not change how balanced it is.
-    Rounding decides then which round is kept, and releases of JAX round differently: factors are compared up to it."""
+    At the floor all factors of a tile are alike. One factor common to a tile does not change how
+    balanced it is. Rounding decides then which round is kept, and releases of JAX round
+    differently: factors are compared up to it."""
     data = golden("kvarn")
     tile = tiles(data["v"], "channels") * 0.02
     columns, rows = balance(tile, 8, RELEASED_FLOOR)
     for factors, released in ((columns, data["v_small_s_col"]), (rows, data["v_small_s_row"])):
-        np.testing.assert_allclose(factors / factors[..., :1], released / released[..., :1], rtol=1e-5)
+        np.testing.assert_allclose(
+            factors / factors[..., :1], released / released[..., :1], rtol=1e-5
+        )
     assert float(imbalance(tile / columns[:, None, :] / rows[:, :, None]).max()) > 5
     columns, rows = balance(tile, 8, None)
     assert float(imbalance(tile / columns[:, None, :] / rows[:, :, None]).max()) < 2.001
 
 
-@pytest.mark.parametrize(("source", "along", "name"), [("k", "tokens", "token"), ("v", "channels", "channel")])
+@pytest.mark.parametrize(
+    ("source", "along", "name"), [("k", "tokens", "token"), ("v", "channels", "channel")]
+)
 def test_kvarn_codes(source, along, name):
     data = golden("kvarn")
     spec = Balanced(bits=2, along=along, heads=HEADS, floor=RELEASED_FLOOR, dtype="float32")
@@ -153,7 +172,9 @@ def test_kvarn_codes(source, along, name):
     np.testing.assert_array_equal(codes, wanted)
     stored = {"scale": tile["scale"], "zero": tile["low"], name: tile["factor"]}
     for field, ours in stored.items():
-        close(ours.reshape(data[prefix + field].shape), data[prefix + field].astype(np.float32), 1e-3)
+        close(
+            ours.reshape(data[prefix + field].shape), data[prefix + field].astype(np.float32), 1e-3
+        )
     # The released fields are read back in float16.
     close(rotated(recon, back=True), data[prefix + "deq"], 2e-3)
 
@@ -173,7 +194,9 @@ def test_oscar_rotation(source):
     close(mixed[:, columns_by_energy(DIM)], data[f"{source}_rotation"], 1e-6)
     for matrix in (fitted(ours), data[f"{source}_rotation"].astype(np.float64)):
         np.testing.assert_allclose(matrix.T @ matrix, np.eye(DIM), atol=1e-6)
-        np.testing.assert_allclose(np.diag(matrix.T @ ours @ matrix), np.trace(ours) / DIM, rtol=1e-5)
+        np.testing.assert_allclose(
+            np.diag(matrix.T @ ours @ matrix), np.trace(ours) / DIM, rtol=1e-5
+        )
 
 
 def test_values_of_the_paper_are_judged_by_outputs():
@@ -186,11 +209,16 @@ def test_values_of_the_paper_are_judged_by_outputs():
     out = np.einsum("hts,shd->thd", scores, heads)
     wanted = np.stack(
         [
-            np.mean([heads[:, h].T @ scores[h].T @ scores[h] @ heads[:, h] for h in (2 * i, 2 * i + 1)], 0)
+            np.mean(
+                [heads[:, h].T @ scores[h].T @ scores[h] @ heads[:, h] for h in (2 * i, 2 * i + 1)],
+                0,
+            )
             for i in (0, 1)
         ]
     )
-    np.testing.assert_allclose(covariances(q, k, v, jnp.asarray(out), "outputs")[1], wanted / 16, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        covariances(q, k, v, jnp.asarray(out), "outputs")[1], wanted / 16, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -204,15 +232,24 @@ def test_oscar_codes(source, ratio, groups):
     prefix = f"{source}_groups{groups}_"
     differ = tile["codes"].reshape(rows.shape) != data[prefix + "codes"]
     scale = data[prefix + "scale"]
-    steps = np.clip(rows, -data[f"{source}_threshold"][..., None], data[f"{source}_threshold"][..., None])
-    steps = steps.reshape(*scale.shape, -1) / scale[..., None] + data[prefix + "zero"][..., None] + 0.5
-    assert (np.abs(steps - np.round(steps)).reshape(rows.shape)[differ] < 1e-5).all()  # half up there, to even here
+    steps = np.clip(
+        rows, -data[f"{source}_threshold"][..., None], data[f"{source}_threshold"][..., None]
+    )
+    steps = (
+        steps.reshape(*scale.shape, -1) / scale[..., None] + data[prefix + "zero"][..., None] + 0.5
+    )
+    assert (
+        np.abs(steps - np.round(steps)).reshape(rows.shape)[differ] < 1e-5
+    ).all()  # half up there, to even here
     assert differ.mean() < 1e-3
     np.testing.assert_allclose(tile["scale"].T.reshape(scale.shape), scale, rtol=1e-6)
-    np.testing.assert_allclose(recon[~differ], data[prefix + "deq"][~differ], atol=1e-5 * np.abs(rows).max())
+    np.testing.assert_allclose(
+        recon[~differ], data[prefix + "deq"][~differ], atol=1e-5 * np.abs(rows).max()
+    )
 
 
-# ------------------------------------------------------------------------------------------- TurboQuant as in vLLM
+# -------------------------------------------------------------------------------------------
+# TurboQuant as in vLLM
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -251,7 +288,8 @@ def test_turboquant_values(bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_grids_are_lloyd_and_maxs(bits):
-    """The solver of vLLM integrates with 200 trapezoids, ours in closed form; float16 points are shipped."""
+    """The solver of vLLM integrates with 200 trapezoids, ours in closed form; float16 points are
+    shipped."""
     theirs = golden("turboquant")[f"centroids_d128_b{bits}"] * 128**0.5
     np.testing.assert_allclose(shipped_grid(bits, 1)[:, 0], theirs, rtol=2e-3)
 
@@ -266,7 +304,8 @@ def test_distortion_of_the_papers_table():
 @pytest.mark.parametrize("rotated_before", thinned([True, False], 3))
 @pytest.mark.parametrize("dim", [1, 2, 4])
 def test_an_unbiased_scale_keeps_scores(dim, rotated_before):
-    """x_hat . x = |x|^2 but for the stored scale's rounding; a plain scale loses the grid's error of it."""
+    """x_hat . x = |x|^2 but for the stored scale's rounding; a plain scale loses the grid's error
+    of it."""
     x = np.random.default_rng(0).normal(size=(64, HEADS, DIM)).astype(np.float32) * 3
 
     def share(norm):

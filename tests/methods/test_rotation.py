@@ -1,5 +1,5 @@
-"""Rotations as a part of the frame: the body is stored rotated, queries go in and outputs come back once, and nothing
-else is touched."""
+"""Rotations as a part of the frame: the body is stored rotated, queries go in and outputs come back
+once, and nothing else is touched."""
 
 import dataclasses
 import importlib
@@ -32,8 +32,12 @@ TEXT = tokens(2, 200)
 
 def after(model, method, within="chunk"):
     """Logits of three tokens after a prompt that is mostly encoded, and the cache before them."""
-    cache = prefill(model, TEXT[:, :190], jnp.asarray([190, 120]), kvq.init_cache(model, method, 2, 256))[1]
-    return np.asarray(kvq.attend(model, TEXT[:, 190:193], jnp.full(2, 3), cache, within=within)[0]), cache
+    cache = prefill(
+        model, TEXT[:, :190], jnp.asarray([190, 120]), kvq.init_cache(model, method, 2, 256)
+    )[1]
+    return np.asarray(
+        kvq.attend(model, TEXT[:, 190:193], jnp.full(2, 3), cache, within=within)[0]
+    ), cache
 
 
 def orthogonal(model, method):
@@ -68,24 +72,35 @@ def test_exact_codecs_in_any_frame_give_exact_attention(kind, rope, keep):
     """float32: the products of a rotation and its inverse differ from 1 by some eps."""
 
     def method(kind):
-        layer = KeysAndValues(key=Exact(), value=Exact(), rope=rope, key_rotation=kind, value_rotation=kind)
-        return dataclasses.replace(kvq.parse("exact:sinks=3" + (f",keep={keep}" if keep else "")), layer=layer)
+        layer = KeysAndValues(
+            key=Exact(), value=Exact(), rope=rope, key_rotation=kind, value_rotation=kind
+        )
+        return dataclasses.replace(
+            kvq.parse("exact:sinks=3" + (f",keep={keep}" if keep else "")), layer=layer
+        )
 
     model = tiny()
     plain, bare = after(model, method("none"))
     found, cache = after(orthogonal(model, method(kind)), method(kind))
     np.testing.assert_allclose(found, plain, atol=2e-5 * np.abs(plain).max())
     for run, other in zip(cache.runs, bare.runs, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, (run.sinks, run.window), (other.sinks, other.window))
+        jax.tree.map(
+            np.testing.assert_array_equal, (run.sinks, run.window), (other.sinks, other.window)
+        )
         for source in "kv":  # the body is another
-            assert np.abs(np.asarray(run.body[source]["x"][0] - other.body[source]["x"][0])).max() > 0.1
+            assert (
+                np.abs(np.asarray(run.body[source]["x"][0] - other.body[source]["x"][0])).max()
+                > 0.1
+            )
 
 
 @pytest.mark.parametrize("name", ["kivi-rotated", "oscar", "turboquant"])
 def test_what_is_stored_is_the_code_of_rotated_vectors(name):
     model, method = model_and_method(name)
     run = runs_of(kvq.init_cache(model, method, 1, 256).layout)[0]
-    fixed = {group: {n: a[0] for n, a in names.items()} for group, names in model.constants[0].items()}
+    fixed = {
+        group: {n: a[0] for n, a in names.items()} for group, names in model.constants[0].items()
+    }
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, model.config.kv_width)), jnp.float32)
     payload, recon, _ = run.wiring.maps.encode(fixed, {"k": x, "v": x}, {})
     for source in "kv":
@@ -105,7 +120,8 @@ def test_what_is_stored_is_the_code_of_rotated_vectors(name):
 
 @pytest.mark.parametrize("form", ["planes", "heads"])
 def test_nothing_is_rotated_per_cached_token(form, monkeypatch):
-    """A step rotates the new tokens' queries and outputs, two products a layer, whatever the cache holds."""
+    """A step rotates the new tokens' queries and outputs, two products a layer, whatever the cache
+    holds."""
     shapes, plain = [], turned
 
     def noted(x, matrix, back=False):
@@ -116,13 +132,18 @@ def test_nothing_is_rotated_per_cached_token(form, monkeypatch):
     cache = kvq.init_cache(model, method, 2, 4096, form=form)
     monkeypatch.setattr(rotations, "turned", noted)
     jax.eval_shape(lambda m, c: kvq.attend(m, TEXT[:, :1], jnp.ones(2, jnp.int32), c), model, cache)
-    assert shapes == [((2, 1, 2, 2, 16), False), ((2, 1, 2, 2, 16), True)]  # rows, token, KV heads, queries of each
+    assert shapes == [
+        ((2, 1, 2, 2, 16), False),
+        ((2, 1, 2, 2, 16), True),
+    ]  # rows, token, KV heads, queries of each
 
 
 def test_drafts_see_what_steps_would_have_seen():
     """Tokens that fall due inside a chunk are shown as encoded, in the source's frame."""
     model, method = model_and_method("kivi-rotated")
-    cache = prefill(model, TEXT[:, :150], jnp.asarray([150, 150]), kvq.init_cache(model, method, 2, 256))[1]
+    cache = prefill(
+        model, TEXT[:, :150], jnp.asarray([150, 150]), kvq.init_cache(model, method, 2, 256)
+    )[1]
     wanted = []
     stepped = cache
     for column in range(150, 190):
@@ -151,8 +172,9 @@ COMPOSED = (
 
 @pytest.mark.parametrize("text", thinned(COMPOSED, 6))
 def test_codecs_in_a_rotated_frame_are_near_exact(text):
-    """Calibrated where the codec or the rotation needs it: logits move, and less than by another frame, which would
-    leave nothing of them. 4 bits of random vectors of 16 numbers cost up to a quarter of their size."""
+    """Calibrated where the codec or the rotation needs it: logits move, and less than by another
+    frame, which would leave nothing of them. 4 bits of random vectors of 16 numbers cost up to a
+    quarter of their size."""
     model, method = tiny(), kvq.parse(text)
     if kvq.calibrate.learns(method, model.config):
         module = importlib.import_module(kvq.calibrate.needed(method, model.config)[0].module)
@@ -164,8 +186,12 @@ def test_codecs_in_a_rotated_frame_are_near_exact(text):
 
 
 def test_calibration_of_tables_sees_rotated_vectors():
-    """Thresholds of KVQuant's keys bound the rotated channels, and its Fisher weights are those of rotated entries."""
-    model, method = tiny(), kvq.parse("kvquant:bits=3,outliers=0.02,sinks=0,rope=post,rotate=hadamard")
+    """Thresholds of KVQuant's keys bound the rotated channels, and its Fisher weights are those of
+    rotated entries."""
+    model, method = (
+        tiny(),
+        kvq.parse("kvquant:bits=3,outliers=0.02,sinks=0,rope=post,rotate=hadamard"),
+    )
     from kvqjax.calibrate.kvquant import calibrate
 
     rows = np.asarray(tokens(2, 64, 5))
@@ -180,7 +206,9 @@ def test_calibration_of_tables_sees_rotated_vectors():
         for t in (lambda s, x: x, lambda s, x: turn({}, s, x))
     ]
     sums = [np.asarray(a.k_fisher).reshape(2, 2, 64, 2, 16).sum(-1) for a in both]
-    np.testing.assert_allclose(*sums, rtol=1e-3, atol=1e-9)  # a rotation keeps the length of a head's gradient
+    np.testing.assert_allclose(
+        *sums, rtol=1e-3, atol=1e-9
+    )  # a rotation keeps the length of a head's gradient
     assert np.abs(both[0].k_fisher - both[1].k_fisher).max() > 0
 
 
@@ -213,7 +241,10 @@ def test_what_cannot_be_rotated_is_refused_by_name(text):
 
 def test_a_head_dim_without_a_hadamard_matrix_has_other_rotations():
     shape = kvq.KVShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=100, rope=kvq.Rope())
-    with pytest.raises(kvq.UserError, match="order 100, the head_dim, is known here; the rotations pairs and fitted"):
+    with pytest.raises(
+        kvq.UserError,
+        match="order 100, the head_dim, is known here; the rotations pairs and fitted",
+    ):
         kvq.init_cache(shape, "kivi:rotate=signs,value_group=25", batch=1, capacity=256)
     kvq.init_cache(shape, "kivi:rotate=pairs,value_group=25", batch=1, capacity=256)
     for dim in (80, 96, 112):  # Paley's constructions
@@ -221,16 +252,27 @@ def test_a_head_dim_without_a_hadamard_matrix_has_other_rotations():
         np.testing.assert_array_equal(matrix @ matrix.T, dim * np.eye(dim, dtype=int))
 
 
-NO_POWER_OF_TWO = ("kvarn:bits=2", "omniscale:bits=2,value_group=25", "oscar:bits=2,rotate=hadamard")
+NO_POWER_OF_TWO = (
+    "kvarn:bits=2",
+    "omniscale:bits=2,value_group=25",
+    "oscar:bits=2,rotate=hadamard",
+)
 
 
-@pytest.mark.parametrize("text", [*NO_POWER_OF_TWO, "turboquant:bits=2", "turboquant:bits=4,form=vllm,boundary=0"])
+@pytest.mark.parametrize(
+    "text", [*NO_POWER_OF_TWO, "turboquant:bits=2", "turboquant:bits=4,form=vllm,boundary=0"]
+)
 def test_methods_of_a_rotation_say_which_remain(text):
     shape = kvq.KVShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=100, rope=kvq.Rope())
-    with pytest.raises(kvq.UserError, match="order 100, the head_dim, is known here; the rotations pairs and fitted"):
+    with pytest.raises(
+        kvq.UserError,
+        match="order 100, the head_dim, is known here; the rotations pairs and fitted",
+    ):
         kvq.init_cache(shape, text, batch=1, capacity=256)
     if text in NO_POWER_OF_TWO:
-        kvq.init_cache(shape, text.removesuffix(",rotate=hadamard") + ",rotate=pairs", batch=1, capacity=256)
+        kvq.init_cache(
+            shape, text.removesuffix(",rotate=hadamard") + ",rotate=pairs", batch=1, capacity=256
+        )
 
 
 @pytest.mark.parametrize("rope", ["pre", "post"])
@@ -238,16 +280,22 @@ def test_a_rotated_body_gets_the_bias_rotated(rope):
     """At 8 bits nothing else is lost: a bias that were added as it is would change every score."""
     model = biased.biased(num_layers=1)
     text = f"kivi:bits=8,group=32,value_group=16,window=0,rope={rope},rotate=pairs,centre=auto"
-    wanted, got = (biased.logits(model, biased.filled(model, kvq.parse(method))) for method in ("exact", text))
+    wanted, got = (
+        biased.logits(model, biased.filled(model, kvq.parse(method))) for method in ("exact", text)
+    )
     np.testing.assert_allclose(got, wanted, atol=0.02 * np.abs(wanted).max())
 
 
 def test_a_boundary_of_all_layers_is_refused():
     """In vLLM's form two layers at each end are exact."""
-    with pytest.raises(kvq.UserError, match=r"boundary=2 exact layers at each end are all 4 of this model"):
+    with pytest.raises(
+        kvq.UserError, match=r"boundary=2 exact layers at each end are all 4 of this model"
+    ):
         kvq.init_cache(tiny(num_layers=4), "turboquant:bits=4,form=vllm", 1, 256)
     cache = kvq.init_cache(tiny(num_layers=5), "turboquant:bits=4,form=vllm", 1, 256)
-    assert [(run.count, list(run.wiring.storage.codecs["k"].fields)) for run in runs_of(cache.layout)] == [
+    assert [
+        (run.count, list(run.wiring.storage.codecs["k"].fields)) for run in runs_of(cache.layout)
+    ] == [
         (2, ["x"]),
         (1, ["codes", "scale"]),
         (2, ["x"]),
@@ -256,13 +304,17 @@ def test_a_boundary_of_all_layers_is_refused():
 
 
 def bits(text, heads=8, dim=128):
-    shape = kvq.KVShape(num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, rope=kvq.Rope())
+    shape = kvq.KVShape(
+        num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=dim, rope=kvq.Rope()
+    )
     return kvq.ledger(kvq.init_cache(shape, text, batch=1, capacity=1024)).bits_method
 
 
 def test_bits_are_the_true_ones():
     """Norms, factors, scales and minima included, at the papers' geometry."""
-    assert bits("omniscale:bits=2") == 3 + 16 / 1024 / 2  # one bfloat16 norm a token for keys; float32 would be twice
+    assert (
+        bits("omniscale:bits=2") == 3 + 16 / 1024 / 2
+    )  # one bfloat16 norm a token for keys; float32 would be twice
     assert bits("omniscale:bits=2,scales=float32") == 4 + 32 / 1024 / 2
     assert bits("omniscale:bits=2,group=128,value_group=128") == pytest.approx(2.25 + 16 / 1024 / 2)
     assert bits("kvarn:bits=2") == 2 + 0.375
@@ -287,7 +339,9 @@ def test_rotated_bodies_take_kivis_kernels_unchanged(b):
             wiring = runs_of(dataclasses.replace(layout, target=target))[0].wiring
             assert getattr(wiring.fast, name) is not None
             packed = wiring.fast.packed
-            found.append((*(wiring.storage.codecs[s].fields for s in ("k", "v")), packed and packed.spec))
+            found.append(
+                (*(wiring.storage.codecs[s].fields for s in ("k", "v")), packed and packed.spec)
+            )
         assert found[0] == found[1] == found[2]
         if form == "planes":
             assert dispatch.path(found[0][2], 2, 1024) == "tpu"
@@ -321,11 +375,17 @@ def test_fitted_rotations_spread_what_queries_see():
     for index, matrix in enumerate(found.values()):
         covariance = sum(np.asarray(one[index], np.float64) for one in seen)
         cost = np.diagonal(np.swapaxes(matrix, -1, -2) @ covariance @ matrix, axis1=-2, axis2=-1)
-        np.testing.assert_allclose(cost, np.broadcast_to(cost.mean(-1, keepdims=True), cost.shape), rtol=1e-3)
+        np.testing.assert_allclose(
+            cost, np.broadcast_to(cost.mean(-1, keepdims=True), cost.shape), rtol=1e-3
+        )
 
 
 def test_a_killed_fit_goes_on(tmp_path):
-    model, method, rows = tiny(), kvq.parse("oscar:bits=2,sinks=0,centre=mean"), np.asarray(tokens(3, 96, 5))
+    model, method, rows = (
+        tiny(),
+        kvq.parse("oscar:bits=2,sinks=0,centre=mean"),
+        np.asarray(tokens(3, 96, 5)),
+    )
     whole, state = fitting.calibrate(model, method, rows), tmp_path / "state"
 
     def stop(done, total):
@@ -336,10 +396,17 @@ def test_a_killed_fit_goes_on(tmp_path):
         fitting.calibrate(model, method, rows, state=state, advance=stop)
     again = fitting.calibrate(model, method, rows, state=state)
     jax.tree.map(np.testing.assert_array_equal, again.constants, whole.constants)
-    other = fitting.calibrate(model, method, rows, recipe=fitting.Recipe(values="energy", shared=True)).constants[0]
+    other = fitting.calibrate(
+        model, method, rows, recipe=fitting.Recipe(values="energy", shared=True)
+    ).constants[0]
     keys = np.asarray(other["rotation"]["keys"])
     np.testing.assert_array_equal(keys[:, 0], keys[:, 1])  # one pair of matrices a layer
-    assert np.abs(np.asarray(other["rotation"]["values"] - whole.constants[0]["rotation"]["values"])).max() > 0.01
+    assert (
+        np.abs(
+            np.asarray(other["rotation"]["values"] - whole.constants[0]["rotation"]["values"])
+        ).max()
+        > 0.01
+    )
     with pytest.raises(kvq.UserError, match="values='scores' is unknown"):
         fitting.Recipe(values="scores")
 
@@ -350,15 +417,24 @@ def test_rotations_of_captured_tensors_are_refused():
         kvq.calibrate.from_tensors("oscar", tiny().config.kv_shape, keys=zeros, values=zeros)
 
 
-SCALE_FREE = ("omniscale:bits=2,value_group=16", "kvarn:bits=2,group=32", "turboquant:bits=2", "oscar:bits=2")
+SCALE_FREE = (
+    "omniscale:bits=2,value_group=16",
+    "kvarn:bits=2,group=32",
+    "turboquant:bits=2",
+    "oscar:bits=2",
+)
 
 
 @pytest.mark.parametrize("text", SCALE_FREE)
 def test_factors_are_divided_out_as_stored(text):
-    """A token of zeros, a small and a large one: equal up to powers of two; finite whatever the size."""
+    """A token of zeros, a small and a large one: equal up to powers of two; finite whatever the
+    size."""
     wiring = runs_of(kvq.init_cache(tiny(), kvq.parse(text), 1, 256).layout)[0].wiring
     groups = wiring.wanted().items()
-    fixed = {group: {n: jnp.broadcast_to(jnp.eye(16), size) for n, size in names.items()} for group, names in groups}
+    fixed = {
+        group: {n: jnp.broadcast_to(jnp.eye(16), size) for n, size in names.items()}
+        for group, names in groups
+    }
     x = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
     x[1], x[2] = x[1] * 1e-2, x[2] * 1e2
     padded = np.where(np.arange(32)[:, None] == 0, 0, x).astype(np.float32)
@@ -369,7 +445,9 @@ def test_factors_are_divided_out_as_stored(text):
 
     one, eight, zero, huge = recon(x), recon(8 * x), recon(padded), recon(1e30 * x)
     for name in "kv":
-        assert np.abs(eight[name] - 8 * one[name]).mean() < 1e-3 * np.abs(x).mean()  # some codes at ties differ
+        assert (
+            np.abs(eight[name] - 8 * one[name]).mean() < 1e-3 * np.abs(x).mean()
+        )  # some codes at ties differ
         assert np.isfinite(zero[name]).all()
         np.testing.assert_allclose(zero[name][0], 0, atol=1e-3)
         assert np.isfinite(huge[name]).all()
@@ -377,18 +455,29 @@ def test_factors_are_divided_out_as_stored(text):
 
 def test_policies_of_other_engines_parse():
     """What the pages name."""
-    for text in ("uniform:bits=4,group=32,rotate=hadamard", "uniform:bits=8,group=32,rotate=hadamard"):
+    for text in (
+        "uniform:bits=4,group=32,rotate=hadamard",
+        "uniform:bits=8,group=32,rotate=hadamard",
+    ):
         assert isinstance(kvq.parse(text), Method)
 
 
 def test_a_shape_s_fitted_rotations_are_matrices_of_its_owner():
-    """`from_tensors` cannot fit them, so that the line names another way; with that the cache attends."""
+    """`from_tensors` cannot fit them, so that the line names another way; with that the cache
+    attends."""
     shape = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope())
     cache, counts = kvq.init_cache(shape, "oscar:bits=4,window=0", 1, 256), jnp.asarray([128])
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, 128, heads, 16)) for i, heads in enumerate((4, 2, 2)))
-    with pytest.raises(kvq.UserError, match=r"constants= takes orthogonal matrices of your own, \[2, 2, 16, 16\]"):
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 128, heads, 16))
+        for i, heads in enumerate((4, 2, 2))
+    )
+    with pytest.raises(
+        kvq.UserError, match=r"constants= takes orthogonal matrices of your own, \[2, 2, 16, 16\]"
+    ):
         kvq.layers(cache, counts)[0].attend(q, k, v)
-    turn = jnp.broadcast_to(jnp.linalg.qr(jax.random.normal(jax.random.key(3), (16, 16)))[0], (2, 2, 16, 16))
+    turn = jnp.broadcast_to(
+        jnp.linalg.qr(jax.random.normal(jax.random.key(3), (16, 16)))[0], (2, 2, 16, 16)
+    )
     views = kvq.layers(cache, counts, constants=({"rotation": {"keys": turn, "values": turn}},))
     for layer in range(2):
         _, views[layer] = views[layer].attend(q, k, v)

@@ -72,26 +72,42 @@ def test_a_method_that_mixes_rows_is_named():
         check_method(Method(name="mixes", layer=layer))
 
 
-ROPES = KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, rope=(kvq.Rope(theta=1e4), kvq.Rope(theta=1e6)))
+ROPES = KVShape(
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=(kvq.Rope(theta=1e4), kvq.Rope(theta=1e6)),
+)
 
 
 def turned(x, positions, theta=1e4, count=16, sign=1, interleaved=False):
     """Another model's rotation of the first `count` channels, from the textbook."""
-    angles = np.asarray(positions)[..., None, None] * theta ** (-np.arange(0, count, 2) / count) * sign
+    angles = (
+        np.asarray(positions)[..., None, None] * theta ** (-np.arange(0, count, 2) / count) * sign
+    )
     x = np.asarray(x)
-    a, b = (x[..., 0:count:2], x[..., 1:count:2]) if interleaved else np.split(x[..., :count], 2, -1)
+    a, b = (
+        (x[..., 0:count:2], x[..., 1:count:2]) if interleaved else np.split(x[..., :count], 2, -1)
+    )
     a, b = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
-    new = np.stack([a, b], -1).reshape(*x.shape[:-1], count) if interleaved else np.concatenate([a, b], -1)
+    new = (
+        np.stack([a, b], -1).reshape(*x.shape[:-1], count)
+        if interleaved
+        else np.concatenate([a, b], -1)
+    )
     return np.concatenate([new, x[..., count:]], -1)
 
 
 OTHER_ROPES = {
-    "pairs channels as a Rope with pairs='neighbours' does, this one has 'halves'": lambda x, p: turned(
-        x, p, interleaved=True
+    "pairs channels as a Rope with pairs='neighbours' does, this one has 'halves'": lambda x, p: (
+        turned(x, p, interleaved=True)
     ),
     "turns 8 of 16 channels, this rope 16": lambda x, p: turned(x, p, count=8),
     "turns in the other direction": lambda x, p: turned(x, p, sign=-1),
-    "pair 1 turns by 0.193923 a position in their function, by 0.316228 here": lambda x, p: turned(x, p, theta=5e5),
+    "pair 1 turns by 0.193923 a position in their function, by 0.316228 here": lambda x, p: turned(
+        x, p, theta=5e5
+    ),
     "at position 0 their function does not give": lambda x, p: 4 * turned(x, p),
     "other numbers at far positions": lambda x, p: turned(x, np.minimum(p, 300)),
     r"gives shape \(2, 64, 32\) of": lambda x, p: turned(x, p).reshape(2, 64, 32),

@@ -1,5 +1,5 @@
-"""The paper's memory cells (arXiv 2508.10395, Tables 1, 4, B.1), lengths (section 3.4) and operation counts, from the
-methods as they are stored. Cells are printed with two digits."""
+"""The paper's memory cells (arXiv 2508.10395, Tables 1, 4, B.1), lengths (section 3.4) and
+operation counts, from the methods as they are stored. Cells are printed with two digits."""
 
 import dataclasses
 
@@ -21,9 +21,17 @@ from kvqjax.methods.roofline import (
 from kvqjax.model.config import ModelConfig
 
 LLAMA2_7B = ModelConfig(
-    vocab_size=32000, width=4096, mlp_width=11008, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128
+    vocab_size=32000,
+    width=4096,
+    mlp_width=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
 )
-LLAMA2_13B = dataclasses.replace(LLAMA2_7B, width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40)
+LLAMA2_13B = dataclasses.replace(
+    LLAMA2_7B, width=5120, mlp_width=13824, num_layers=40, num_heads=40, num_kv_heads=40
+)
 LLAMA31_8B = dataclasses.replace(LLAMA2_7B, mlp_width=14336, num_kv_heads=8)
 H100_RIDGE = 378
 
@@ -34,7 +42,8 @@ def operations(spec, config):
 
 
 def normalised(spec, config):
-    """Stored bits of all layers over those of a 16-bit KV cache: codes, scales, minima, outliers."""
+    """Stored bits of all layers over those of a 16-bit KV cache: codes, scales, minima,
+    outliers."""
     layout = CacheLayout(shape=config.kv_shape, method=parse(spec), capacity=1, dtype="bfloat16")
     bits = sum(
         run.count * field.packing.token_bits
@@ -75,8 +84,8 @@ def test_gqa_memory(spec, cell):
 
 @pytest.mark.parametrize(("bits", "cell"), [(4, 0.27), (3, 0.21), (2, 0.15)])
 def test_gqa_cross_layer_memory_prints_without_the_wide_base(bits, cell):
-    """The paper counts the base layer like a latent one; stored at full width, as section 3.2 needs it, it is twice as
-    large."""
+    """The paper counts the base layer like a latent one; stored at full width, as section 3.2 needs
+    it, it is twice as large."""
     config = LLAMA31_8B
     stored = normalised(f"xquant_cl:bits={bits}", config)
     extra = 4.25 / 16 / config.num_layers  # a second KV width at 4.25 bits in one of the layers
@@ -113,7 +122,8 @@ def test_bits_per_value():
 
 
 def paper_cost(spec, config, cached):
-    """A layer's cost with the bytes per cached token that the paper's equation counts: codes alone."""
+    """A layer's cost with the bytes per cached token that the paper's equation counts: codes
+    alone."""
     return layer_cost(parse(spec).layer, config)._replace(cache_bytes=cached)
 
 
@@ -127,7 +137,8 @@ def test_longest_length_mha():
 
 
 def test_longest_length_gqa():
-    """Equation 4 counts the bytes of one latent (40.6K); the text above it those of both, which gives 41.6K."""
+    """Equation 4 counts the bytes of one latent (40.6K); the text above it those of both, which
+    gives 41.6K."""
     width, kv_width, bits = 4096, 1024, 2
     one, two = (paper_cost("xquant:bits=2", LLAMA31_8B, n * bits / 8 * kv_width) for n in (1, 2))
     assert (one.flops, one.weight_bytes) == (4 * kv_width**2, 26 * width**2 + 4 * kv_width**2)
@@ -137,12 +148,17 @@ def test_longest_length_gqa():
 
 
 def test_stored_bytes_count_scales_and_the_accumulator():
-    plain, loop = (layer_cost(parse(spec).layer, LLAMA31_8B) for spec in ("xquant:bits=2", "xquant_cl:bits=2"))
+    plain, loop = (
+        layer_cost(parse(spec).layer, LLAMA31_8B) for spec in ("xquant:bits=2", "xquant_cl:bits=2")
+    )
     assert plain.cache_bytes == 2 * 1024 * 2.25 / 8
     assert loop.cache_bytes == 2048 * 2.25 / 8 + 2 * 4096
     quarter = layer_cost(parse("xquant_cl:bits=2,accumulator=4").layer, LLAMA31_8B)
     assert loop.cache_bytes - quarter.cache_bytes == 1.5 * 4096
-    assert loop.weight_bytes == layer_cost(parse("kivi").layer, LLAMA31_8B).weight_bytes + 2 * 4096 * 2048
+    assert (
+        loop.weight_bytes
+        == layer_cost(parse("kivi").layer, LLAMA31_8B).weight_bytes + 2 * 4096 * 2048
+    )
 
 
 def test_a_steps_two_times_meet_at_the_longest_length():
@@ -150,13 +166,17 @@ def test_a_steps_two_times_meet_at_the_longest_length():
     assert cost.flops == flops_per_token(parse("xquant_cl:bits=2"), LLAMA31_8B)
     peak, bandwidth = 989e12, 3.35e12
     context = longest_memory_bound(cost, peak / bandwidth)
-    assert cost.flops * context / peak == pytest.approx((cost.weight_bytes + cost.cache_bytes * context) / bandwidth)
+    assert cost.flops * context / peak == pytest.approx(
+        (cost.weight_bytes + cost.cache_bytes * context) / bandwidth
+    )
     assert longest_memory_bound(step_cost(parse("kivi"), LLAMA31_8B), 300.0) == float("inf")
 
 
 def test_operations_per_token():
     context = 131072
-    assert flops_per_token(parse("xquant:bits=2"), LLAMA31_8B) * context / 1e12 == pytest.approx(17.6, abs=0.05)
+    assert flops_per_token(parse("xquant:bits=2"), LLAMA31_8B) * context / 1e12 == pytest.approx(
+        17.6, abs=0.05
+    )
     cl = parse("xquant_cl:bits=2")
     assert operations(cl.layer, LLAMA31_8B) * 32 * context / 1e12 == pytest.approx(141, abs=0.5)
     # Two layers of latents and one base layer are cheaper than the 32 differences of that figure.
@@ -166,7 +186,9 @@ def test_operations_per_token():
 
 
 def test_the_ledger_shows_operations_beside_bytes():
-    layout = CacheLayout(shape=LLAMA31_8B.kv_shape, method=parse("xquant_cl:bits=2"), capacity=4096, dtype="bfloat16")
+    layout = CacheLayout(
+        shape=LLAMA31_8B.kv_shape, method=parse("xquant_cl:bits=2"), capacity=4096, dtype="bfloat16"
+    )
     book = ledger(jax.eval_shape(lambda: allocate_cache(layout, 1)))
     latent, base, difference = 4 * 1024**2, 4 * 4096 * 1024, 8 * 4096 * 1024
     assert book.layer_flops == (latent, latent, base, *[difference] * 29)
@@ -174,17 +196,26 @@ def test_the_ledger_shows_operations_beside_bytes():
 
 
 def test_operations_are_those_of_the_compiled_read():
-    """XLA's own count for reading one block, against the formula (matmuls only; the rest is linear in the width)."""
+    """XLA's own count for reading one block, against the formula (matmuls only; the rest is linear
+    in the width)."""
     config = dataclasses.replace(LLAMA31_8B, width=256, num_heads=8, num_kv_heads=2, head_dim=32)
     weights = {name: jax.ShapeDtypeStruct((256, 64), "float32") for name in ("k", "v")}
-    maps = {"down": jax.ShapeDtypeStruct((256, 64), "float32"), "up": jax.ShapeDtypeStruct((64, 64), "float32")}
+    maps = {
+        "down": jax.ShapeDtypeStruct((256, 64), "float32"),
+        "up": jax.ShapeDtypeStruct((64, 64), "float32"),
+    }
     tokens = jax.ShapeDtypeStruct((1, 512), "int32")
     for spec, fixed, sources in (
         ("xquant:bits=2", {"k": maps, "v": maps}, {"k": 64, "v": 64}),
         ("xquant:bits=2,latent=false", {}, {"x": 256}),
     ):
         layer = parse(spec).layer
-        shapes = {name: jax.ShapeDtypeStruct((1, 512, width), "float32") for name, width in sources.items()}
-        compiled = jax.jit(layer.build(config).maps.expand).lower(weights, fixed, shapes, tokens).compile()
+        shapes = {
+            name: jax.ShapeDtypeStruct((1, 512, width), "float32")
+            for name, width in sources.items()
+        }
+        compiled = (
+            jax.jit(layer.build(config).maps.expand).lower(weights, fixed, shapes, tokens).compile()
+        )
         counted = compiled.cost_analysis()["flops"]
         assert operations(layer, config) * 512 == pytest.approx(counted, rel=0.1)

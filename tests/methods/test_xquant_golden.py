@@ -1,5 +1,6 @@
-"""XQuant and XQuant-CL against a float64 NumPy reference (no official code exists). Reference choices: float minimum,
-scales not rounded, half to even, differences per token, 4-bit base layer, accumulator as computed."""
+"""XQuant and XQuant-CL against a float64 NumPy reference (no official code exists). Reference
+choices: float minimum, scales not rounded, half to even, differences per token, 4-bit base layer,
+accumulator as computed."""
 
 from pathlib import Path
 
@@ -84,19 +85,28 @@ def test_gqa(bits):
     length, width, kv_width, head, _, full = (int(n) for n in golden["settings"])
     shape = config(width, kv_width, head, qkv_bias=True)
     wiring = LayerInput(bits=bits, scales="float32").build(shape)
-    constants = jax.tree.map(jnp.asarray, {name: latent_maps(golden[f"w_{name}"]) for name in ("k", "v")})
+    constants = jax.tree.map(
+        jnp.asarray, {name: latent_maps(golden[f"w_{name}"]) for name in ("k", "v")}
+    )
     own = weights(golden, k_bias=golden["b_k"], v_bias=golden["b_v"])
     sources = wiring.maps.capture(own, constants, projected(golden["x"]), positions(length))
     close(sources["k"][0], golden["lat_k"])
-    payload, recon, _ = wiring.maps.encode(constants, {name: x[0, :full] for name, x in sources.items()}, {})
-    # A float32 latent may cross a boundary that lies within 1e-4 code units: one code in the float32 reference run.
-    flips = sum(mismatches(payload[name]["codes"], golden[f"codes_{name}{bits}"]) for name in ("k", "v"))
+    payload, recon, _ = wiring.maps.encode(
+        constants, {name: x[0, :full] for name, x in sources.items()}, {}
+    )
+    # A float32 latent may cross a boundary that lies within 1e-4 code units: one code in the
+    # float32 reference run.
+    flips = sum(
+        mismatches(payload[name]["codes"], golden[f"codes_{name}{bits}"]) for name in ("k", "v")
+    )
     assert flips <= 1
     if bits == 2:
         for name, turn in (("k", lambda a: a), ("v", lambda a: a.T)):
             close(turn(payload[name]["scale"]), golden[f"scale_{name}2"])
             close(turn(payload[name]["low"]), golden[f"min_{name}2"])
-    together = {name: jnp.concatenate([recon[name], x[0, full:]])[None] for name, x in sources.items()}
+    together = {
+        name: jnp.concatenate([recon[name], x[0, full:]])[None] for name, x in sources.items()
+    }
     k, v = wiring.maps.expand(own, constants, together, positions(length))
     if bits in (2, 4) and not flips:
         close(k[0].reshape(length, -1)[golden["rows"]], golden[f"k{bits}_rope_rows"])
@@ -122,12 +132,15 @@ class Chain:
         self.constants = jax.tree.map(jnp.asarray, maps)
 
     def run(self, closed=True):
-        """Codes and Xhat of every layer. Open loop: the encoder subtracts the exact input of the layer below."""
+        """Codes and Xhat of every layer. Open loop: the encoder subtracts the exact input of the
+        layer below."""
         codes, xhat = [], []
         carry = {"x": jnp.zeros(self.x.shape[1:])}
         for i, x in enumerate(self.x):
             before = carry if closed or i == 0 else {"x": jnp.asarray(self.x[i - 1])}
-            payload, recon, after = self.encode[i > 0](self.constants[i], {"x": jnp.asarray(x)}, before)
+            payload, recon, after = self.encode[i > 0](
+                self.constants[i], {"x": jnp.asarray(x)}, before
+            )
             if not closed and i:
                 step = self.delta.storage.codecs["x"].decode({}, payload["x"])
                 step = step @ self.constants[i]["x"]["down"].T if self.constants[i] else step
@@ -140,7 +153,9 @@ class Chain:
     def errors(self, xhat):
         """[layer, (K|V, Xhat)] relative errors."""
         pairs = zip(xhat, self.x.astype(np.float64), self.weights, strict=True)
-        return np.array([(relative(np.asarray(a, np.float64) @ w, x @ w), relative(a, x)) for a, x, w in pairs])
+        return np.array(
+            [(relative(np.asarray(a, np.float64) @ w, x @ w), relative(a, x)) for a, x, w in pairs]
+        )
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -150,7 +165,9 @@ def test_cl(mode, bits):
     chain = Chain(golden, bits, latent=mode == "gqa")
     codes, xhat = chain.run()
     np.testing.assert_array_equal(codes[0], golden["mha_base_codes4"])
-    flips = sum(mismatches(c, g) for c, g in zip(codes[1:], golden[f"{mode}_codes{bits}"], strict=True))
+    flips = sum(
+        mismatches(c, g) for c, g in zip(codes[1:], golden[f"{mode}_codes{bits}"], strict=True)
+    )
     assert flips == 0
     np.testing.assert_allclose(chain.errors(xhat), golden[f"{mode}_errors"][bits - 2], rtol=0.02)
     if bits == 2 and mode == "gqa":
@@ -188,11 +205,15 @@ def test_open_loop_accumulates_and_closed_loop_does_not(mode):
 def test_requantised_accumulator_keeps_the_loop_closed():
     golden = load("cl")
     chain = Chain(golden, 2, latent=False, accumulator="4")
-    np.testing.assert_allclose(chain.errors(chain.run()[1]), golden["mha_acc4bit_errors2"], rtol=0.05)
+    np.testing.assert_allclose(
+        chain.errors(chain.run()[1]), golden["mha_acc4bit_errors2"], rtol=0.05
+    )
 
 
 def test_differences_beat_direct_quantisation():
     golden = load("cl")
     closed = golden["mha_errors"][0, 1:, 1]
     chain = Chain(golden, 2, latent=False)
-    assert (chain.errors(chain.run()[1])[1:, 1] < 0.6 * golden["direct_errors"][0, 1:]).all(), closed
+    assert (chain.errors(chain.run()[1])[1:, 1] < 0.6 * golden["direct_errors"][0, 1:]).all(), (
+        closed
+    )

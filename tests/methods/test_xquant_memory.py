@@ -1,5 +1,6 @@
-"""Rematerialisation in blocks: a decode step holds one block of K and V at a time, never a layer; XQuant-CL adds
-its accumulator, S*E numbers. Measured from the compiled step, cache donated, at two capacities."""
+"""Rematerialisation in blocks: a decode step holds one block of K and V at a time, never a layer;
+XQuant-CL adds its accumulator, S*E numbers. Measured from the compiled step, cache donated, at two
+capacities."""
 
 import dataclasses
 
@@ -14,7 +15,9 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
-MHA = ModelConfig(vocab_size=32, width=128, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
+MHA = ModelConfig(
+    vocab_size=32, width=128, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32
+)
 GQA = dataclasses.replace(MHA, num_kv_heads=2)
 SMALL, LARGE = 4096, 12288
 CASES = [
@@ -26,7 +29,8 @@ CASES = [
 
 
 def temporaries(config, method, capacity):
-    """Bytes beside the arguments of a compiled step, and the widest sum of what flows from layer to layer."""
+    """Bytes beside the arguments of a compiled step, and the widest sum of what flows from layer to
+    layer."""
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=capacity, dtype="float32")
     model = abstract_model(config, layout)
     cache = jax.eval_shape(lambda: init_cache(model, method, 1, capacity))
@@ -35,15 +39,21 @@ def temporaries(config, method, capacity):
     memory = step.memory_analysis()
     body = sum(a.size * a.dtype.itemsize for run in cache.runs for a in jax.tree.leaves(run.body))
     assert memory.alias_size_in_bytes >= body  # written in place: no second cache
-    return memory.temp_size_in_bytes, max(sum(run.wiring.chain.carry.values()) for run in runs_of(cache.layout))
+    return memory.temp_size_in_bytes, max(
+        sum(run.wiring.chain.carry.values()) for run in runs_of(cache.layout)
+    )
 
 
 @pytest.mark.parametrize(("config", "spec"), CASES)
 def test_one_block_of_keys_and_values(config, spec):
-    (small, carried), (large, _) = (temporaries(config, parse(spec), capacity) for capacity in (SMALL, LARGE))
+    (small, carried), (large, _) = (
+        temporaries(config, parse(spec), capacity) for capacity in (SMALL, LARGE)
+    )
     assert (carried > 0) == spec.startswith("xquant_cl")
     accumulator, layer = 4 * carried * (LARGE - SMALL), 4 * 2 * config.kv_width * (LARGE - SMALL)
     growth = large - small
     assert accumulator <= growth <= 1.1 * accumulator + 0.05 * layer, (small, large)
-    block = 4 * (2 * config.kv_width + config.width) * 256  # keys, values and what they are made from
+    block = (
+        4 * (2 * config.kv_width + config.width) * 256
+    )  # keys, values and what they are made from
     assert small <= 8 * block + 4 * carried * SMALL

@@ -1,5 +1,6 @@
-"""XQuant and XQuant-CL inside a model: with the identity quantiser the cache changes nothing; with a real one, each way
-of filling it stores the same words, and reading them gives bit for bit what the encoder reckoned with."""
+"""XQuant and XQuant-CL inside a model: with the identity quantiser the cache changes nothing; with
+a real one, each way of filling it stores the same words, and reading them gives bit for bit what
+the encoder reckoned with."""
 
 import dataclasses
 
@@ -23,9 +24,18 @@ from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.prompt import prefill
 
-ROPE = RopeConfig(kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
+ROPE = RopeConfig(
+    kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0
+)
 MHA = ModelConfig(
-    vocab_size=50, width=64, mlp_width=64, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=16, rope=ROPE
+    vocab_size=50,
+    width=64,
+    mlp_width=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    rope=ROPE,
 )
 GQA = dataclasses.replace(MHA, num_kv_heads=1)
 MODELS = {
@@ -49,7 +59,8 @@ def make(config, method):
 
 
 def through_cache(model, method, chunk, tokens):
-    """Logits [B,T,V] of `tokens` passed through the cache `chunk` at a time, and the cache after them."""
+    """Logits [B,T,V] of `tokens` passed through the cache `chunk` at a time, and the cache after
+    them."""
     cache = init_cache(model, method, tokens.shape[0], CAPACITY)
     step, parts = jax.jit(forward), []
     for first in range(0, tokens.shape[1], chunk):
@@ -65,9 +76,15 @@ IDENTITY = [
     ("qwen2", "xquant:bits=16,group=32,sinks=5"),
     ("qwen3", "xquant_cl:bits=16,high_bits=16,group=32,base=0,sinks=3"),
     pytest.param("mha", "xquant:bits=16,group=32", marks=SLOW),
-    pytest.param("mha", "xquant_cl:bits=16,high_bits=16,group=32,base=1,sinks=3,window=32", marks=SLOW),
+    pytest.param(
+        "mha", "xquant_cl:bits=16,high_bits=16,group=32,base=1,sinks=3,window=32", marks=SLOW
+    ),
     pytest.param("gqa", "xquant:bits=16,group=32,protected=1,high_bits=16", marks=SLOW),
-    pytest.param("gqa", "xquant_cl:bits=16,high_bits=16,group=32,base=0,protected=0,space=residual", marks=SLOW),
+    pytest.param(
+        "gqa",
+        "xquant_cl:bits=16,high_bits=16,group=32,base=0,protected=0,space=residual",
+        marks=SLOW,
+    ),
     pytest.param("qwen2", "xquant_cl:bits=16,high_bits=16,group=32,base=1", marks=SLOW),
 ]
 
@@ -77,7 +94,9 @@ def test_identity_changes_nothing(name, spec):
     method = parse(spec)
     model = make(MODELS[name], method)
     wanted = decoder.logits(model.params, TOKENS, model.config)
-    got, cache = through_cache(model, method, 16, TOKENS)  # few enough for values to be summed first
+    got, cache = through_cache(
+        model, method, 16, TOKENS
+    )  # few enough for values to be summed first
     assert all(int(run.flushed[0].min()) >= 3 for run in cache.runs)
     assert float(jnp.abs(got - wanted).max()) < 1e-4 * float(jnp.abs(wanted).max())
 
@@ -86,7 +105,9 @@ LOSSY = [
     ("gqa", "xquant:bits=2,group=32,outliers=1"),
     ("gqa", "xquant_cl:bits=2,group=32,base=0,protected=1,sinks=2"),
     pytest.param("mha", "xquant:bits=3,group=32", marks=SLOW),
-    pytest.param("mha", "xquant_cl:bits=2,group=32,base=1,protected=2,axis=channel,accumulator=4", marks=SLOW),
+    pytest.param(
+        "mha", "xquant_cl:bits=2,group=32,base=1,protected=2,axis=channel,accumulator=4", marks=SLOW
+    ),
     pytest.param("gqa", "xquant_cl:bits=2,group=32,base=1,sinks=2", marks=SLOW),
     pytest.param("gqa", "xquant_cl:bits=2,group=32,base=0,protected=0,space=residual", marks=SLOW),
 ]
@@ -98,8 +119,9 @@ def words(cache):
 
 @pytest.mark.parametrize(("name", "spec"), LOSSY)
 def test_prefill_and_one_chunk_store_the_same_words(name, spec):
-    """Both attend exactly within the prompt. Matmuls of other shapes round differently, so a value at a tie may get the
-    neighbouring code; everything else is equal up to float32 rounding, and reading the same words gives the same."""
+    """Both attend exactly within the prompt. Matmuls of other shapes round differently, so a value
+    at a tie may get the neighbouring code; everything else is equal up to float32 rounding, and
+    reading the same words gives the same."""
     method = parse(spec)
     model = make(MODELS[name], method)
     tokens, counts = TOKENS[:, :140], jnp.array([140, 99])
@@ -111,19 +133,27 @@ def test_prefill_and_one_chunk_store_the_same_words(name, spec):
         assert (a == b).mean() > 0.99
     pairs = zip(chunk.runs, whole.runs, strict=True)
     chunk = chunk.replace(runs=tuple(run.replace(body=other.body) for run, other in pairs))
-    more, wanted = (step(model, tokens, jnp.ones_like(counts), cache, last=True)[0] for cache in (chunk, whole))
+    more, wanted = (
+        step(model, tokens, jnp.ones_like(counts), cache, last=True)[0] for cache in (chunk, whole)
+    )
     np.testing.assert_allclose(more, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa"])
 def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
-    """Tiles of 32 tokens encoded one by one, all layers; then decoded two rows of 64 at a time, as attention reads."""
+    """Tiles of 32 tokens encoded one by one, all layers; then decoded two rows of 64 at a time, as
+    attention reads."""
     method = parse("xquant_cl:bits=2,group=32,base=0,protected=1")
     model = make(MODELS[name], method)
     base, delta = (run.wiring for run in runs_of(init_cache(model, method, 1, CAPACITY).layout))
-    # One difference is enough: whatever accumulator encoder and decoder share below, they share above.
+    # One difference is enough: whatever accumulator encoder and decoder share below, they share
+    # above.
     wirings, fixed = (base, delta), ({}, jax.tree.map(lambda a: a[0], model.constants[1]))
-    x = jax.random.normal(jax.random.key(3), (2, 4, 32, 64)) * jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1) + 3.0
+    x = (
+        jax.random.normal(jax.random.key(3), (2, 4, 32, 64))
+        * jnp.array([1.0, 2.0]).reshape(2, 1, 1, 1)
+        + 3.0
+    )
 
     def encode(tile):
         carry, out = {"x": jnp.zeros((32, 64))}, []
@@ -140,21 +170,27 @@ def test_reading_rebuilds_the_encoders_accumulator_bit_for_bit(name):
         return out
 
     def as_rows(field, a):
-        """[tiles, ...] as stored for two rows: tokens are the second-last axis of codes, the last one of scales."""
+        """[tiles, ...] as stored for two rows: tokens are the second-last axis of codes, the last
+        one of scales."""
         pairs = a.reshape(2, 2, *a.shape[1:])
         return jnp.concatenate([pairs[:, 0], pairs[:, 1]], 1 if field == "codes" else 2)
 
     encoded = jax.jit(lambda tiles: jax.lax.map(encode, tiles))(x.swapaxes(0, 1))
-    payloads = [{field: as_rows(field, a) for field, a in payload.items()} for payload, _, _ in encoded]
+    payloads = [
+        {field: as_rows(field, a) for field, a in payload.items()} for payload, _, _ in encoded
+    ]
     for (_, recon, carry), (got, got_carry) in zip(encoded, jax.jit(decode)(payloads), strict=True):
         np.testing.assert_array_equal(recon.reshape(2, 64, 64), got)
         np.testing.assert_array_equal(carry.reshape(2, 64, 64), got_carry)
 
 
 def test_constants_from_the_weights_are_those_of_the_artifact(tmp_path, monkeypatch, capsys):
-    """`kvqjax calibrate --cache xquant...` needs no data; small models have the same computed where they are loaded."""
+    """`kvqjax calibrate --cache xquant...` needs no data; small models have the same computed where
+    they are loaded."""
     spec, folder = "xquant:bits=2,latent=true,outliers=1", tmp_path / "artifact"
-    monkeypatch.setattr("sys.argv", ["kvqjax", "calibrate", "-m", "recall", "--cache", spec, "--out", str(folder)])
+    monkeypatch.setattr(
+        "sys.argv", ["kvqjax", "calibrate", "-m", "recall", "--cache", spec, "--out", str(folder)]
+    )
     with pytest.raises(SystemExit, match="0"):
         main()
     assert str(folder) in capsys.readouterr().out
@@ -165,16 +201,21 @@ def test_constants_from_the_weights_are_those_of_the_artifact(tmp_path, monkeypa
 
 
 def test_maps_are_held_as_the_model_holds_its_weights():
-    """Float32 ones would take twice the bytes, and XLA would round them all ahead of a decode loop."""
+    """Float32 ones would take twice the bytes, and XLA would round them all ahead of a decode
+    loop."""
     method, layers = parse("xquant:bits=2,group=32"), GQA.num_layers
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weight_trees.init_params(jax.random.key(0), GQA))
+    params = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16), weight_trees.init_params(jax.random.key(0), GQA)
+    )
     (found,) = constants(params, GQA, method)
     for name in ("k", "v"):
         assert found[name]["down"].shape[0] == layers
         assert {x.dtype for x in found[name].values()} == {jnp.dtype("bfloat16")}
         exact = np.asarray(params["layers"][name], np.float64)
         product = found[name]["down"].astype(np.float64) @ found[name]["up"].astype(np.float64)
-        np.testing.assert_allclose(product, exact, atol=2**-7 * np.linalg.norm(exact, axis=(1, 2)).max())
+        np.testing.assert_allclose(
+            product, exact, atol=2**-7 * np.linalg.norm(exact, axis=(1, 2)).max()
+        )
 
 
 def test_missing_constants_and_sliding_windows_are_refused():
@@ -193,7 +234,13 @@ def test_missing_constants_and_sliding_windows_are_refused():
 
 
 @pytest.mark.parametrize(
-    "spec", ["xquant", "xquant:latent=true", "xquant_cl:base=0", "xquant_cl:base=0,bits=16,high_bits=16,accumulator=4"]
+    "spec",
+    [
+        "xquant",
+        "xquant:latent=true",
+        "xquant_cl:base=0",
+        "xquant_cl:base=0,bits=16,high_bits=16,accumulator=4",
+    ],
 )
 def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
     """192 channels, and 192 of keys."""
@@ -217,7 +264,8 @@ def test_a_width_that_the_group_does_not_divide_names_one_that_does(spec):
     ],
 )
 def test_a_group_that_is_not_given_fits_the_model(spec, bits):
-    """192 channels of 3 heads: 64 channels share a scale and a minimum where 128 would not fit, and 128 tokens do."""
+    """192 channels of 3 heads: 64 channels share a scale and a minimum where 128 would not fit, and
+    128 tokens do."""
     heads = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
     config = ModelConfig(vocab_size=8, width=576, mlp_width=8, num_layers=2, **heads)
     assert bits_by_layer(parse(spec), config.kv_shape) == (bits, bits)

@@ -1,4 +1,5 @@
-"""The first latent collects the outliers of inputs that lie along W_k's top singular vector (arXiv 2508.10395, B)."""
+"""The first latent collects the outliers of inputs that lie along W_k's top singular vector (arXiv
+2508.10395, B)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,20 @@ WIDTH, KV, TOKENS = 256, 64, 512
 
 @pytest.fixture(scope="module")
 def aligned():
-    """Inputs with a common direction, and a key weight whose top singular vector is that direction."""
+    """Inputs with a common direction, and a key weight whose top singular vector is that
+    direction."""
     rng = np.random.default_rng(0)
     common = rng.standard_normal(WIDTH)
     common /= np.linalg.norm(common)
-    x = 0.5 * rng.standard_normal((TOKENS, WIDTH)) + (5.6 + 2.0 * rng.standard_normal((TOKENS, 1))) * common
+    x = (
+        0.5 * rng.standard_normal((TOKENS, WIDTH))
+        + (5.6 + 2.0 * rng.standard_normal((TOKENS, 1))) * common
+    )
     towards = rng.standard_normal(KV)
     towards[11] = -5.0
-    weight = 0.4 * rng.standard_normal((WIDTH, KV)) / np.sqrt(WIDTH) + 1.5 * np.outer(common, towards) / np.sqrt(KV)
+    weight = 0.4 * rng.standard_normal((WIDTH, KV)) / np.sqrt(WIDTH) + 1.5 * np.outer(
+        common, towards
+    ) / np.sqrt(KV)
     return x.astype(np.float32), weight.astype(np.float32)
 
 
@@ -37,7 +44,9 @@ def test_first_latent_is_the_outlier_and_wants_its_own_scale(aligned):
     latents = x @ maps["down"]
     size = np.abs(latents).mean(0)
     assert size[0] > 10 * size[1:].max()
-    per_channel, per_token = (Uniform(bits=2, along=along, group=64) for along in ("tokens", "channels"))
+    per_channel, per_token = (
+        Uniform(bits=2, along=along, group=64) for along in ("tokens", "channels")
+    )
     channel, token = (error(spec, latents, maps["up"]) for spec in (per_channel, per_token))
     first = error(OutlierChannels(channels=(0,), inner=per_channel), latents, maps["up"])
     assert channel < 0.8 * token
@@ -53,7 +62,9 @@ def test_gain_shrinks_with_more_bits(aligned, bits):
     maps = latent_maps(weight)
     latents = x @ maps["down"]
     inner = Uniform(bits=bits, along="tokens", group=64)
-    gain = error(inner, latents, maps["up"]) - error(OutlierChannels(channels=(0,), inner=inner), latents, maps["up"])
+    gain = error(inner, latents, maps["up"]) - error(
+        OutlierChannels(channels=(0,), inner=inner), latents, maps["up"]
+    )
     assert gain > 0.05 if bits == 2 else gain < 0.05
 
 
@@ -76,7 +87,10 @@ def test_sign_flips_of_singular_vectors_leave_keys_unchanged():
     up = rng.standard_normal((8, 8)).astype(np.float32)
     signs = np.array([1, -1, 1, 1, -1, 1, -1, 1], np.float32)
     codec = Uniform(bits=4, along="tokens", group=64, dtype="float32").build(8)
-    decoded = [codec.decode({}, codec.encode({}, latents * s[None])) @ (up * s[:, None]) for s in (signs**2, signs)]
+    decoded = [
+        codec.decode({}, codec.encode({}, latents * s[None])) @ (up * s[:, None])
+        for s in (signs**2, signs)
+    ]
     np.testing.assert_allclose(*decoded, atol=1e-5)
 
 

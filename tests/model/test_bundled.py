@@ -50,9 +50,12 @@ def _ids(tokenizer, text: str) -> list[int]:
 
 
 def _exact_answers(model, problems) -> float:
-    """Share of problems whose whole answer is the greedy continuation (all prompts have one length)."""
+    """Share of problems whose whole answer is the greedy continuation (all prompts have one
+    length)."""
     tokenizer, bos = model.tokenizer, model.config.bos_id
-    rows = np.asarray([[bos, *_ids(tokenizer, problem.prompt + problem.answer)] for problem in problems])
+    rows = np.asarray(
+        [[bos, *_ids(tokenizer, problem.prompt + problem.answer)] for problem in problems]
+    )
     size = len(_ids(tokenizer, problems[0].answer))
     greedy = np.asarray(logits(model.params, jnp.asarray(rows[:, :-1]), model.config)).argmax(-1)
     return float((greedy[:, -size:] == rows[:, -size:]).all(-1).mean())
@@ -61,7 +64,13 @@ def _exact_answers(model, problems) -> float:
 @pytest.mark.parametrize("name", SIZES)
 def test_folder_is_small_and_complete(name):
     files = {path.name: path.stat().st_size for path in _folder(name).iterdir()}
-    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"}
+    wanted = {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "MODEL_CARD.md",
+    }
     assert wanted <= set(files)
     assert sum(files.values()) <= SIZES[name]
 
@@ -72,7 +81,9 @@ def test_shape_serves_every_method(name):
     assert config.head_dim == 64
     assert config.max_position >= 1024
     assert (config.num_kv_heads < config.num_heads) == (name != "mha")
-    assert len(kvq.load(_folder(name)).tokenizer) == config.vocab_size  # no token that the model lacks
+    assert (
+        len(kvq.load(_folder(name)).tokenizer) == config.vocab_size
+    )  # no token that the model lacks
 
 
 def test_recall_answers_at_512_tokens():
@@ -80,8 +91,11 @@ def test_recall_answers_at_512_tokens():
     problems = [key_value_recall(np.random.default_rng((5, seed)), 511, len) for seed in range(32)]
     assert len(problems[0].prompt) > 500
     assert _exact_answers(model, problems) >= 0.95
-    # The answer is read from the stored pair and from nowhere else: without it, chance is one in a hundred.
-    blank = [p._replace(prompt=p.prompt.replace(p.prompt[-2:] + p.answer, "kk00", 1)) for p in problems]
+    # The answer is read from the stored pair and from nowhere else: without it, chance is one in a
+    # hundred.
+    blank = [
+        p._replace(prompt=p.prompt.replace(p.prompt[-2:] + p.answer, "kk00", 1)) for p in problems
+    ]
     assert _exact_answers(model, blank) <= 0.2
 
 
@@ -94,7 +108,10 @@ def test_small_models_answer_within_256_tokens(name):
 
 def test_mistral_forgets_what_left_its_window():
     model = kvq.load(_folder("mistral"))
-    problems = [key_value_recall(np.random.default_rng((7, seed)), 511, len, depth=0.0) for seed in range(16)]
+    problems = [
+        key_value_recall(np.random.default_rng((7, seed)), 511, len, depth=0.0)
+        for seed in range(16)
+    ]
     assert _exact_answers(model, problems) <= 0.2
 
 
@@ -111,17 +128,24 @@ def test_qwen2_has_the_key_bias_of_qwen25():
         projected = project(weights, h, positions, config)
         keys = np.asarray(projected.k[0])
         spread = np.median(np.linalg.norm(keys - keys.mean(0), axis=-1), axis=0)
-        bias = np.linalg.norm(np.asarray(weights["k_bias"]).reshape(config.num_kv_heads, -1), axis=-1)
+        bias = np.linalg.norm(
+            np.asarray(weights["k_bias"]).reshape(config.num_kv_heads, -1), axis=-1
+        )
         assert (bias >= 25 * spread).all(), (bias, spread)
-        attended = segment_attention(projected.q, rotate(projected.k, positions, config), projected.v, mask).out
+        attended = segment_attention(
+            projected.q, rotate(projected.k, positions, config), projected.v, mask
+        ).out
         h = finish(weights, h, attended, config)
 
 
 def test_demo_beats_a_unigram_model_by_far():
-    """Nats per piece on prose of ours, against add-one piece frequencies fitted on the very same text."""
+    """Nats per piece on prose of ours, against add-one piece frequencies fitted on the very same
+    text."""
     model = kvq.load("demo")
     tokens = np.asarray([model.config.bos_id, *_ids(model.tokenizer, " ".join(PROSE.split()))])
-    table = jax.nn.log_softmax(logits(model.params, jnp.asarray(tokens[None, :-1]), model.config))[0]
+    table = jax.nn.log_softmax(logits(model.params, jnp.asarray(tokens[None, :-1]), model.config))[
+        0
+    ]
     loss = -float(np.asarray(table)[np.arange(len(tokens) - 1), tokens[1:]].mean())
     counts = np.bincount(tokens[1:], minlength=model.config.vocab_size) + 1.0
     unigram = -float(np.log(counts / counts.sum())[tokens[1:]].mean())
@@ -184,10 +208,19 @@ def trainer(monkeypatch):
 )
 def test_training_forward_is_the_librarys(fields, trainer):
     training = trainer("model")
-    shape = {"vocab_size": 32, "width": 24, "mlp_width": 40, "num_layers": 2, "num_heads": 4, "head_dim": 8}
+    shape = {
+        "vocab_size": 32,
+        "width": 24,
+        "mlp_width": 40,
+        "num_layers": 2,
+        "num_heads": 4,
+        "head_dim": 8,
+    }
     config = ModelConfig(**shape | {"num_kv_heads": 2, "rope": RopeConfig(theta=100.0)} | fields)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.1, leaf.shape), init_params(jax.random.key(0), config))
+    params = jax.tree.map(
+        lambda leaf: leaf + rng.normal(0, 0.1, leaf.shape), init_params(jax.random.key(0), config)
+    )
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     tokens = jnp.asarray(rng.integers(0, 32, (2, 19)))
     wanted = np.asarray(logits(params, tokens, config))
@@ -195,7 +228,9 @@ def test_training_forward_is_the_librarys(fields, trainer):
     np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
     weights = jnp.asarray(rng.random((2, 18)))
     table = np.asarray(jax.nn.log_softmax(logits(params, tokens[:, :-1], config)))
-    by_hand = -(np.take_along_axis(table, np.asarray(tokens)[:, 1:, None], 2)[..., 0] * np.asarray(weights)).sum()
+    by_hand = -(
+        np.take_along_axis(table, np.asarray(tokens)[:, 1:, None], 2)[..., 0] * np.asarray(weights)
+    ).sum()
     assert float(training.loss(params, tokens, weights, config)) == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -212,7 +247,10 @@ def test_stopped_training_goes_on_to_the_same_weights(trainer, tmp_path):
         head_dim=16,
         tied_embeddings=True,
     )
-    phases = recipes.Phase(2, 8, 40, {"spans": 1.0}), recipes.Phase(2, 8, 48, {"spans": 0.5, "pairs": 0.5}, piece=24)
+    phases = (
+        recipes.Phase(2, 8, 40, {"spans": 1.0}),
+        recipes.Phase(2, 8, 48, {"spans": 0.5, "pairs": 0.5}, piece=24),
+    )
     recipe = recipes.Recipe(about="", config=config, phases=phases, warmup=1)
     corpus, _ = corpora.symbols()
     whole = loop.train(recipe, corpus, tmp_path / "whole", lambda params, step: "", save_seconds=0)
@@ -224,7 +262,9 @@ def test_stopped_training_goes_on_to_the_same_weights(trainer, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         loop.train(recipe, corpus, tmp_path / "parts", stop, save_seconds=0)
-    resumed = loop.train(recipe, corpus, tmp_path / "parts", lambda params, step: "", save_seconds=0)
+    resumed = loop.train(
+        recipe, corpus, tmp_path / "parts", lambda params, step: "", save_seconds=0
+    )
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     begun = trainer("start").starting_params(recipe.seed, config, recipe.offsets)
     assert not np.array_equal(begun["embed"], whole["embed"])
@@ -233,10 +273,14 @@ def test_stopped_training_goes_on_to_the_same_weights(trainer, tmp_path):
 def test_every_source_fills_its_sequence(trainer):
     data, recipes, corpora = trainer("data"), trainer("recipes"), trainer("corpus")
     corpus, _ = corpora.symbols()
-    corpus = corpus._replace(text=np.arange(1000) % 64, encode=lambda text: [0 if c in " .T" else 5 for c in text])
+    corpus = corpus._replace(
+        text=np.arange(1000) % 64, encode=lambda text: [0 if c in " .T" else 5 for c in text]
+    )
     for source in data.SOURCES:
         for length, piece in ((200, 0), (200, 150)):
-            tokens, weights = data.batch(0, 0, recipes.Phase(1, 2, length, {source: 1.0}, piece), corpus)
+            tokens, weights = data.batch(
+                0, 0, recipes.Phase(1, 2, length, {source: 1.0}, piece), corpus
+            )
             assert tokens.shape == (2, length + 1)
             assert weights.shape == (2, length)
             assert (tokens[:, 0] == corpus.bos).all()
@@ -248,7 +292,9 @@ def test_pairs_weigh_only_the_answers_in_full(trainer):
     (tokens,), (weights,) = data.batch(0, 0, recipes.Phase(1, 1, 120, {"pairs": 1.0}), corpus)
     text = [tokenizer.id_to_token(int(i)) for i in tokens]
     store, asked = "".join(text[1:]).split("?")
-    scored = "".join(symbol for symbol, weight in zip(text[1:], weights, strict=True) if weight == 1)
+    scored = "".join(
+        symbol for symbol, weight in zip(text[1:], weights, strict=True) if weight == 1
+    )
     answers = "".join(item[2:] for item in asked.split(","))
     assert scored == answers
     assert all(item in store for item in asked.split(",")[:-1])

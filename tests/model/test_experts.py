@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing and ties, every way of computing them, caches, calibrations, meshes, coded weights."""
+"""Mixtures of experts: routing and ties, every way of computing them, caches, calibrations, meshes,
+coded weights."""
 
 import dataclasses
 import functools
@@ -30,7 +31,10 @@ MIXED = dataclasses.replace(SPARSE, dense_layers=(1,), normalised=False)
 def mixed() -> kvq.Model:
     """Three layers, the middle one dense; experts that matter, so that a wrong one is seen."""
     model = tiny(num_layers=3, experts=MIXED)
-    louder = {n: jax.tree.map(lambda x: 3 * x, model.params["layers"][n]) for n in ("experts_down", "router")}
+    louder = {
+        n: jax.tree.map(lambda x: 3 * x, model.params["layers"][n])
+        for n in ("experts_down", "router")
+    }
     return model.replace(params=model.params | {"layers": model.params["layers"] | louder})
 
 
@@ -40,16 +44,25 @@ run = jax.jit(decoder.logits, static_argnums=2)
 
 def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
     """One layer's experts in NumPy, float64, token after token."""
-    held = jax.tree.map(lambda a: np.asarray(a, np.float64), weight_trees.unrolled(model.params)["layers"][layer])
+    held = jax.tree.map(
+        lambda a: np.asarray(a, np.float64), weight_trees.unrolled(model.params)["layers"][layer]
+    )
     about, out = model.config.experts, np.zeros(x.shape)
-    silu = lambda a: a / (1 + np.exp(-a))  # noqa: E731
-    one = lambda t, g, u, d: (silu(t @ g) * (t @ u)) @ d  # noqa: E731
+
+    def silu(a):
+        return a / (1 + np.exp(-a))
+
+    def one(t, g, u, d):
+        return (silu(t @ g) * (t @ u)) @ d
+
     for n, t in enumerate(x.astype(np.float64)):
         scores = np.exp(t @ held["router"])
         scores /= scores.sum()
         best = sorted(range(about.count), key=lambda e: (-scores[e], e))[: about.per_token]
         total = scores[best].sum() if about.normalised else 1.0
-        out[n] = sum(scores[e] / total * one(t, *(held[name][e] for name in experts.BY_EXPERT)) for e in best)
+        out[n] = sum(
+            scores[e] / total * one(t, *(held[name][e] for name in experts.BY_EXPERT)) for e in best
+        )
         shared = one(t, *(held[f"shared_{name}"] for name in ("gate", "up", "down")))
         out[n] += shared / (1 + np.exp(-t @ held["shared_router"][:, 0]))
     return out
@@ -59,7 +72,9 @@ def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("count", [1, 3, 70])
 def test_experts_are_what_the_formula_says(count, normalised):
     model = mixed()
-    config = dataclasses.replace(model.config, experts=dataclasses.replace(MIXED, normalised=normalised))
+    config = dataclasses.replace(
+        model.config, experts=dataclasses.replace(MIXED, normalised=normalised)
+    )
     x = np.random.default_rng(0).normal(size=(count, 32)).astype(np.float32)
     wanted = by_hand(model.replace(config=config), 2, x)
     assert np.abs(wanted).mean() > 0.3
@@ -74,24 +89,37 @@ def test_ways_of_computing_agree(count):
     weights = decoder.layer(mixed().params, 0)
     x = jax.random.normal(jax.random.key(0), (count, 32))
     chosen, _ = experts.route(x, weights["router"].read(), mixed().config)
-    wanted = jax.jit(functools.partial(experts._in_turn, alone=True, expert=experts.mlp))(weights, x, chosen)
+    wanted = jax.jit(functools.partial(experts._in_turn, alone=True, expert=experts.mlp))(
+        weights, x, chosen
+    )
     np.testing.assert_allclose(
-        jax.jit(functools.partial(experts._at_once, expert=experts.mlp))(weights, x, chosen), wanted, rtol=0, atol=1e-5
+        jax.jit(functools.partial(experts._at_once, expert=experts.mlp))(weights, x, chosen),
+        wanted,
+        rtol=0,
+        atol=1e-5,
     )
     elsewhere = jnp.where(chosen < 4, chosen, 8)  # of another device
-    got = jax.jit(functools.partial(experts._in_turn, alone=False, expert=experts.mlp))(weights, x, elsewhere)
+    got = jax.jit(functools.partial(experts._in_turn, alone=False, expert=experts.mlp))(
+        weights, x, elsewhere
+    )
     np.testing.assert_allclose(got[chosen < 4], wanted[chosen < 4], rtol=0, atol=1e-5)
 
 
 def test_ties_go_to_the_expert_with_the_lower_number():
     model = mixed()
     router = decoder.layer(model.params, 0)["router"].read()
-    twins = jnp.concatenate([router[:, :2]] * 4, axis=1)  # experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7
-    chosen, shares = experts.route(jax.random.normal(jax.random.key(0), (50, 32)), twins, model.config)
+    twins = jnp.concatenate(
+        [router[:, :2]] * 4, axis=1
+    )  # experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7
+    chosen, shares = experts.route(
+        jax.random.normal(jax.random.key(0), (50, 32)), twins, model.config
+    )
     assert {tuple(row) for row in np.asarray(chosen).tolist()} == {(0, 2), (1, 3)}
     np.testing.assert_array_equal(shares[:, 0], shares[:, 1])
     for count in (1, 7):  # and it doesn't depend on how many are routed together
-        again, _ = experts.route(jax.random.normal(jax.random.key(0), (50, 32))[:count], twins, model.config)
+        again, _ = experts.route(
+            jax.random.normal(jax.random.key(0), (50, 32))[:count], twins, model.config
+        )
         np.testing.assert_array_equal(again, chosen[:count])
 
 
@@ -100,13 +128,18 @@ def test_a_token_that_is_not_finite_spoils_no_other():
     weights, x = decoder.layer(model.params, 0), jax.random.normal(jax.random.key(0), (20, 32))
     out = mix(weights, x.at[3].set(jnp.nan), model.config)
     assert np.isnan(out[3]).all()
-    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(mix(weights, x, model.config), 3, 0))
+    np.testing.assert_array_equal(
+        np.delete(out, 3, 0), np.delete(mix(weights, x, model.config), 3, 0)
+    )
 
 
 def test_stacks_name_their_layers():
     params = mixed().params
     held = {name: x.layers for name, x in params["layers"].items() if isinstance(x, Rows)}
-    dense, sparse = dict.fromkeys(("gate", "up", "down"), (1,)), dict.fromkeys(weight_trees.SPARSE, (0, 2))
+    dense, sparse = (
+        dict.fromkeys(("gate", "up", "down"), (1,)),
+        dict.fromkeys(weight_trees.SPARSE, (0, 2)),
+    )
     assert held == dense | sparse
     assert params["layers"]["experts_gate"].stack.shape == (2, 8, 32, 24)
     assert "gate" not in decoder.layer(params, 0)
@@ -124,9 +157,12 @@ def test_dense_layers_among_sparse_ones_in_both_forms():
     apart = run(weight_trees.unrolled(model.params), tokens(2, 20), model.config)
     np.testing.assert_allclose(apart, wanted, rtol=0, atol=1e-4)
     other = model.params | {
-        "layers": model.params["layers"] | {"gate": jax.tree.map(jnp.zeros_like, model.params["layers"]["gate"])}
+        "layers": model.params["layers"]
+        | {"gate": jax.tree.map(jnp.zeros_like, model.params["layers"]["gate"])}
     }
-    assert np.abs(run(other, tokens(2, 20), model.config) - wanted).max() > 1e-2  # the dense layer is not passed over
+    assert (
+        np.abs(run(other, tokens(2, 20), model.config) - wanted).max() > 1e-2
+    )  # the dense layer is not passed over
 
 
 SPECS = [
@@ -142,14 +178,18 @@ step = jax.jit(kvq.forward, donate_argnames="cache")
 
 def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     method = kvq.parse(spec)
-    made = prepared(model, method) if spec.startswith("xquant") else model.replace(constants=_constants(model, method))
+    made = (
+        prepared(model, method)
+        if spec.startswith("xquant")
+        else model.replace(constants=_constants(model, method))
+    )
     return made, method
 
 
 @pytest.mark.parametrize("spec", thinned(SPECS, 4))
 def test_every_kind_of_cache(spec):
-    """What is cached comes before the experts, so that all methods work, stacked or layer by layer: exact logits of the
-    exact cache, and near them where most bits are stored."""
+    """What is cached comes before the experts, so that all methods work, stacked or layer by layer:
+    exact logits of the exact cache, and near them where most bits are stored."""
     model, method = ready(mixed(), spec)
     layers = "unroll" if SPECS.index(spec) % 2 else "scan"
     if layers == "unroll":
@@ -159,7 +199,9 @@ def test_every_kind_of_cache(spec):
     cache, out = kvq.init_cache(model, method, 1, 256), []
     assert cache.layout.layers == layers
     for start in range(0, 150, 50):
-        logits, cache = step(model, text[:, start : start + 50], jnp.full((1,), 50, jnp.int32), cache)
+        logits, cache = step(
+            model, text[:, start : start + 50], jnp.full((1,), 50, jnp.int32), cache
+        )
         out.append(logits)
     got = np.concatenate(out, 1)
     assert np.isfinite(got).all()
@@ -175,12 +217,20 @@ def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}
     names |= {"shared_gate", "shared_up", "shared_down"}
     held = model.params["layers"]
-    code = lambda x: code_weight(x, bits)  # noqa: E731
-    mean = lambda x: code(x).decoded()  # noqa: E731
+
+    def code(x):
+        return code_weight(x, bits)
+
+    def mean(x):
+        return code(x).decoded()
 
     def each(change):
         layers = {
-            n: x if n not in names else Rows(change(x.stack), x.layers) if isinstance(x, Rows) else change(x)
+            n: x
+            if n not in names
+            else Rows(change(x.stack), x.layers)
+            if isinstance(x, Rows)
+            else change(x)
             for n, x in held.items()
         }
         params = model.params | {"layers": layers}
@@ -204,11 +254,15 @@ def test_a_mesh_shares_out_the_experts():
         assert margin > 1e-4
         assert got == want
     with pytest.raises(
-        kvq.UserError, match="mesh model=3 must divide 4 heads and MLP width 64 and 8 experts and shared"
+        kvq.UserError,
+        match="mesh model=3 must divide 4 heads and MLP width 64 and 8 experts and shared",
     ):
         kvq.shard(model, kvq.exact(), model=3)
     six = tiny(experts=dataclasses.replace(SPARSE, count=6))
-    with pytest.raises(kvq.UserError, match="mesh model=4 must divide 4 heads and 6 experts and shared MLP width 16"):
+    with pytest.raises(
+        kvq.UserError,
+        match="mesh model=4 must divide 4 heads and 6 experts and shared MLP width 16",
+    ):
         kvq.shard(six, kvq.exact(), model=4)
     assert isinstance(spread.rules.placement("layers/experts_down"), NamedSharding)
 
@@ -231,15 +285,19 @@ def test_calibrations_and_evaluation(spec):
 
 
 def test_gradients_pass_the_experts():
-    """Against finite differences along one direction, stacked and as a list. All experts are chosen: where a choice
-    changes, the function jumps."""
+    """Against finite differences along one direction, stacked and as a list. All experts are
+    chosen: where a choice changes, the function jumps."""
     model = mixed()
-    model = model.replace(config=dataclasses.replace(model.config, experts=dataclasses.replace(MIXED, per_token=8)))
+    model = model.replace(
+        config=dataclasses.replace(model.config, experts=dataclasses.replace(MIXED, per_token=8))
+    )
     text = tokens(2, 12)
 
     def loss(scale, params):
         held = jax.tree.map(lambda x: x * scale, params["layers"])
-        return jax.nn.logsumexp(decoder.logits(params | {"layers": held}, text, model.config), axis=-1).mean()
+        return jax.nn.logsumexp(
+            decoder.logits(params | {"layers": held}, text, model.config), axis=-1
+        ).mean()
 
     for params in (model.params, weight_trees.unrolled(model.params)):
         value = jax.jit(functools.partial(loss, params=params))

@@ -1,7 +1,8 @@
 """Caches of models whose scores, norms and layers are not Llama's: Gemma 2 and 3, gpt-oss, Llama 4.
 
-Their logits equal transformers' (test_parity.py). Here the decoder without a cache is the reference for every path that
-attends through one, and attention in numpy over what a cache holds for every method.
+Their logits equal transformers' (test_parity.py). Here the decoder without a cache is the reference
+for every path that attends through one, and attention in numpy over what a cache holds for every
+method.
 """
 
 import dataclasses
@@ -31,7 +32,11 @@ LENGTH, CAPACITY = 160, 256
 COUNTS = (160, 77)
 BOUND = 2e-4
 
-SAME_WINDOWS = ("aqua", "aqua-klt", "xquant-cl")  # their layers feed each other, so that all must see the same tokens
+SAME_WINDOWS = (
+    "aqua",
+    "aqua-klt",
+    "xquant-cl",
+)  # their layers feed each other, so that all must see the same tokens
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 plain_logits = jax.jit(decoder.logits, static_argnums=2)
@@ -40,7 +45,9 @@ plain_logits = jax.jit(decoder.logits, static_argnums=2)
 def drawn(model: kvq.Model) -> kvq.Model:
     """The model with every weight random: norms, biases and sinks too."""
     params = random_params(model.config)
-    layers = jax.tree.map(lambda x: x * (x.shape[-2] ** -0.5 if x.ndim > 2 else 0.5), params["layers"])
+    layers = jax.tree.map(
+        lambda x: x * (x.shape[-2] ** -0.5 if x.ndim > 2 else 0.5), params["layers"]
+    )
     layers = {name: x * 3 if name == "score_sinks" else x for name, x in layers.items()}
     return model.replace(params=params | {"layers": layers, "norm": 0.5 * params["norm"]})
 
@@ -67,30 +74,47 @@ def test_exact_cache_in_chunks_and_one_by_one(size, family):
         part = jnp.pad(text, ((0, 0), (0, size)))[:, start : start + size]
         logits, cache = forward(model, part, counts, cache)
         for row, count in enumerate(counts):
-            np.testing.assert_allclose(logits[row, :count], wanted[row, start : start + count], atol=BOUND)
+            np.testing.assert_allclose(
+                logits[row, :count], wanted[row, start : start + count], atol=BOUND
+            )
     for back in (3, 2, 1):
         place = jnp.asarray(COUNTS) - back
-        logits, cache = forward(model, jnp.take_along_axis(text, place[:, None], 1), jnp.ones(2, jnp.int32), cache)
+        logits, cache = forward(
+            model, jnp.take_along_axis(text, place[:, None], 1), jnp.ones(2, jnp.int32), cache
+        )
         np.testing.assert_allclose(logits[:, 0], wanted[np.arange(2), place], atol=BOUND)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_prefill(family):
     model, wanted = family_model(family), plain(family)
-    last, _ = prefill(model, tokens(2, LENGTH), jnp.asarray(COUNTS), kvq.init_cache(model, kvq.exact(), 2, CAPACITY))
+    last, _ = prefill(
+        model,
+        tokens(2, LENGTH),
+        jnp.asarray(COUNTS),
+        kvq.init_cache(model, kvq.exact(), 2, CAPACITY),
+    )
     np.testing.assert_allclose(last, wanted[np.arange(2), np.asarray(COUNTS) - 1], atol=BOUND)
 
 
 # What must change the logits when it is taken from a model: proof that the tests above can see it.
 NEUTRAL = {
-    "gemma2": {"softcap": None, "logit_softcap": None, "scale": None, "embedding_scale": 1.0, "activation": "silu"},
+    "gemma2": {
+        "softcap": None,
+        "logit_softcap": None,
+        "scale": None,
+        "embedding_scale": 1.0,
+        "activation": "silu",
+    },
     "gemma3": {"rope": FAR, "norm_offset": 0.0, "sliding_window": None},
     "llama4": {"chunked": False, "qk_norm": False, "query_growth": 0.0, "rope": RopeConfig()},
     "gpt-oss": {"rope": RopeConfig(), "experts": dataclasses.replace(EXPERTS, swiglu_limit=None)},
 }
 
 
-@pytest.mark.parametrize(("family", "field"), [(name, field) for name, fields in NEUTRAL.items() for field in fields])
+@pytest.mark.parametrize(
+    ("family", "field"), [(name, field) for name, fields in NEUTRAL.items() for field in fields]
+)
 def test_every_field_changes_what_is_computed(family, field):
     model = family_model(family)
     config = dataclasses.replace(model.config, **{field: NEUTRAL[family][field]})
@@ -98,28 +122,39 @@ def test_every_field_changes_what_is_computed(family, field):
     assert np.abs(changed - plain(family)[:, 120:128]).max() > 100 * BOUND
 
 
-@pytest.mark.parametrize("name", ["o_bias", "score_sinks", "router_bias", "experts_up_bias", "experts_down_bias"])
+@pytest.mark.parametrize(
+    "name", ["o_bias", "score_sinks", "router_bias", "experts_up_bias", "experts_down_bias"]
+)
 def test_every_weight_of_gpt_oss_counts(name):
     model, layers = family_model("gpt-oss"), family_model("gpt-oss").params["layers"]
     # A sink of 0 is a logit like any other; -inf is none.
-    none = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf if name == "score_sinks" else 0), layers[name])
+    none = jax.tree.map(
+        lambda x: jnp.full_like(x, -jnp.inf if name == "score_sinks" else 0), layers[name]
+    )
     params = model.params | {"layers": layers | {name: none}}
     changed = np.asarray(plain_logits(params, tokens(2, LENGTH), model.config))
     assert np.abs(changed - plain("gpt-oss")).max() > 100 * BOUND
 
 
 def oracle(config, q, k, v, valid, sinks) -> np.ndarray:
-    """Attention of one query a row in float64: q [B, H, D] times the scale, k and v [B, S, K, D], valid [B, S]."""
+    """Attention of one query a row in float64: q [B, H, D] times the scale, k and v [B, S, K, D],
+    valid [B, S]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[2], 2) for x in (k, v))
     scores = np.einsum("bhd,bshd->bhs", q, k) * q.shape[-1] ** -0.5
     if config.softcap:
         scores = config.softcap * np.tanh(scores / config.softcap)
     scores = np.where(valid[:, None], scores, -np.inf)
-    logits = np.full((1, q.shape[1], 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[None, :, None]
+    logits = (
+        np.full((1, q.shape[1], 1), -np.inf)
+        if sinks is None
+        else np.asarray(sinks, np.float64)[None, :, None]
+    )
     peak = np.maximum(scores.max(-1, keepdims=True), logits)
     weights = np.exp(scores - peak)
-    return np.einsum("bhs,bshd->bhd", weights / (weights.sum(-1, keepdims=True) + np.exp(logits - peak)), v)
+    return np.einsum(
+        "bhs,bshd->bhd", weights / (weights.sum(-1, keepdims=True) + np.exp(logits - peak)), v
+    )
 
 
 def next_logits(model, cache, newest):
@@ -127,11 +162,17 @@ def next_logits(model, cache, newest):
     positions, config = cache.lengths[:, None], model.config
     h = decoder.embed(model.params, newest, config)
     for layer in range(config.num_layers):
-        weights, turns = decoder.layer(model.params, layer), positions_of_layer(positions, config, layer)
+        weights, turns = (
+            decoder.layer(model.params, layer),
+            positions_of_layer(positions, config, layer),
+        )
         made = decoder.project(weights, h, positions, config, layer)
         k, v, valid = kvq.dense(cache, layer, model)
         k = np.concatenate([k, rotate(made.k, turns, config)], 1)
-        v, valid = np.concatenate([v, made.v], 1), np.concatenate([valid, np.ones((len(newest), 1), bool)], 1)
+        v, valid = (
+            np.concatenate([v, made.v], 1),
+            np.concatenate([valid, np.ones((len(newest), 1), bool)], 1),
+        )
         out = oracle(config, made.q[:, 0], k, v, valid, weights.get("score_sinks"))
         h = decoder.finish(weights, h, jnp.asarray(out, jnp.float32)[:, None], config)
     return decoder.unembed(model.params, h, config)[:, 0]
@@ -148,7 +189,9 @@ PAIRS = [
 def case(name: str, family: str) -> tuple[kvq.Model, kvq.Method]:
     if name in OTHERS:
         return family_model(family, sliding_window=None), kvq.parse(OTHERS[name])
-    changes = {field: value for field, value in FAMILIES[family].items() if field not in CASES[name][1]}
+    changes = {
+        field: value for field, value in FAMILIES[family].items() if field not in CASES[name][1]
+    }
     if name in SAME_WINDOWS:
         changes["sliding_window"] = None
     model, method = model_and_method(name, **changes)
@@ -157,7 +200,8 @@ def case(name: str, family: str) -> tuple[kvq.Model, kvq.Method]:
 
 @pytest.mark.parametrize(("name", "family"), PAIRS)
 def test_every_method_attends_as_its_dense_arrays_say(name, family):
-    """Prompts in chunks, then a step of one token: sinks, windows, bodies, rings that have wrapped."""
+    """Prompts in chunks, then a step of one token: sinks, windows, bodies, rings that have
+    wrapped."""
     model, method = case(name, family)
     cache = kvq.init_cache(model, method, 2, CAPACITY)
     for seed, counts in enumerate(((80, 80), (80, 0), (64, 30))):
@@ -177,13 +221,25 @@ MESHES = [{"data": 2, "model": 2}, pytest.param({"seq": 2, "model": 4}, marks=py
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
-    "family", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "llama4")), "gpt-oss"]
+    "family",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "llama4")), "gpt-oss"],
 )
 def test_a_mesh_computes_the_same(family, mesh):
-    """Sinks, norms behind sums over devices, output biases and whole experts on some devices each."""
-    model, text, counts, wanted = family_model(family), tokens(2, LENGTH), jnp.asarray(COUNTS), plain(family)
+    """Sinks, norms behind sums over devices, output biases and whole experts on some devices
+    each."""
+    model, text, counts, wanted = (
+        family_model(family),
+        tokens(2, LENGTH),
+        jnp.asarray(COUNTS),
+        plain(family),
+    )
     split = shard(model, "exact", **mesh)
-    last, cache = prefill(split, text[:, :77], jnp.minimum(counts, 77) - 1, kvq.init_cache(split, "exact", 2, CAPACITY))
+    last, cache = prefill(
+        split,
+        text[:, :77],
+        jnp.minimum(counts, 77) - 1,
+        kvq.init_cache(split, "exact", 2, CAPACITY),
+    )
     np.testing.assert_allclose(last, wanted[:, 75], atol=BOUND)
     logits, _ = forward(split, text[:, 76:77], jnp.ones(2, jnp.int32), cache)
     np.testing.assert_allclose(logits[:, 0], wanted[:, 76], atol=BOUND)
@@ -191,7 +247,8 @@ def test_a_mesh_computes_the_same(family, mesh):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calibrations_read_what_a_cache_is_given(family):
-    """A calibration attends by itself, so it must know the windows, caps, sinks and ropes of every layer."""
+    """A calibration attends by itself, so it must know the windows, caps, sinks and ropes of every
+    layer."""
     model, text = family_model(family, sliding_window=(40, None)), tokens(1, 90)
     cache = forward(model, text, jnp.asarray([90]), kvq.init_cache(model, "exact", 1, 96))[1]
     found = [kvq.dense(cache, layer) for layer in range(2)]
@@ -204,7 +261,9 @@ def test_calibrations_read_what_a_cache_is_given(family):
     read = activations.activations(model.params, text, model.config, rope="post", gradients=False)
     same(read.k[:, 0], k)
     same(read.v[:, 0], v)
-    moments = rotation._moments(model.params, text, config=model.config, values="outputs", sinks=0, unbiased=False)
+    moments = rotation._moments(
+        model.params, text, config=model.config, values="outputs", sinks=0, unbiased=False
+    )
     np.testing.assert_allclose(moments[-1][1], k[1].sum(0), atol=90 * BOUND)
     layers = layerwise.of_model(model, kvq.parse("commvq:bits=1"), np.asarray(text))
     h, values, rotated = layers.h, [], []
@@ -221,7 +280,10 @@ def test_calibrations_read_what_a_cache_is_given(family):
     ("spec", "message"),
     [
         ("aqua:bits=2,group=32,buffer=32", "must see the same tokens; sliding windows differ"),
-        ("xquant_cl:bits=3,group=32,base=0,protected=1", "needs full attention in every layer; its window is 96"),
+        (
+            "xquant_cl:bits=3,group=32,base=0,protected=1",
+            "needs full attention in every layer; its window is 96",
+        ),
     ],
 )
 def test_what_feeds_layers_by_layers_wants_windows_alike(spec, message):
@@ -243,7 +305,9 @@ CALIBRATED = (
     ("spec", "family"),
     [
         pytest.param(
-            spec, family, marks=() if spec.startswith("kvquant") and family == "gpt-oss" else pytest.mark.nightly
+            spec,
+            family,
+            marks=() if spec.startswith("kvquant") and family == "gpt-oss" else pytest.mark.nightly,
         )
         for spec in CALIBRATED
         for family in FAMILIES
@@ -257,11 +321,14 @@ def test_calibrated_methods(spec, family):
     cache = kvq.init_cache(ready, spec, 2, CAPACITY)
     logits, _ = forward(ready, text, jnp.asarray(COUNTS), cache)
     # A chunk's own tokens attend to each other exactly, whatever is stored.
-    np.testing.assert_allclose(logits[0], np.asarray(plain_logits(ready.params, text, ready.config))[0], atol=0.05)
+    np.testing.assert_allclose(
+        logits[0], np.asarray(plain_logits(ready.params, text, ready.config))[0], atol=0.05
+    )
 
 
 def test_a_saved_cache_of_a_plain_model_does_not_know_of_younger_fields():
-    """Files that were written before a field existed are read as long as the model does not use it."""
+    """Files that were written before a field existed are read as long as the model does not use
+    it."""
     shape = tiny().config.kv_shape
     later = ("chunked", "norm_offset", "recurrent", "latent")
     fields = {name: x for name, x in dataclasses.asdict(shape).items() if name not in later}

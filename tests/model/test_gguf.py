@@ -1,5 +1,5 @@
-"""GGUF files: equal to the checkpoint they were made from, to transformers' reading of them, and block for block to an
-independent decoding; what is wrong with a file is one line."""
+"""GGUF files: equal to the checkpoint they were made from, to transformers' reading of them, and
+block for block to an independent decoding; what is wrong with a file is one line."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,9 @@ FAMILIES = {
         qkv_bias=True,
         experts=ExpertConfig(count=3, per_token=2, width=32, shared_width=64, normalised=False),
     ),
-    "qwen3-moe": family("Qwen3Moe", qk_norm=True, experts=ExpertConfig(count=3, per_token=2, width=32)),
+    "qwen3-moe": family(
+        "Qwen3Moe", qk_norm=True, experts=ExpertConfig(count=3, per_token=2, width=32)
+    ),
 }
 
 
@@ -79,12 +81,16 @@ RECURRENT = {
     "output_gate": True,
     "head_dim": 16,
     "rope": RopeConfig(theta=1e6, fraction=0.25),
-    "recurrent": RecurrentConfig(layers=(0, 2, 3), key_heads=2, value_heads=6, key_dim=4, value_dim=4, kernel=4),
+    "recurrent": RecurrentConfig(
+        layers=(0, 2, 3), key_heads=2, value_heads=6, key_dim=4, value_dim=4, kernel=4
+    ),
 }
 LINEAR = RopeConfig(theta=1e6, kind="linear", factor=8.0, original_max_position=16)
 # What the converters of these do besides renaming stands in tests/gguf_files.py.
 CONVERTED = {
-    "gemma2": family("Gemma2", softcap=50.0, logit_softcap=30.0, sliding_window=(16, None), **GEMMA),
+    "gemma2": family(
+        "Gemma2", softcap=50.0, logit_softcap=30.0, sliding_window=(16, None), **GEMMA
+    ),
     "gemma3": family(
         "Gemma3",
         qk_norm=True,
@@ -112,7 +118,10 @@ CONVERTED = {
     ),
     "qwen3.5": family("Qwen3_5", **RECURRENT),
     "qwen3.5-moe": family(
-        "Qwen3_5Moe", mlp_width=32, experts=ExpertConfig(count=3, per_token=2, width=32, shared_width=64), **RECURRENT
+        "Qwen3_5Moe",
+        mlp_width=32,
+        experts=ExpertConfig(count=3, per_token=2, width=32, shared_width=64),
+        **RECURRENT,
     ),
 }
 
@@ -129,13 +138,16 @@ def test_weights_and_config_are_those_of_the_checkpoint(name, tmp_path):
     config = read_config(file)
     assert config == read_config(folder)
     assert_same(load_params(file, config), load_params(folder, config))
-    parts, theirs = (dict(p.split("=") for p in fingerprint(x, config).split(",")) for x in (file, folder))
+    parts, theirs = (
+        dict(p.split("=") for p in fingerprint(x, config).split(",")) for x in (file, folder)
+    )
     assert parts["config"] == theirs["config"]
     assert parts["samples"] == fingerprint(file, config).rpartition("=")[2]
 
 
 def assert_close(got, wanted):
-    """Equal but for the rounding of 1 + weight, and of a logarithm of an exponential, of numbers below 5."""
+    """Equal but for the rounding of 1 + weight, and of a logarithm of an exponential, of numbers
+    below 5."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, wanted)
 
@@ -151,16 +163,20 @@ def test_weights_that_are_stored_in_another_form(name, tmp_path):
 @pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False]])
 def test_which_layers_slide(pattern, tmp_path):
     config = CONVERTED["gemma3"]
-    add = lambda w: (w.add_array if isinstance(pattern, list) else w.add_uint32)(  # noqa: E731
-        "gemma3.attention.sliding_window_pattern", pattern
-    )
+
+    def add(w):
+        return (w.add_array if isinstance(pattern, list) else w.add_uint32)(
+            "gemma3.attention.sliding_window_pattern", pattern
+        )
+
     _, file = made(config, tmp_path, extra=add)
     assert read_config(file).windows == (16, 16, None) * 2
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_scores_of_the_largest_gemma(name, layers, tmp_path):
-    """No file says what scores are divided by: in the models of 27B it is the root of width / heads."""
+    """No file says what scores are divided by: in the models of 27B it is the root of width /
+    heads."""
 
     def extra(writer):
         for data in writer.kv_data:
@@ -174,14 +190,18 @@ def test_scores_of_the_largest_gemma(name, layers, tmp_path):
 
 def test_heads_of_values_in_blocks(tmp_path):
     """Columns in another order within blocks of codes: each head of values is half a block."""
-    shape = RecurrentConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=16, kernel=4)
+    shape = RecurrentConfig(
+        layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=16, kernel=4
+    )
     config = dataclasses.replace(CONVERTED["qwen3.5"], recurrent=shape, num_layers=1)
     folder, file = made(config, tmp_path, kind="Q8_0")
     got, wanted = open_checkpoint(file), open_checkpoint(folder)
     name = "model.layers.0.linear_attn.out_proj.weight"
     exact = read_slice(wanted[name], (slice(None), slice(None)))
     rounded = read_slice(got[name], (slice(None), slice(None)))
-    np.testing.assert_allclose(rounded, exact, rtol=0, atol=np.abs(exact).max() / 127 * 0.51 + 2**-11)
+    np.testing.assert_allclose(
+        rounded, exact, rtol=0, atol=np.abs(exact).max() / 127 * 0.51 + 2**-11
+    )
     part = (slice(3, 20), slice(5, 41))
     np.testing.assert_array_equal(read_slice(got[name], part), rounded[part])
 
@@ -196,7 +216,9 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path):
         for data in writer.kv_data:
             data.pop("qwen35.block_count"), data.pop("qwen35.attention.recurrent_layers")
         writer.add_block_count(count + 1)
-        writer.add_array("qwen35.attention.recurrent_layers", [index in (0, 2, 3) for index in range(count + 1)])
+        writer.add_array(
+            "qwen35.attention.recurrent_layers", [index in (0, 2, 3) for index in range(count + 1)]
+        )
         writer.add_uint32("qwen35.nextn_predict_layers", 1)
 
     def change(tensors):
@@ -258,7 +280,10 @@ def multiplied(writer):
     [
         (RopeConfig(kind="linear", theta=500.0, factor=4.0), lambda writer: None),
         (dataclasses.replace(YARN, attention_factor=YARN_FACTOR), without_factor),
-        (dataclasses.replace(YARN, attention_factor=1.25, beta_fast=8.0, beta_slow=2.0), lambda writer: None),
+        (
+            dataclasses.replace(YARN, attention_factor=1.25, beta_fast=8.0, beta_slow=2.0),
+            lambda writer: None,
+        ),
         (dataclasses.replace(YARN, attention_factor=1.5 * YARN_FACTOR), multiplied),
     ],
     ids=["linear", "yarn", "yarn-stated", "yarn-multiplied"],
@@ -266,7 +291,9 @@ def multiplied(writer):
 def test_rope_scaling(rope, extra, tmp_path):
     _, file = made(dataclasses.replace(BASE, rope=rope), tmp_path, extra=extra)
     got = read_config(file).rope
-    assert dataclasses.replace(got, attention_factor=1.0) == dataclasses.replace(rope, attention_factor=1.0)
+    assert dataclasses.replace(got, attention_factor=1.0) == dataclasses.replace(
+        rope, attention_factor=1.0
+    )
     assert got.attention_factor == pytest.approx(rope.attention_factor, rel=1e-7)
 
 
@@ -320,22 +347,31 @@ def six_bit_scales(data: bytes) -> list[tuple[int, int]]:
 def grouped(block: bytes, codes: np.ndarray) -> np.ndarray:
     """Codes of 8 groups of 32 with their scales and minima."""
     d, dmin = half(block[:2]), half(block[2:4])
-    out = [d * s * codes[32 * g : 32 * g + 32] - dmin * m for g, (s, m) in enumerate(six_bit_scales(block[4:16]))]
+    out = [
+        d * s * codes[32 * g : 32 * g + 32] - dmin * m
+        for g, (s, m) in enumerate(six_bit_scales(block[4:16]))
+    ]
     return np.concatenate(out)
 
 
 def pairs_of_groups(data: bytes) -> np.ndarray:
-    """256 nibbles: each 32 bytes hold a group in their low halves and the next one in their high halves."""
+    """256 nibbles: each 32 bytes hold a group in their low halves and the next one in their high
+    halves."""
     return np.concatenate([nibbles(data[start : start + 32]) for start in range(0, 128, 32)])
 
 
 def q5_k(block: bytes) -> np.ndarray:
     high = np.frombuffer(block[16:48], np.uint8).astype(int)
-    return grouped(block, pairs_of_groups(block[48:]) + 16 * np.concatenate([high >> g & 1 for g in range(8)]))
+    return grouped(
+        block, pairs_of_groups(block[48:]) + 16 * np.concatenate([high >> g & 1 for g in range(8)])
+    )
 
 
 def q6_k(block: bytes) -> np.ndarray:
-    low, high = np.frombuffer(block[:128], np.uint8).astype(int), np.frombuffer(block[128:192], np.uint8).astype(int)
+    low, high = (
+        np.frombuffer(block[:128], np.uint8).astype(int),
+        np.frombuffer(block[128:192], np.uint8).astype(int),
+    )
     scales, d, out = np.frombuffer(block[192:208], np.int8).astype(int), half(block[208:210]), []
     for part in range(2):
         a, b, h = (
@@ -369,7 +405,9 @@ def random_blocks(kind: str, rows: int, count: int) -> np.ndarray:
     random = np.random.default_rng(5)
     blocks = random.integers(0, 256, (rows, count, BLOCKS[kind][1]), np.uint8)
     for place in HALVES[kind]:
-        blocks[..., place : place + 2] = random.normal(size=(rows, count, 1)).astype("<f2").view(np.uint8)
+        blocks[..., place : place + 2] = (
+            random.normal(size=(rows, count, 1)).astype("<f2").view(np.uint8)
+        )
     if kind == "MXFP4":  # the exponent of a power of two, of which the largest have no float32
         blocks[..., 0] = random.integers(110, 140, (rows, count))
     return blocks
@@ -377,26 +415,37 @@ def random_blocks(kind: str, rows: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks(kind, tmp_path):
-    """Numbers of every type, of a slice too that begins and ends within blocks; rows of Llama's keys in their order."""
+    """Numbers of every type, of a slice too that begins and ends within blocks; rows of Llama's
+    keys in their order."""
     size, _ = BLOCKS[kind]
     folder, _ = made(dataclasses.replace(BASE, width=2 * size), tmp_path)
     raw = gguf.GGMLQuantizationType[kind]
-    blocks = {"token_embd.weight": random_blocks(kind, 64, 2), "blk.1.attn_k.weight": random_blocks(kind, 16, 2)}
+    blocks = {
+        "token_embd.weight": random_blocks(kind, 64, 2),
+        "blk.1.attn_k.weight": random_blocks(kind, 16, 2),
+    }
     file = tmp_path / "blocks.gguf"
     written = write_blocks(folder, file, blocks, raw)
     checkpoint = open_checkpoint(written)
     plain = {
-        name: np.stack([np.concatenate([DECODE[kind](block.tobytes()) for block in row]) for row in rows])
+        name: np.stack(
+            [np.concatenate([DECODE[kind](block.tobytes()) for block in row]) for row in rows]
+        )
         for name, rows in blocks.items()
     }
-    embedding, keys = checkpoint["model.embed_tokens.weight"], checkpoint["model.layers.1.self_attn.k_proj.weight"]
+    embedding, keys = (
+        checkpoint["model.embed_tokens.weight"],
+        checkpoint["model.layers.1.self_attn.k_proj.weight"],
+    )
     full = read_slice(embedding, (slice(None), slice(None)))
     assert full.dtype == np.float32
     np.testing.assert_allclose(full, plain["token_embd.weight"], rtol=2e-6, atol=1e-5)
     part = (slice(3, 50), slice(size // 2 + 1, size + 3))
     np.testing.assert_array_equal(read_slice(embedding, part), full[part])
     # Row h * D + 2 * j + s of the file is row h * D + s * D / 2 + j.
-    order = [8 * head + 2 * pair + side for head in range(2) for side in range(2) for pair in range(4)]
+    order = [
+        8 * head + 2 * pair + side for head in range(2) for side in range(2) for pair in range(4)
+    ]
     np.testing.assert_allclose(
         read_slice(keys, (slice(5, 12), slice(1, size + 1))),
         plain["blk.1.attn_k.weight"][order][5:12, 1 : size + 1],
@@ -426,7 +475,8 @@ def write_blocks(folder, file, blocks, raw):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "MXFP4"])
 def test_models_of_every_kind_of_numbers(kind, tmp_path):
-    """Every matrix of a model with experts: what the file's codes stand for, in the checkpoint's order."""
+    """Every matrix of a model with experts: what the file's codes stand for, in the checkpoint's
+    order."""
     folder, file = made(FAMILIES["mixtral"], tmp_path, kind=kind)
     config = read_config(file)
     raw = gguf.GGMLQuantizationType[kind]
@@ -435,25 +485,41 @@ def test_models_of_every_kind_of_numbers(kind, tmp_path):
         if name.endswith("norm") or name == "layers/router":
             return np.asarray(leaf)
         transposed = np.asarray(leaf) if name == "embed" else np.swapaxes(np.asarray(leaf), -1, -2)
-        numbers = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(transposed), raw), raw)
-        return numbers.astype(np.float32) if name == "embed" else np.swapaxes(numbers, -1, -2).astype(np.float32)
+        numbers = gguf.quants.dequantize(
+            gguf.quants.quantize(np.ascontiguousarray(transposed), raw), raw
+        )
+        return (
+            numbers.astype(np.float32)
+            if name == "embed"
+            else np.swapaxes(numbers, -1, -2).astype(np.float32)
+        )
 
     got, wanted = load_params(file, config), load_params(folder, config)
     named = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: rounded("/".join(str(key.key) for key in path if hasattr(key, "key")), leaf), wanted
+        lambda path, leaf: rounded(
+            "/".join(str(key.key) for key in path if hasattr(key, "key")), leaf
+        ),
+        wanted,
     )
     jax.tree.map(np.testing.assert_array_equal, got, named)
 
 
 def test_slices_of_devices_are_those_of_the_file(tmp_path, monkeypatch):
-    """A mesh's devices read their own rows and columns alone, of large tensors some rows at a time."""
+    """A mesh's devices read their own rows and columns alone, of large tensors some rows at a
+    time."""
     _, file = made(BASE, tmp_path, kind="Q8_0")
     model = kvq.load(file, layers="scan")
     config = model.config
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
 
     def place(name):
-        axes = {"layers/q": (None, None, "model"), "layers/o": (None, "model", None), "embed": (None, "model")}
+        axes = {
+            "layers/q": (None, None, "model"),
+            "layers/o": (None, "model", None),
+            "embed": (None, "model"),
+        }
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
 
     monkeypatch.setattr("kvqjax.model.weights.PART", 7 * 32)
@@ -472,24 +538,36 @@ def test_logits_equal_those_of_transformers_for_the_same_file(name, tmp_path, mo
     _, file = made(config, tmp_path, kind="Q8_0")
     # Asked for, and not used: that package would place weights on several devices.
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype="float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype="float32"
+    )
     model = kvq.load(file, dtype="f32")
     ids = np.random.default_rng(3).integers(0, 64, (2, 24)).astype(np.int32)
     with torch.no_grad():
         wanted = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
     assert np.std(wanted) > 0.3
-    np.testing.assert_allclose(logits(model.params, jnp.asarray(ids), model.config), wanted, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(
+        logits(model.params, jnp.asarray(ids), model.config), wanted, rtol=0, atol=2e-3
+    )
 
 
 def test_header_equals_that_of_the_package(tmp_path):
     """Every value and every tensor's place, as the package's own reader has them."""
-    _, file = made(FAMILIES["qwen2-moe"], tmp_path, extra=lambda w: w.add_token_list(["a", "ü", ""]), kind="Q4_0")
+    _, file = made(
+        FAMILIES["qwen2-moe"],
+        tmp_path,
+        extra=lambda w: w.add_token_list(["a", "ü", ""]),
+        kind="Q4_0",
+    )
     ours, theirs = read_header(file), gguf.GGUFReader(file)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
             got = ours.values[key]
             assert (got.tolist() if isinstance(got, np.ndarray) else got) == field.contents(), key
-    places = {t.name: (tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes) for t in theirs.tensors}
+    places = {
+        t.name: (tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes)
+        for t in theirs.tensors
+    }
     assert {name: (e.shape, e.start, e.nbytes) for name, e in ours.tensors.items()} == places
 
 
@@ -527,14 +605,23 @@ WRONG = {
     "before": (lambda data: b"tjgg" + data[4:], "of llama.cpp's format before GGUF"),
     "version-1": (lambda data: number_at(data, 4, 1), "GGUF version 1; read are 2 and 3"),
     "big-endian": (lambda data: number_at(data, 4, 3, ">I"), "a big-endian GGUF file"),
-    "cut-header": (lambda data: data[:300], "truncated: its header goes on beyond the file's 300 bytes"),
-    "cut-data": (lambda data: data[:-1000], r"truncated: its header describes \d+ bytes, the file has \d+"),
+    "cut-header": (
+        lambda data: data[:300],
+        "truncated: its header goes on beyond the file's 300 bytes",
+    ),
+    "cut-data": (
+        lambda data: data[:-1000],
+        r"truncated: its header describes \d+ bytes, the file has \d+",
+    ),
     "huge-count": (lambda data: number_at(data, 16, 2**60, "<Q"), "(damaged|truncated): "),
     "architecture": (
         lambda data: data.replace(b"qwen2", b"gemma"),
         "architecture 'gemma' is not supported; known: llama",
     ),
-    "missing": (lambda data: data.replace(b"block_count", b"block_kount"), "qwen2.block_count is missing"),
+    "missing": (
+        lambda data: data.replace(b"block_count", b"block_kount"),
+        "qwen2.block_count is missing",
+    ),
     "foreign-tensor": (
         lambda data: data.replace(b"1.ffn_up", b"1.ffn_ux"),
         "tensor 'model.layers.1.mlp.up_proj.weight'",
@@ -562,7 +649,8 @@ def test_experts_that_are_no_matrices(name, tmp_path):
 
 
 def test_every_cut_and_every_damaged_byte_of_a_header(plain, tmp_path):
-    """A file that ends too soon is refused; one with another byte is read or refused. Nothing hangs."""
+    """A file that ends too soon is refused; one with another byte is read or refused. Nothing
+    hangs."""
     data, file = plain.read_bytes(), tmp_path / "model.gguf"
     end = min(entry.start for entry in read_header(plain).tensors.values())
     for cut in range(0, end, 41):
@@ -599,7 +687,9 @@ def test_types_that_are_not_read(tmp_path):
     blocks = {"token_embd.weight": np.zeros((64, 1, 84), np.uint8)}
     file = write_blocks(folder, tmp_path / "two.gguf", blocks, gguf.GGMLQuantizationType.Q2_K)
     assert read_config(file).width == 256
-    assert "'token_embd.weight' is Q2_K, which is not read here; read are F32" in refusal(lambda: kvq.load(file))
+    assert "'token_embd.weight' is Q2_K, which is not read here; read are F32" in refusal(
+        lambda: kvq.load(file)
+    )
 
 
 def test_without_the_package(tmp_path, monkeypatch):
@@ -630,7 +720,9 @@ def test_a_folder_that_holds_one_file_names_it(plain, tmp_path, capsys, monkeypa
     assert kvq.load(folder).fingerprint == model.fingerprint
     (folder / "b.gguf").write_bytes(plain.read_bytes())
     assert "2 GGUF files; name one, such as" in refusal(lambda: kvq.load(folder))
-    code, out, err = run(capsys, monkeypatch, "generate", "-m", str(tmp_path / "no.gguf"), "-p", "a")
+    code, out, err = run(
+        capsys, monkeypatch, "generate", "-m", str(tmp_path / "no.gguf"), "-p", "a"
+    )
     assert (code, out, err) == (2, "", f"error: {tmp_path / 'no.gguf'}: no such file\n")
 
 
@@ -643,7 +735,9 @@ def test_a_file_of_the_hub(plain, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
     line = refusal(lambda: kvq.load("owner/name/folder/model.gguf"))
-    assert line.endswith("is no file here and could not be had from the hub: no route to owner/name, folder/model.gguf")
+    assert line.endswith(
+        "is no file here and could not be had from the hub: no route to owner/name, folder/model.gguf"
+    )
 
 
 def test_artifacts_belong_to_their_file(plain, tmp_path):

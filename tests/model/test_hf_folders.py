@@ -1,4 +1,5 @@
-"""Folders that tests and benchmarks write: every family with every kind of rope is read back as it was."""
+"""Folders that tests and benchmarks write: every family with every kind of rope is read back as it
+was."""
 
 import dataclasses
 import json
@@ -70,7 +71,10 @@ def raw_of(architecture: str, kind: str, turned: int) -> dict:
     if family.latent and kind == "yarn":
         rope |= {"mscale": 0.7, "mscale_all_dim": 0.7}
     if family.rope_by_type:
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
+        rope = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+        }
     sizes = SIZES | (LATENTS if family.latent else {})
     return sizes | {"architectures": [architecture], "rope_parameters": rope}
 
@@ -96,7 +100,9 @@ def test_every_family_with_every_rope_is_read_back(architecture, kind):
 
 def test_factors_of_longrope_are_read_from_tuples():
     raw = raw_of("LlamaForCausalLM", "longrope", 16)
-    rope = {name: tuple(x) if isinstance(x, list) else x for name, x in raw["rope_parameters"].items()}
+    rope = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in raw["rope_parameters"].items()
+    }
     assert parse_config(raw | {"rope_parameters": rope}) == parse_config(raw)
 
 
@@ -126,7 +132,8 @@ def test_what_the_fields_of_a_family_cannot_say_is_one_line(changes):
     assert "\n" not in str(caught.value)
 
 
-# A kind of rope each, and the families whose config class has a rope of its own where config.json says nothing.
+# A kind of rope each, and the families whose config class has a rope of its own where config.json
+# says nothing.
 READ_BY_TRANSFORMERS = [("LlamaForCausalLM", kind) for kind in KINDS] + [
     ("GptOssForCausalLM", "default"),
     ("Ministral3ForCausalLM", "default"),

@@ -1,7 +1,8 @@
 """Caches of latents (Mistral 4's attention): what is stored, and what attention reads of it.
 
-Logits of the decoder equal transformers' (test_parity.py). Here attention in numpy is the reference of every cache. It
-makes keys and values of every head of the latents that the cache holds, which the library never does.
+Logits of the decoder equal transformers' (test_parity.py). Here attention in numpy is the reference
+of every cache. It makes keys and values of every head of the latents that the cache holds, which
+the library never does.
 """
 
 import dataclasses
@@ -35,8 +36,11 @@ PARTS = {
     "head_dim": LATENT + TURNED,
     "latent": LATENT,
     "latent_heads": LatentHeads(query_rank=20, key_dim=KEY, value_dim=VALUE),
-    "rope": RopeConfig(theta=500.0, kind="yarn", factor=4.0, original_max_position=32, fraction=TURNED / 40),
-    "scale": (KEY + TURNED) ** -0.5 * (0.1 * 2 * math.log(4.0) + 1) ** 2,  # as mscale_all_dim = 2 gives it
+    "rope": RopeConfig(
+        theta=500.0, kind="yarn", factor=4.0, original_max_position=32, fraction=TURNED / 40
+    ),
+    "scale": (KEY + TURNED) ** -0.5
+    * (0.1 * 2 * math.log(4.0) + 1) ** 2,  # as mscale_all_dim = 2 gives it
     "query_growth": 0.3,
 }
 METHODS = {
@@ -85,7 +89,8 @@ def turn(x, angles):
 
 
 def next_logits(model: kvq.Model, cache: Cache, newest) -> np.ndarray:
-    """Logits of one new token a row, by attention of heads in float64 over the latents that the cache holds."""
+    """Logits of one new token a row, by attention of heads in float64 over the latents that the
+    cache holds."""
     config, params = model.config, jax.tree.map(lambda x: np.asarray(x, np.float64), model.params)
     sizes, rope, eps = config.latent_heads, config.rope, config.norm_eps
     place = np.asarray(cache.lengths)
@@ -94,15 +99,21 @@ def next_logits(model: kvq.Model, cache: Cache, newest) -> np.ndarray:
     for layer in range(config.num_layers):
         w = {name: x[layer] for name, x in params["layers"].items()}
         x = rms(h, w["attn_norm"], eps)
-        q = (rms(x @ w["q_latent"], w["q_latent_norm"], sizes.norm_eps) @ w["q"]).reshape(-1, HEADS, KEY + TURNED)
+        q = (rms(x @ w["q_latent"], w["q_latent_norm"], sizes.norm_eps) @ w["q"]).reshape(
+            -1, HEADS, KEY + TURNED
+        )
         q = np.concatenate([q[..., :KEY], turn(q[..., KEY:], angles[:, None])], -1)
-        q *= (1 + config.query_growth * np.log1p(place // rope.original_max_position))[:, None, None]
+        q *= (1 + config.query_growth * np.log1p(place // rope.original_max_position))[
+            :, None, None
+        ]
         stored, _, valid = (np.asarray(x) for x in kvq.dense(cache, layer, model))
         stored = stored[:, :, 0].astype(np.float64)
         turned = np.concatenate([stored[..., :4], stored[..., 20:24]], -1)
         latent = np.concatenate([stored[..., 4:20], stored[..., 24:]], -1)
         turned = np.concatenate([turned, turn(x @ w["k"], angles)[:, None]], 1)
-        latent = np.concatenate([latent, rms(x @ w["v"], w["latent_norm"], sizes.norm_eps)[:, None]], 1)
+        latent = np.concatenate(
+            [latent, rms(x @ w["v"], w["latent_norm"], sizes.norm_eps)[:, None]], 1
+        )
         valid = np.concatenate([valid, np.ones((len(h), 1), bool)], 1)
         k = (latent @ w["k_up"]).reshape(*latent.shape[:2], HEADS, KEY)
         v = (latent @ w["v_up"]).reshape(*latent.shape[:2], HEADS, VALUE)
@@ -118,7 +129,8 @@ def next_logits(model: kvq.Model, cache: Cache, newest) -> np.ndarray:
 
 
 def filled(model: kvq.Model, method: str, **options) -> Cache:
-    """A cache of two rows of different lengths: prompts in chunks, and one that adds to a single row."""
+    """A cache of two rows of different lengths: prompts in chunks, and one that adds to a single
+    row."""
     cache = kvq.init_cache(model, method, 2, CAPACITY, **options)
     for seed, counts in enumerate(((80, 80), (80, 0), (64, 30))):
         cache = forward(model, tokens(2, 80, seed), jnp.asarray(counts), cache)[1]
@@ -133,11 +145,17 @@ def test_exact_cache_equals_the_decoder_without_one():
         counts = jnp.clip(jnp.asarray(COUNTS) - 1 - start, 0, 80)
         logits, cache = forward(model, text[:, start : start + 80], counts, cache)
         for row, count in enumerate(counts):
-            np.testing.assert_allclose(logits[row, :count], wanted[row, start : start + count], atol=BOUND)
+            np.testing.assert_allclose(
+                logits[row, :count], wanted[row, start : start + count], atol=BOUND
+            )
     newest = jnp.take_along_axis(text, jnp.asarray(COUNTS)[:, None] - 1, 1)
     logits, _ = forward(model, newest, jnp.ones(2, jnp.int32), cache)
-    np.testing.assert_allclose(logits[:, 0], wanted[np.arange(2), np.asarray(COUNTS) - 1], atol=BOUND)
-    last, _ = kvq.prefill(model, text, jnp.asarray(COUNTS), kvq.init_cache(model, "exact", 2, CAPACITY))
+    np.testing.assert_allclose(
+        logits[:, 0], wanted[np.arange(2), np.asarray(COUNTS) - 1], atol=BOUND
+    )
+    last, _ = kvq.prefill(
+        model, text, jnp.asarray(COUNTS), kvq.init_cache(model, "exact", 2, CAPACITY)
+    )
     np.testing.assert_allclose(last, wanted[np.arange(2), np.asarray(COUNTS) - 1], atol=BOUND)
 
 
@@ -153,7 +171,10 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "form"), PAIRS)
 def test_every_method_attends_to_what_it_stores(name, form):
     model = latent_model()
-    cache, newest = filled(model, METHODS[name], **({} if form is None else {"form": form})), tokens(2, 1, 7)
+    cache, newest = (
+        filled(model, METHODS[name], **({} if form is None else {"form": form})),
+        tokens(2, 1, 7),
+    )
     wanted = next_logits(model, cache, newest[:, 0])
     got, after = forward(model, newest, jnp.ones(2, jnp.int32), cache)
     assert np.isfinite(wanted).all()
@@ -164,7 +185,11 @@ def test_every_method_attends_to_what_it_stores(name, form):
 @pytest.mark.parametrize("field", ["rope", "scale", "query_growth"])
 def test_every_field_changes_what_is_computed(field):
     model = latent_model()
-    neutral = {"rope": dataclasses.replace(PARTS["rope"], kind="none"), "scale": None, "query_growth": 0.0}
+    neutral = {
+        "rope": dataclasses.replace(PARTS["rope"], kind="none"),
+        "scale": None,
+        "query_growth": 0.0,
+    }
     config = dataclasses.replace(model.config, **{field: neutral[field]})
     changed = np.asarray(decoder.logits(model.params, tokens(2, LENGTH), config))
     assert np.abs(changed - plain())[:, -8:].max() > 100 * BOUND
@@ -176,7 +201,9 @@ def test_a_token_is_counted_as_its_latent_and_its_turned_key():
     book = kvq.ledger(cache)
     assert book.values == 2 * (LATENT + TURNED)
     # Of 32 tokens a channel, and of 32 channels a token, a scale and a minimum of 16 bits.
-    assert book.bits_method == pytest.approx((TURNED * (8 + 1) + LATENT * (4 + 1)) / (LATENT + TURNED))
+    assert book.bits_method == pytest.approx(
+        (TURNED * (8 + 1) + LATENT * (4 + 1)) / (LATENT + TURNED)
+    )
     assert book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
     exact = kvq.ledger(kvq.init_cache(model, "exact", 2, 1024))
     assert exact.bits_method == exact.bits_exact
@@ -191,7 +218,9 @@ def test_a_plan_from_the_config_alone():
     assert planned.cache == kvq.ledger(kvq.init_cache(model, "kivi:bits=4", 2, 1024)).bytes
     assert planned.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
     matrices = ("q_latent", "q", "k", "v", "k_up", "v_up", "o")
-    assert model.config.attention_numbers == sum(model.params["layers"][name][0].size for name in matrices)
+    assert model.config.attention_numbers == sum(
+        model.params["layers"][name][0].size for name in matrices
+    )
 
 
 def test_rows_come_and_go_and_caches_are_saved(tmp_path):
@@ -213,7 +242,10 @@ def test_rows_come_and_go_and_caches_are_saved(tmp_path):
 
 def test_pages_give_what_rows_of_their_own_give():
     model, text, counts = latent_model(), tokens(2, 81), jnp.asarray([80, 41])
-    plain, paged = (kvq.init_cache(model, "kivi:bits=4,window=0", 2, CAPACITY, pages=pages) for pages in (None, 4))
+    plain, paged = (
+        kvq.init_cache(model, "kivi:bits=4,window=0", 2, CAPACITY, pages=pages)
+        for pages in (None, 4)
+    )
     table = np.full(paged.pages.shape, -1, np.int32)
     table[:, 0] = 3, 1
     logits = []
@@ -230,7 +262,9 @@ def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
     for form in FORMS:
         read = load(tmp_path / "model", dtype="f32", layers=form)
         assert read.config == model.config
-        np.testing.assert_allclose(decoder.logits(read.params, text, read.config), wanted, atol=1e-5)
+        np.testing.assert_allclose(
+            decoder.logits(read.params, text, read.config), wanted, atol=1e-5
+        )
     coded = load(tmp_path / "model", dtype="f32", weights="int8")
     error = np.abs(decoder.logits(coded.params, text, coded.config) - wanted).mean()
     assert 0 < error < 0.1 * np.std(wanted)
@@ -241,30 +275,42 @@ MESHES = [pytest.param({"data": 2, "model": 2}, marks=pytest.mark.nightly), {"se
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_computes_the_same(mesh):
-    """Devices share out the query heads and their up-projections; all of a model axis shares the one key's tokens."""
+    """Devices share out the query heads and their up-projections; all of a model axis shares the
+    one key's tokens."""
     model, text = latent_model(), tokens(2, 80)
     split = shard(model, "kivi:bits=4,window=0", **mesh)
     wanted, got = (
-        forward(x, text[:, :1], jnp.ones(2, jnp.int32), filled(x, "kivi:bits=4,window=0"))[0] for x in (model, split)
+        forward(x, text[:, :1], jnp.ones(2, jnp.int32), filled(x, "kivi:bits=4,window=0"))[0]
+        for x in (model, split)
     )
     np.testing.assert_allclose(got, wanted, atol=BOUND)
 
 
 REFUSED = [
     *("kvquant:bits=3", "klt:bits=2", "oscar:bits=2", "kivi:bits=2,centre=mean", "commvq:bits=1"),
-    *("aqua:bits=2", "xquant:bits=4", "xquant:bits=4,latent=false", "xquant_cl:bits=3,base=0,protected=1"),
+    *(
+        "aqua:bits=2",
+        "xquant:bits=4",
+        "xquant:bits=4,latent=false",
+        "xquant_cl:bits=3,base=0,protected=1",
+    ),
     "exact;1=commvq:bits=1",
 ]
 
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_what_reads_heads_is_refused_at_the_door(method):
-    with pytest.raises(kvq.UserError, match=r"(?:reads|on) keys and values by head.* a latent that all heads share$"):
+    with pytest.raises(
+        kvq.UserError,
+        match=r"(?:reads|on) keys and values by head.* a latent that all heads share$",
+    ):
         kvq.init_cache(latent_model(), method, 1, CAPACITY)
 
 
 def test_a_calibration_of_what_needs_none_says_that_there_is_none():
-    with pytest.raises(kvq.UserError, match="kivi:bits=4 needs no calibration; nothing is calibrated on this model"):
+    with pytest.raises(
+        kvq.UserError, match="kivi:bits=4 needs no calibration; nothing is calibrated on this model"
+    ):
         calibrate.run(latent_model(), "kivi:bits=4", tokens(2, 96))
 
 
@@ -280,5 +326,7 @@ def test_shapes_that_no_latent_has_are_refused():
     ):
         with pytest.raises(kvq.UserError, match=message):
             KVShape(**good | wrong)
-    with pytest.raises(kvq.UserError, match="latent=32 and latent_heads=None; wanted both or neither"):
+    with pytest.raises(
+        kvq.UserError, match="latent=32 and latent_heads=None; wanted both or neither"
+    ):
         dataclasses.replace(latent_model().config, latent_heads=None)

@@ -1,4 +1,5 @@
-"""The gated delta rule against a loop in float64, and one recurrent layer over tokens of which not all count."""
+"""The gated delta rule against a loop in float64, and one recurrent layer over tokens of which not
+all count."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,17 @@ rule = jax.jit(delta_rule, static_argnames="chunk")
 
 
 def drawn(length: int, repeated: bool = False) -> tuple[np.ndarray, ...]:
-    """Queries, keys, values, decay, beta and a state for 2 rows, 2 heads of keys and 4 of values."""
+    """Queries, keys, values, decay, beta and a state for 2 rows, 2 heads of keys and 4 of
+    values."""
     q, k = (RANDOM.normal(size=(2, length, 2, 8)) for _ in range(2))
     k = np.broadcast_to(k[:, :1], k.shape) if repeated else k
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v, decay = RANDOM.normal(size=(2, length, 4, 6)), -RANDOM.gamma(0.3, 0.5, size=(2, length, 4))
     beta = RANDOM.uniform(0.9 if repeated else 0, 1, size=(2, length, 4))
     decay = decay * (0.01 if repeated else 1)
-    return tuple(x.astype(np.float32) for x in (q, k, v, decay, beta, RANDOM.normal(size=(2, 4, 8, 6))))
+    return tuple(
+        x.astype(np.float32) for x in (q, k, v, decay, beta, RANDOM.normal(size=(2, 4, 8, 6)))
+    )
 
 
 def loop(q, k, v, decay, beta, state):
@@ -38,7 +42,9 @@ def loop(q, k, v, decay, beta, state):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize(("length", "chunk"), [(1, 64), (4, 64), (5, 64), (64, 64), (150, 64), (33, 8)])
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(1, 64), (4, 64), (5, 64), (64, 64), (150, 64), (33, 8)]
+)
 def test_steps_and_chunks_equal_a_loop_in_float64(length, chunk, repeated):
     """Repeated keys make a chunk's triangular system as far from the identity as it can be."""
     numbers = drawn(length, repeated)
@@ -60,7 +66,9 @@ def test_extreme_gates():
 @jax.jit
 def layer(h, state, counts):
     model = hybrid()
-    return decoder.recur(decoder.layer(model.params, 1, "recurrent"), h, state, counts, model.config)
+    return decoder.recur(
+        decoder.layer(model.params, 1, "recurrent"), h, state, counts, model.config
+    )
 
 
 def blank(rows: int) -> dict:
@@ -68,13 +76,16 @@ def blank(rows: int) -> dict:
 
 
 def test_tokens_that_do_not_count_change_nothing():
-    """A row with padding, one with none, an empty one: each as by itself, whatever stands in padding and neighbours."""
+    """A row with padding, one with none, an empty one: each as by itself, whatever stands in
+    padding and neighbours."""
     h, counts = jnp.asarray(RANDOM.normal(size=(3, 20, 32)), jnp.float32), jnp.asarray([20, 7, 0])
     start = layer(h[:, ::-1], blank(3), jnp.full(3, 20)).state
     made = layer(h, start, counts)
     alone = layer(h[1:2, :7], jax.tree.map(lambda x: x[1:2], start), counts[1:2])
     np.testing.assert_allclose(made.h[1, :7], alone.h[0], atol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b[0], atol=2e-5), made.state, alone.state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a[1], b[0], atol=2e-5), made.state, alone.state
+    )
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), made.state, start)
     foul = h.at[1, 7:].set(jnp.nan).at[0, 3].set(jnp.inf).at[2].set(jnp.nan)
     spoilt = layer(foul, start, counts)
@@ -91,4 +102,6 @@ def test_two_halves_are_the_whole():
     first = layer(h[:, :11], blank(2), jnp.full(2, 11))
     second = layer(h[:, 11:], first.state, jnp.full(2, 19))
     np.testing.assert_allclose(second.h, whole.h[:, 11:], atol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), second.state, whole.state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), second.state, whole.state
+    )

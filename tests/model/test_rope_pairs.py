@@ -18,14 +18,17 @@ OTHERS = [(pairs, fraction) for pairs in ("front", "neighbours") for fraction in
 
 
 def order(pairs, fraction):
-    """The channels of another model's head in the order in which caches hold them, from the textbook."""
+    """The channels of another model's head in the order in which caches hold them, from the
+    textbook."""
     turned = round(D * fraction)
     first, second = {
         "front": (range(turned // 2), range(turned // 2, turned)),
         "neighbours": (range(0, turned, 2), range(1, turned, 2)),
     }[pairs]
     rest = np.arange(turned, D)
-    return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]]).astype(int)
+    return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]]).astype(
+        int
+    )
 
 
 def shape_of(pairs, fraction, **more):
@@ -36,7 +39,10 @@ def shape_of(pairs, fraction, **more):
 def new_tokens(seed=0, layers=2, count=TOKENS):
     keys = jax.random.split(jax.random.key(seed), 3 * layers)
     return [
-        tuple(jax.random.normal(keys[3 * layer + i], (2, count, heads, D)) for i, heads in enumerate((4, 2, 2)))
+        tuple(
+            jax.random.normal(keys[3 * layer + i], (2, count, heads, D))
+            for i, heads in enumerate((4, 2, 2))
+        )
         for layer in range(layers)
     ]
 
@@ -50,7 +56,9 @@ def run(shape, method, tokens, constants=None):
         counts = jnp.full((2,), part.stop - part.start)
         for layer, (q, k, v) in enumerate(tokens):
             cut = (x[:, part] for x in (q, k, v))
-            out, below = kvq.attend_layer(cache, layer, *cut, counts, below=below, constants=constants)
+            out, below = kvq.attend_layer(
+                cache, layer, *cut, counts, below=below, constants=constants
+            )
             news.append(below)
             outs.append(out)
         cache = kvq.append(cache, news, counts, constants=constants)
@@ -90,7 +98,9 @@ def textbook(x, positions, pairs, fraction):
     angles = np.asarray(positions)[..., None, None] * THETA ** (-np.arange(0, count, 2) / count)
     angles = np.concatenate([angles, np.zeros((*angles.shape[:-1], (D - count) // 2))], -1)
     a, b = np.split(x, 2, -1)
-    turned = np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
+    turned = np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+    )
     new[..., channels] = turned
     return new
 
@@ -114,12 +124,16 @@ def test_attention_is_that_of_the_textbook_s_rope(pairs, fraction):
 
 @pytest.mark.parametrize(("pairs", "fraction"), OTHERS)
 def test_the_check_names_the_order(pairs, fraction):
-    theirs = lambda x, positions: textbook(x, positions, pairs, fraction).astype(np.float32)  # noqa: E731
+    def theirs(x, positions):
+        return textbook(x, positions, pairs, fraction).astype(np.float32)
+
     assert check_rope(shape_of(pairs, fraction), 0, theirs)
     if fraction < 1 or pairs == "neighbours":
         with pytest.raises(AssertionError, match=f"pairs='{pairs}' does, this one has 'halves'"):
             check_rope(shape_of("halves", fraction), 0, theirs)
-    slower = dataclasses.replace(shape_of(pairs, fraction), rope=kvq.Rope(theta=5e3, pairs=pairs, fraction=fraction))
+    slower = dataclasses.replace(
+        shape_of(pairs, fraction), rope=kvq.Rope(theta=5e3, pairs=pairs, fraction=fraction)
+    )
     with pytest.raises(AssertionError, match=r"pair 1 turns by .* another theta"):
         check_rope(slower, 0, theirs)
 
@@ -129,10 +143,16 @@ def test_tensors_calibrate_in_the_order_in_which_they_come():
     channels, tokens = order(pairs, fraction), new_tokens(3, count=160)
     recipe = Recipe()
     keys, values = [k for _, k, _ in tokens], [v for _, _, v in tokens]
-    given = from_tensors("aqua:bits=2", shape_of(pairs, fraction), keys=keys, values=values, recipe=recipe)
+    given = from_tensors(
+        "aqua:bits=2", shape_of(pairs, fraction), keys=keys, values=values, recipe=recipe
+    )
     turned = [k[..., channels] for k in keys]
-    by_hand = from_tensors("aqua:bits=2", shape_of("halves", fraction), keys=turned, values=values, recipe=recipe)
-    for got, wanted in zip(jax.tree.leaves(given.constants), jax.tree.leaves(by_hand.constants), strict=True):
+    by_hand = from_tensors(
+        "aqua:bits=2", shape_of("halves", fraction), keys=turned, values=values, recipe=recipe
+    )
+    for got, wanted in zip(
+        jax.tree.leaves(given.constants), jax.tree.leaves(by_hand.constants), strict=True
+    ):
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -151,25 +171,48 @@ ROPES = {
     "factor=0.0; wanted a number above 0": {"kind": "linear", "factor": 0.0},
     "attention_factor=-1.0; wanted a number above 0": {"attention_factor": -1.0},
     "factor=2.0 changes nothing in a rope of kind 'default'; name its kind": {"factor": 2.0},
-    "low_freq_factor=0.0; wanted a number above 0": {"kind": "llama3", "factor": 8.0, "original_max_position": 64},
-    "original_max_position=0; it must be a whole number of at least 1": {"kind": "yarn", "factor": 4.0},
-    "short_factor has 0 numbers; wanted 8, one for each pair": {"kind": "longrope", "original_max_position": 64},
+    "low_freq_factor=0.0; wanted a number above 0": {
+        "kind": "llama3",
+        "factor": 8.0,
+        "original_max_position": 64,
+    },
+    "original_max_position=0; it must be a whole number of at least 1": {
+        "kind": "yarn",
+        "factor": 4.0,
+    },
+    "short_factor has 0 numbers; wanted 8, one for each pair": {
+        "kind": "longrope",
+        "original_max_position": 64,
+    },
 }
 
 
 @pytest.mark.parametrize("words", ROPES)
 def test_a_rope_that_cannot_be_is_one_line(words):
     with pytest.raises(kvq.UserError, match=words):
-        kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, rope=kvq.Rope(**ROPES[words]))
+        kvq.KVShape(
+            num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, rope=kvq.Rope(**ROPES[words])
+        )
 
 
 @pytest.mark.parametrize("window", [0, -4, (8, 0)])
 def test_a_sliding_window_that_shows_nothing_is_one_line(window):
-    with pytest.raises(kvq.UserError, match=r"sliding_window=.*; it must be a whole number of at least 1"):
+    with pytest.raises(
+        kvq.UserError, match=r"sliding_window=.*; it must be a whole number of at least 1"
+    ):
         kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, sliding_window=window)
 
 
-@pytest.mark.parametrize(("window", "chunked"), [(None, True), ((16, None), True), ((16, None), (False, True))])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, True), ((16, None), True), ((16, None), (False, True))]
+)
 def test_a_chunk_without_a_length_is_refused(window, chunked):
     with pytest.raises(kvq.UserError, match="a chunked layer has no sliding_window, which says"):
-        kvq.KVShape(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, sliding_window=window, chunked=chunked)
+        kvq.KVShape(
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=16,
+            sliding_window=window,
+            chunked=chunked,
+        )

@@ -1,4 +1,5 @@
-"""FP8, GPTQ and AWQ checkpoints are decoded as an independent decoder, number by number, decodes them."""
+"""FP8, GPTQ and AWQ checkpoints are decoded as an independent decoder, number by number, decodes
+them."""
 
 import itertools
 import json
@@ -31,7 +32,9 @@ def fp8(random, out: int, into: int, one: bool = False) -> tuple[dict, np.ndarra
     meant = np.empty((out, into), np.float32)
     for o in range(out):
         for i in range(into):
-            meant[o, i] = np.float32(codes[o, i]) * (scales[0] if one else scales[o // BLOCK[0], i // BLOCK[1]])
+            meant[o, i] = np.float32(codes[o, i]) * (
+                scales[0] if one else scales[o // BLOCK[0], i // BLOCK[1]]
+            )
     return {"weight": codes, "weight_scale_inv": scales}, meant
 
 
@@ -39,16 +42,29 @@ def packed(random, out: int, into: int, about: dict) -> tuple[dict, np.ndarray]:
     """Random words of GPTQ or AWQ and what they mean, code by code."""
     bits, gptq = about["bits"], about["quant_method"] == "gptq"
     word, groups = 32 // bits, into // GROUP
-    words = lambda *shape: random.integers(-(2**31), 2**31, shape).astype(np.int32)  # noqa: E731
-    code = lambda value, place: (int(value) >> (bits * place)) & (2**bits - 1)  # noqa: E731
-    place = lambda o: o % word if gptq else AWQ_PLACES[o % word]  # noqa: E731
+
+    def words(*shape):
+        return random.integers(-(2**31), 2**31, shape).astype(np.int32)
+
+    def code(value, place):
+        return (int(value) >> (bits * place)) & (2**bits - 1)
+
+    def place(o):
+        return o % word if gptq else AWQ_PLACES[o % word]
+
     parts = {"qweight": words(into // word, out) if gptq else words(into, out // word)}
-    parts |= {"qzeros": words(groups, out // word), "scales": random.uniform(0.1, 1, (groups, out)).astype(np.float16)}
+    parts |= {
+        "qzeros": words(groups, out // word),
+        "scales": random.uniform(0.1, 1, (groups, out)).astype(np.float16),
+    }
     group = np.arange(into) // GROUP
     if gptq and about["desc_act"]:
         group = random.permutation(group)
         parts["g_idx"] = group.astype(np.int32)
-    offset, meant = int(gptq and about.get("checkpoint_format", "gptq") == "gptq"), np.empty((out, into), np.float32)
+    offset, meant = (
+        int(gptq and about.get("checkpoint_format", "gptq") == "gptq"),
+        np.empty((out, into), np.float32),
+    )
     for o in range(out):
         for i in range(into):
             g = group[i]
@@ -79,7 +95,8 @@ KINDS = {
 
 
 def quantise(folder, kind: str, spoil=lambda tensors: None):
-    """Put codes in the place of the layers' matrices; plain folder beside it holds what they mean."""
+    """Put codes in the place of the layers' matrices; plain folder beside it holds what they
+    mean."""
     about, make = KINDS[kind]
     plain, random = folder.with_name(f"{folder.name}-plain"), np.random.default_rng(0)
     save_params(folder, random_params(), CONFIG)
@@ -123,7 +140,11 @@ def test_slices_are_decoded_alone(kind, tmp_path):
     found = find_weight(checkpoint, "model.layers.0.mlp.gate_proj.weight", scheme)
     whole = decode_slice(found, (slice(None), slice(None)))
     assert whole.shape == (24, 16)
-    for index in ((slice(5, 19), slice(None)), (slice(None), slice(3, 13)), (slice(8, 16), slice(8, 16))):
+    for index in (
+        (slice(5, 19), slice(None)),
+        (slice(None), slice(3, 13)),
+        (slice(8, 16), slice(8, 16)),
+    ):
         np.testing.assert_array_equal(decode_slice(found, index), whole[index])
 
 
@@ -137,12 +158,24 @@ def config_with(folder, about):
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "decoded are quant_method fp8, gptq, awq and mxfp4"),
-        ({"quant_method": "compressed-tensors"}, "decoded are quant_method fp8, gptq, awq and mxfp4"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "decoded are quant_method fp8, gptq, awq and mxfp4",
+        ),
+        (
+            {"quant_method": "compressed-tensors"},
+            "decoded are quant_method fp8, gptq, awq and mxfp4",
+        ),
         ("int4", "decoded are quant_method fp8, gptq, awq and mxfp4"),
-        (GPTQ | {"bits": 3}, "quantization_config.bits = 3 is not supported; gptq is decoded of 4 or 8 bits"),
+        (
+            GPTQ | {"bits": 3},
+            "quantization_config.bits = 3 is not supported; gptq is decoded of 4 or 8 bits",
+        ),
         (AWQ | {"version": "gemv"}, 'quantization_config.version = "gemv"'),
-        (GPTQ | {"checkpoint_format": "marlin"}, 'quantization_config.checkpoint_format = "marlin"'),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            'quantization_config.checkpoint_format = "marlin"',
+        ),
         (FP8 | {"weight_block_size": [128]}, r"quantization_config.weight_block_size = \[128\]"),
     ],
 )
@@ -153,17 +186,27 @@ def test_unknown_quantisation_is_refused_by_name(about, text, tmp_path):
 
 
 def without(part: str):
-    return lambda t: [t.pop(name) for name in list(t) if name.endswith(part) and "layers.1.self_attn.q_proj" in name]
+    return lambda t: [
+        t.pop(name)
+        for name in list(t)
+        if name.endswith(part) and "layers.1.self_attn.q_proj" in name
+    ]
 
 
 def with_shape(part: str, shape):
-    return lambda t: t.update({f"model.layers.1.self_attn.q_proj.{part}": np.zeros(shape, np.float16)})
+    return lambda t: t.update(
+        {f"model.layers.1.self_attn.q_proj.{part}": np.zeros(shape, np.float16)}
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "text"),
     [
-        ("fp8", without("weight_scale_inv"), "q_proj.weight_scale_inv' is missing; without it .* cannot be decoded"),
+        (
+            "fp8",
+            without("weight_scale_inv"),
+            "q_proj.weight_scale_inv' is missing; without it .* cannot be decoded",
+        ),
         ("fp8", with_shape("weight_scale_inv", (1, 1)), r"has shape \[1, 1\], wanted \[4, 2\]"),
         ("gptq", without("qzeros"), "q_proj.qzeros' is missing"),
         ("gptq", with_shape("qweight", (2, 32)), "qweight' has dtype F16, wanted I32"),
@@ -182,7 +225,9 @@ def test_fp8_without_its_description_is_refused(tmp_path):
     quantise(tmp_path / "codes", "fp8")
     file = tmp_path / "codes" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
-    with pytest.raises(UserError, match=r"is FP8, but config.json has no quantization_config of fp8"):
+    with pytest.raises(
+        UserError, match=r"is FP8, but config.json has no quantization_config of fp8"
+    ):
         load(tmp_path / "codes")
 
 
@@ -190,7 +235,9 @@ def test_zero_biases_alone_are_passed_over(tmp_path):
     quantise(tmp_path / "codes", "gptq")
     assert "model.layers.0.mlp.up_proj.bias" in load_file(tmp_path / "codes" / "model.safetensors")
     edit(tmp_path / "codes", lambda t: t["model.layers.0.mlp.up_proj.bias"].__setitem__(3, 1.0))
-    with pytest.raises(UserError, match=r"'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM"):
+    with pytest.raises(
+        UserError, match=r"'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM"
+    ):
         load(tmp_path / "codes")
 
 
@@ -212,7 +259,10 @@ def fuse(tensors: dict):
     """The tensors of each layer's experts, and their scales, as one."""
     for layer, scales in itertools.product(range(2), ("", "_scale_inv")):
         front = f"model.layers.{layer}.mlp.experts"
-        take = lambda n, x, front=front, scales=scales: tensors.pop(f"{front}.{x}.{n}_proj.weight{scales}")  # noqa: E731
+
+        def take(n, x, front=front, scales=scales):
+            return tensors.pop(f"{front}.{x}.{n}_proj.weight{scales}")
+
         pairs = [np.concatenate([take("gate", x), take("up", x)]) for x in range(3)]
         tensors[f"{front}.gate_up_proj{scales}"] = np.stack(pairs)
         tensors[f"{front}.down_proj{scales}"] = np.stack([take("down", x) for x in range(3)])
@@ -239,5 +289,7 @@ def test_fused_experts_of_fp8(tmp_path):
     assert open_checkpoint(fused)[name].shape == (3, 40, 24)
     assert_same(load(fused, dtype="f32").params, load(apart, dtype="f32").params)
     odd = write("odd", code, fuse, lambda t: t.update({name: t[name][:, 1:]}))
-    with pytest.raises(UserError, match=r"has shape .3, 39, 24., wanted .experts, 2 x outputs, inputs."):
+    with pytest.raises(
+        UserError, match=r"has shape .3, 39, 24., wanted .experts, 2 x outputs, inputs."
+    ):
         load(odd)

@@ -1,4 +1,5 @@
-"""Tokenizers read by the `tokenizers` library alone are those of transformers, text for text and id for id."""
+"""Tokenizers read by the `tokenizers` library alone are those of transformers, text for text and id
+for id."""
 
 import json
 import subprocess
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 import kvqjax as kvq
 from kvqjax.model import tokenizer as subject
@@ -41,12 +52,16 @@ def byte_level(normalizer=None, split=None):
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet)
+    )
     return tokenizer
 
 
 def with_bos(made, bos="<s>"):
-    made.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))])
+    made.post_processor = processors.TemplateProcessing(
+        f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))]
+    )
     return made
 
 
@@ -65,24 +80,47 @@ def qwen():
 
 def sentencepiece():
     """BPE with byte fallback as of Llama 2, its space put before by a normalizer."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys("▁" + TEXT)]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *dict.fromkeys("▁" + TEXT),
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=200))
     trained = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in trained["merges"]]
+    merges = [
+        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
+        for pair in trained["merges"]
+    ]
     names = dict.fromkeys([*pieces, *trained["vocab"], *("".join(pair) for pair in merges)])
     vocab = {piece: number for number, piece in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *CHAT])
     return with_bos(tokenizer)
 
 
 def unigram():
-    scores = [("<unk>", 0.0), ("▁", -2.0), *((piece, -3.0) for piece in dict.fromkeys("".join(WORDS))), ("▁the", -1.0)]
+    scores = [
+        ("<unk>", 0.0),
+        ("▁", -2.0),
+        *((piece, -3.0) for piece in dict.fromkeys("".join(WORDS))),
+        ("▁the", -1.0),
+    ]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -91,7 +129,10 @@ def unigram():
 
 
 def wordpiece():
-    vocab = {word: number for number, word in enumerate(dict.fromkeys(["<unk>", *WORDS, "##s", ".", "'", "s"]))}
+    vocab = {
+        word: number
+        for number, word in enumerate(dict.fromkeys(["<unk>", *WORDS, "##s", ".", "'", "s"]))
+    }
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
@@ -110,9 +151,17 @@ def truncating():
 KINDS = {
     "llama 3": (llama3, "llama", {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS}),
     "llama 3, named Llama": (llama3, "llama", {"tokenizer_class": "LlamaTokenizerFast", **FIELDS}),
-    "cleaned up": (llama3, "llama", {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": True}),
+    "cleaned up": (
+        llama3,
+        "llama",
+        {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": True},
+    ),
     "truncating": (truncating, "llama", {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS}),
-    "add_bos_token": (llama3, "llama", {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}),
+    "add_bos_token": (
+        llama3,
+        "llama",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False},
+    ),
     "other tokens": (
         llama3,
         "llama",
@@ -125,13 +174,33 @@ KINDS = {
         },
     ),
     "llama 2": (sentencepiece, "llama", {"tokenizer_class": "LlamaTokenizer", **FIELDS}),
-    "llama 2, legacy": (sentencepiece, "llama", {"tokenizer_class": "LlamaTokenizer", "legacy": True, **FIELDS}),
-    "llama 2, no prefix": (sentencepiece, "llama", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
-    "mistral": (sentencepiece, "mistral", {"tokenizer_class": "LlamaTokenizer", "legacy": False, **FIELDS}),
+    "llama 2, legacy": (
+        sentencepiece,
+        "llama",
+        {"tokenizer_class": "LlamaTokenizer", "legacy": True, **FIELDS},
+    ),
+    "llama 2, no prefix": (
+        sentencepiece,
+        "llama",
+        {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
+    ),
+    "mistral": (
+        sentencepiece,
+        "mistral",
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False, **FIELDS},
+    ),
     "mixtral": (sentencepiece, "mixtral", {"tokenizer_class": "LlamaTokenizerFast", **FIELDS}),
-    "qwen 2": (qwen, "qwen2", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None}),
+    "qwen 2": (
+        qwen,
+        "qwen2",
+        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "bos_token": None},
+    ),
     "qwen 2, named Llama": (qwen, "qwen2", {"tokenizer_class": "LlamaTokenizerFast"}),
-    "qwen 3": (qwen, "qwen3", {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": CHAT}),
+    "qwen 3": (
+        qwen,
+        "qwen3",
+        {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": CHAT},
+    ),
     "qwen 3 experts": (qwen, "qwen3_moe", {"tokenizer_class": "PreTrainedTokenizerFast"}),
     "unigram": (unigram, "llama", {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS}),
     "wordpiece": (wordpiece, "llama", {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS}),
@@ -156,7 +225,11 @@ OTHERS = {
             "added_tokens_decoder": {"330": {"content": "<s>", "lstrip": True, "special": True}},
         },
     ),
-    "qwen of other parts": (llama3, "qwen2", {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS}),
+    "qwen of other parts": (
+        llama3,
+        "qwen2",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **FIELDS},
+    ),
     "a class of its own": (llama3, "llama", {"tokenizer_class": "GPT2Tokenizer"}),
 }
 FOLDERS = {
@@ -177,7 +250,9 @@ def write(folder, kind):
 def pair(request, tmp_path_factory):
     """(ours, transformers') of one folder."""
     tokenizer = request.param in KINDS
-    folder = FOLDERS.get(request.param) or write(tmp_path_factory.mktemp("tokenizer"), KINDS[request.param])
+    folder = FOLDERS.get(request.param) or write(
+        tmp_path_factory.mktemp("tokenizer"), KINDS[request.param]
+    )
     ours = subject.open_tokenizer(str(folder))
     assert isinstance(ours, subject.Tokenizer), tokenizer
     return ours, subject._transformers(str(folder))
@@ -189,14 +264,25 @@ def test_ids_and_texts(pair):
         for special in (True, False):
             wanted = theirs(text, add_special_tokens=special)
             got = ours(text, add_special_tokens=special)
-            assert got["input_ids"] == wanted["input_ids"] == ours.encode(text, add_special_tokens=special), text
+            assert (
+                got["input_ids"]
+                == wanted["input_ids"]
+                == ours.encode(text, add_special_tokens=special)
+            ), text
             assert got.attention_mask == wanted["attention_mask"]
             for skip in (True, False):
-                assert ours.decode(got.input_ids, skip) == theirs.decode(got.input_ids, skip_special_tokens=skip), text
+                assert ours.decode(got.input_ids, skip) == theirs.decode(
+                    got.input_ids, skip_special_tokens=skip
+                ), text
     assert ours(TEXTS)["input_ids"] == theirs(TEXTS)["input_ids"]
     rows = [[5, 6, 7], [8]]
     assert ours.decode(rows) == ours.batch_decode(rows) == theirs.batch_decode(rows)
-    assert ours.decode(7) == ours.decode(np.int32(7)) == ours.decode(np.asarray([7])) == theirs.decode([7])
+    assert (
+        ours.decode(7)
+        == ours.decode(np.int32(7))
+        == ours.decode(np.asarray([7]))
+        == theirs.decode([7])
+    )
     assert ours._substitute is None  # nothing of this needed transformers
 
 
@@ -257,7 +343,11 @@ def test_chat_templates(tmp_path, name):
         got = ours.apply_chat_template(TALK, tokenize=False, **options)
         assert got == theirs.apply_chat_template(TALK, tokenize=False, **options)
     wanted = theirs.apply_chat_template(TALK)["input_ids"]
-    assert ours.apply_chat_template(TALK)["input_ids"] == wanted == ours.apply_chat_template(TALK, return_dict=False)
+    assert (
+        ours.apply_chat_template(TALK)["input_ids"]
+        == wanted
+        == ours.apply_chat_template(TALK, return_dict=False)
+    )
     assert ours._substitute is None
     assert "20" in datetime.now().strftime("%Y")
 
@@ -265,10 +355,13 @@ def test_chat_templates(tmp_path, name):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "does not take these messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses these messages: roles must alternate",
+        ),
         ("{% for %}", "cannot be read: line 1"),
-        ("{{ messages[0].content.nothing.more }}", "does not take these messages: "),
-        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "does not take these messages: "),
+        ("{{ messages[0].content.nothing.more }}", "refuses these messages: "),
+        ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "refuses these messages: "),
     ],
 )
 def test_a_template_s_refusal_is_one_line(tmp_path, template, message):
@@ -312,5 +405,7 @@ def test_generating_imports_neither_transformers_nor_torch():
             assert not ended.code, ended
         print([name for name in ("torch", "transformers", "datasets", "matplotlib") if name in sys.modules])
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]", done

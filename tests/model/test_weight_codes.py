@@ -1,4 +1,5 @@
-"""Weight-only quantisation: bounds, packing, loading, every kind of cache, and no second copy of the weights."""
+"""Weight-only quantisation: bounds, packing, loading, every kind of cache, and no second copy of
+the weights."""
 
 import functools
 import inspect
@@ -20,7 +21,13 @@ from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model import decoder
 from kvqjax.model.config import ExpertConfig, LatentHeads, RopeConfig
-from kvqjax.model.weight_codes import CodedWeight, code_weight, pack_nibbles, place_codes, unpack_nibbles
+from kvqjax.model.weight_codes import (
+    CodedWeight,
+    code_weight,
+    pack_nibbles,
+    place_codes,
+    unpack_nibbles,
+)
 from kvqjax.model.weights import load_params
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -57,7 +64,9 @@ def test_error_is_half_a_step_of_its_own_group(bits):
     np.testing.assert_allclose(coded.scale, scale, rtol=1e-6)
     step = np.repeat(scale, 128, axis=1)
     assert (np.abs(coded.decoded() - weight) <= 0.5 * step + 1e-5).all()
-    assert (np.abs(coded.decoded() - weight) > 0.4 * step).any()  # nearest, and no finer than stated
+    assert (
+        np.abs(coded.decoded() - weight) > 0.4 * step
+    ).any()  # nearest, and no finer than stated
     assert coded.codes.nbytes == weight.size * bits // 8
 
 
@@ -71,7 +80,8 @@ def test_scales_keep_the_compute_dtype():
     weight = jax.random.normal(jax.random.key(0), (1, 64, 8)).astype(jnp.bfloat16)
     coded = code_weight(weight, 4)
     assert (coded.scale.dtype, coded.decoded().dtype) == (jnp.bfloat16, jnp.bfloat16)
-    # Codes are made for the scale as stored; half a step, the clipped largest entry, and the product's own rounding.
+    # Codes are made for the scale as stored; half a step, the clipped largest entry, and the
+    # product's own rounding.
     bound = (0.5 + 7 * 2**-8) * np.asarray(coded.scale, np.float32)
     assert (np.abs(np.asarray(coded.decoded() - weight, np.float32)) <= bound).all()
     with pytest.raises(kvq.UserError, match="bits=3; weights are coded in 8 or 4 bits"):
@@ -81,7 +91,8 @@ def test_scales_keep_the_compute_dtype():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [1, 7, 12, 31, 36, 130, 257])
 def test_any_width_is_coded(inputs, bits):
-    """Within half a step of its group, which has at most 128 inputs; scales take less than the codes do from 8 on."""
+    """Within half a step of its group, which has at most 128 inputs; scales take less than the
+    codes do from 8 on."""
     weight = np.random.default_rng(inputs).normal(size=(2, inputs, 5)).astype(np.float32)
     coded = code_weight(jnp.asarray(weight), bits)
     assert coded.decoded().shape == weight.shape
@@ -95,15 +106,20 @@ def test_any_width_is_coded(inputs, bits):
 
 
 def test_shares_of_an_odd_width_keep_their_scales():
-    """Where a device's share ends inside a group; of 4-bit codes whole words alone can be shared out."""
+    """Where a device's share ends inside a group; of 4-bit codes whole words alone can be shared
+    out."""
     mesh = jax.make_mesh((2,), ("model",))
     spread = NamedSharding(mesh, PartitionSpec(None, "model"))
     weight = jax.random.normal(jax.random.key(0), (2, 258, 6))
     coded = code_weight(weight, 8)
     np.testing.assert_array_equal(place_codes(coded, spread).decoded(), coded.decoded())
-    with pytest.raises(kvq.UserError, match="2 devices cannot share out 33 rows of codes of int4 weights"):
+    with pytest.raises(
+        kvq.UserError, match="2 devices cannot share out 33 rows of codes of int4 weights"
+    ):
         place_codes(code_weight(weight, 4), spread)
-    with pytest.raises(kvq.UserError, match="2 devices cannot share out 2 rows of codes of int4 weights"):
+    with pytest.raises(
+        kvq.UserError, match="2 devices cannot share out 2 rows of codes of int4 weights"
+    ):
         place_codes(code_weight(weight[:, :12], 4), spread)
 
 
@@ -135,7 +151,8 @@ def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, 
 OTHERS = {
     "Qwen3_5": PARTS | {"recurrent": recurrent()},
     "GptOss": FAMILIES["gpt-oss"] | {"mlp_width": 24},
-    "Gemma3": FAMILIES["gemma3"] | {"rope": RopeConfig()},  # a linear one is not loaded as the same fields
+    "Gemma3": FAMILIES["gemma3"]
+    | {"rope": RopeConfig()},  # a linear one is not loaded as the same fields
     "Llama4": FAMILIES["llama4"] | {"mlp_width": 24},
     "Mistral4": {
         "num_kv_heads": 1,
@@ -152,15 +169,20 @@ WINDOW = (8, None)  # fewer tokens than the text has
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_parts_of_other_families_load_as_codes(family, tmp_path):
-    """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded matrices."""
-    fields = OTHERS[family] | ({"sliding_window": WINDOW} if "sliding_window" in OTHERS[family] else {})
+    """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded
+    matrices."""
+    fields = OTHERS[family] | (
+        {"sliding_window": WINDOW} if "sliding_window" in OTHERS[family] else {}
+    )
     model = drawn(tiny(architecture=f"{family}ForCausalLM", **fields))
     save_params(tmp_path, model.params, model.config)
     loaded = kvq.load(tmp_path, weights="int4", dtype="f32")
     assert loaded.config == model.config
     logits = jax.jit(decoder.logits, static_argnums=2)
     trees = loaded.params, decoded(loaded.params), model.params
-    codes, meant, plain = (np.asarray(logits(params, tokens(1, 24), model.config)) for params in trees)
+    codes, meant, plain = (
+        np.asarray(logits(params, tokens(1, 24), model.config)) for params in trees
+    )
     # As above: the same products in another fusion, of logits of up to 10 times their size.
     assert np.abs(codes - meant).max() < 1e-4 * max(1, np.abs(meant).max())
     assert np.abs(codes - plain).max() > 2e-2
@@ -173,9 +195,12 @@ def test_other_weights_are_one_line(weights):
 
 
 def test_codes_mean_the_decoded_matrices():
-    """Logits of a model of 4-bit codes are those of its decoded matrices, and not those it was made of."""
+    """Logits of a model of 4-bit codes are those of its decoded matrices, and not those it was made
+    of."""
     logits = jax.jit(decoder.logits, static_argnums=2)
-    codes, meant, plain = (np.asarray(logits(m.params, tokens(1, 24), m.config)) for m in (*coded(tiny(), 4), tiny()))
+    codes, meant, plain = (
+        np.asarray(logits(m.params, tokens(1, 24), m.config)) for m in (*coded(tiny(), 4), tiny())
+    )
     # The same products in another fusion: float32 sums of 64 terms, 2 layers.
     assert np.abs(codes - meant).max() < 1e-4
     assert np.abs(codes - plain).max() > 2e-2
@@ -186,13 +211,16 @@ ALSO = ("xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0"
 
 @pytest.mark.parametrize("name", thinned([*CASES, *ALSO], 6))
 def test_every_kind_of_cache_takes_them(name):
-    """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is about."""
+    """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is
+    about."""
     model, method = model_and_method(name) if name in CASES else (tiny(), kvq.parse(name))
     own = coded(model, 4)[0]
     own = own if name in CASES else prepared(own, method)
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
     cache = jax.eval_shape(lambda: kvq.init_cache(own, method, 2, 128))
-    out, after = jax.eval_shape(kvq.forward, own, jax.ShapeDtypeStruct((2, 3), jnp.int32), numbers, cache)
+    out, after = jax.eval_shape(
+        kvq.forward, own, jax.ShapeDtypeStruct((2, 3), jnp.int32), numbers, cache
+    )
     assert out.shape == (2, 3, 50)
     assert jax.tree.structure(after) == jax.tree.structure(cache)
 
@@ -205,25 +233,37 @@ def test_loading_codes_one_parameter_after_the_other(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, coded(model, 4)[0].params)
     mesh = jax.make_mesh((2,), ("model",))
     spread = NamedSharding(mesh, PartitionSpec(None, None, "model"))
-    rule = lambda name: spread if name.removeprefix("layers/") in MATRICES else NamedSharding(mesh, PartitionSpec())  # noqa: E731
+
+    def rule(name):
+        return (
+            spread
+            if name.removeprefix("layers/") in MATRICES
+            else NamedSharding(mesh, PartitionSpec())
+        )
+
     sharded = load_params(tmp_path, model.config, sharding=rule, bits=8)
     down = sharded["layers"]["down"]
     assert down.codes.addressable_data(0).shape == (2, 64, 16)
-    np.testing.assert_array_equal(down.decoded(), code_weight(model.params["layers"]["down"], 8).decoded())
+    np.testing.assert_array_equal(
+        down.decoded(), code_weight(model.params["layers"]["down"], 8).decoded()
+    )
     with pytest.raises(kvq.UserError, match="weights 'int3'"):
         kvq.load(tmp_path, weights="int3")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_one_layer_at_a_time_is_decoded(bits):
-    """Compiled decode loop: its arguments are the codes, its temporaries hold less than two layers in float32."""
+    """Compiled decode loop: its arguments are the codes, its temporaries hold less than two layers
+    in float32."""
     plain = tiny(num_layers=16, width=64, mlp_width=256)
     layer = sum(plain.params["layers"][name][0].nbytes for name in MATRICES)
     model = jax.eval_shape(lambda: coded(plain, bits)[0])
     cache = jax.eval_shape(lambda: kvq.init_cache(model, kvq.exact(), 1, 32))
     state = jax.eval_shape(unbegun, cache)
     eos, limit = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    memory = decode_steps.lower(model, state, make_sampling(), eos, limit).compile().memory_analysis()
+    memory = (
+        decode_steps.lower(model, state, make_sampling(), eos, limit).compile().memory_analysis()
+    )
     leaves = jax.tree.leaves((model, state.replace(key=None)))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert memory.argument_size_in_bytes < 1.02 * held

@@ -1,5 +1,6 @@
-"""Matrices lie in the tiles in which their chip multiplies by them, and numbers stay what they are: on a CPU, where
-tiles are a note beside an array up to jax 0.10. Later releases refuse them there."""
+"""Matrices lie in the tiles in which their chip multiplies by them, and numbers stay what they are:
+on a CPU, where tiles are a note beside an array up to jax 0.10. Later releases refuse them
+there."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,10 @@ def tiled(params) -> set[str]:
     return found
 
 
-OWN = MATRICES & {"head", *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down"))}
+OWN = MATRICES & {
+    "head",
+    *(f"layers/{name}" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+}
 
 
 @pytest.mark.parametrize("piece", [1, 2**28], ids=["layer-by-layer", "at-once"])

@@ -1,4 +1,5 @@
-"""safetensors checkpoints: round trip, sharding over devices, and one clear line for everything that is wrong."""
+"""safetensors checkpoints: round trip, sharding over devices, and one clear line for everything
+that is wrong."""
 
 import dataclasses
 
@@ -66,7 +67,11 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
         return piece
 
     monkeypatch.setattr(checkpoint, "read_slice", spy)
-    model = load(folder, dtype="f32", sharding=lambda name: NamedSharding(mesh, specs.get(name, PartitionSpec())))
+    model = load(
+        folder,
+        dtype="f32",
+        sharding=lambda name: NamedSharding(mesh, specs.get(name, PartitionSpec())),
+    )
     assert_same(model.params, random_params())
     for name in ("q", "o", "gate", "down"):
         shards = model.params["layers"][name].addressable_shards
@@ -142,7 +147,10 @@ def test_fingerprint_names_what_differs(folder):
 
     first = parts()
     assert parts(dataclasses.replace(CONFIG, eos_ids=(7,), bos_id=3)) == first
-    assert [a == b for a, b in zip(first, parts(dataclasses.replace(CONFIG, norm_eps=1e-6)), strict=True)] == [0, 1, 1]
+    assert [
+        a == b
+        for a, b in zip(first, parts(dataclasses.replace(CONFIG, norm_eps=1e-6)), strict=True)
+    ] == [0, 1, 1]
     edit(folder, lambda t: t[Q_PROJ].__setitem__((0, 0), 9.0))
     assert [a == b for a, b in zip(first, parts(), strict=True)] == [1, 1, 0]
 
@@ -191,7 +199,9 @@ def test_unknown_names(name, text):
 def test_default_dtype_follows_the_backend(folder, monkeypatch):
     assert load(folder).params["embed"].dtype == jnp.float32
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert {leaf.dtype for leaf in jax.tree.leaves(load(folder).params)} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(load(folder).params)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
 
 
 def test_unknown_dtype(folder):
@@ -215,7 +225,10 @@ def test_hub_id_without_a_network(monkeypatch):
         raise OSError(f"no route to {name}\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(UserError, match=r"'owner/name' is no folder here .* hub: no route to owner/name second line$"):
+    with pytest.raises(
+        UserError,
+        match=r"'owner/name' is no folder here .* hub: no route to owner/name second line$",
+    ):
         load("owner/name")
 
 

@@ -38,7 +38,9 @@ def wrong_index(folder):
 
 
 def outside_index(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../a.safetensors"}})
+    )
 
 
 def pickled(folder):
@@ -46,7 +48,13 @@ def pickled(folder):
 
 
 def vision_alone(folder):
-    edit(folder, lambda t: (t.clear(), t.update({"vision_tower.patch_conv.weight": np.zeros((4, 4), np.float32)})))
+    edit(
+        folder,
+        lambda t: (
+            t.clear(),
+            t.update({"vision_tower.patch_conv.weight": np.zeros((4, 4), np.float32)}),
+        ),
+    )
 
 
 BROKEN = {
@@ -54,16 +62,30 @@ BROKEN = {
         pickled,
         "pytorch_model.bin: a .bin file can run code and is not read; convert it where .*m.save_pretrained",
     ),
-    "vision alone": (vision_alone, "holds a vision model alone .'vision_tower.patch_conv.weight' and its like."),
+    "vision alone": (
+        vision_alone,
+        "holds a vision model alone .'vision_tower.patch_conv.weight' and its like.",
+    ),
     "vision too": (
-        lambda f: edit(f, lambda t: t.update({"multi_modal_projector.norm.weight": np.zeros(4, np.float32)})),
+        lambda f: edit(
+            f, lambda t: t.update({"multi_modal_projector.norm.weight": np.zeros(4, np.float32)})
+        ),
         r"tensor 'multi_modal_projector.norm.weight' is of the vision part .1 such.*text_only=True .--text-only. loads",
     ),
-    "truncated": (truncate, r"model.safetensors: truncated: its header describes \d+ bytes, the file has \d+$"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\x93" * 999), "not a safetensors file"),
+    "truncated": (
+        truncate,
+        r"model.safetensors: truncated: its header describes \d+ bytes, the file has \d+$",
+    ),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\x93" * 999),
+        "not a safetensors file",
+    ),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "not a safetensors file"),
     "header length": (lie_about_header, "not a safetensors file .header of 1099511627776 bytes"),
-    "no file": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors or model.safetensors.index.json"),
+    "no file": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "no model.safetensors or model.safetensors.index.json",
+    ),
     "missing tensor": (lambda f: edit(f, lambda t: t.pop(Q_PROJ)), f"tensor '{Q_PROJ}' is missing"),
     "missing head": (
         lambda f: edit(f, lambda t: t.pop("lm_head.weight")),
@@ -78,14 +100,19 @@ BROKEN = {
         f"'{Q_PROJ}' has dtype I8, wanted one of F64, F32, F16, BF16",
     ),
     "unread tensor": (
-        lambda f: edit(f, lambda t: t.update({"model.layers.0.mlp.up_proj.bias": np.zeros(24, np.float32)})),
+        lambda f: edit(
+            f, lambda t: t.update({"model.layers.0.mlp.up_proj.bias": np.zeros(24, np.float32)})
+        ),
         "'model.layers.0.mlp.up_proj.bias' is not part of Qwen2ForCausalLM",
     ),
     "missing shard": (
         lambda f: (split(f), (f / "model-00001.safetensors").unlink()),
         "index.json: 1 of 3 files it names are missing: model-00001.safetensors$",
     ),
-    "index names a wrong shard": (wrong_index, f"tensor '{Q_PROJ}' is missing, though the index places it here"),
+    "index names a wrong shard": (
+        wrong_index,
+        f"tensor '{Q_PROJ}' is missing, though the index places it here",
+    ),
     "index names a path": (outside_index, "is not a file name in this folder"),
     "index is no index": (
         lambda f: (f / "model.safetensors.index.json").write_text("[]"),

@@ -1,4 +1,5 @@
-"""The installed package as a whole: nothing missing; in each folder shapes checked and import direction enforced."""
+"""The installed package as a whole: nothing missing; in each folder shapes checked and import
+direction enforced."""
 
 import importlib
 import importlib.metadata
@@ -29,7 +30,8 @@ def location(package: str) -> Path:
 
 @pytest.fixture
 def installed():
-    """Insist that tests run on what is installed: a copy in site-packages, or this checkout where it is editable."""
+    """Insist that tests run on what is installed: a copy in site-packages, or this checkout where
+    it is editable."""
     site_packages = sysconfig.get_path("purelib")
     (distribution,) = importlib.metadata.distributions(name="kvqjax", path=[site_packages])
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -40,20 +42,31 @@ def installed():
 @pytest.mark.smoke
 def test_source_checkout_runs_as_it_is():
     """In the root of a clone the source tree comes before the installed package on the path."""
-    command = (
-        "import kvqjax, kvqjax.pallas_kernels, kvqjax.calibrate, kvqjax.eval as e; print(kvqjax.__file__, e.__file__)"
+    command = "import kvqjax, kvqjax.pallas_kernels, kvqjax.calibrate, kvqjax.eval as e; print(kvqjax.__file__, e.__file__)"  # noqa: E501
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONSAFEPATH", "PYTHONPATH")
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
-    result = subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [str(ROOT / "kvqjax" / "__init__.py"), str(ROOT / "eval" / "__init__.py")]
+    assert result.stdout.split() == [
+        str(ROOT / "kvqjax" / "__init__.py"),
+        str(ROOT / "eval" / "__init__.py"),
+    ]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("package", FOLDERS)
 def test_every_source_file_is_installed(installed, package):
     source = ROOT / FOLDERS[package]
-    wanted = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    wanted = {
+        p.relative_to(source)
+        for p in source.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     missing = sorted(str(path) for path in wanted if not (location(package) / path).is_file())
     assert not missing, f"not installed from {source.name}/: {missing}"
 
@@ -61,7 +74,8 @@ def test_every_source_file_is_installed(installed, package):
 @pytest.mark.smoke
 @pytest.mark.parametrize("package", FOLDERS)
 def test_no_function_hides_a_module(package):
-    """`import kvqjax.methods.roofline` gives the module: no package exports another thing under a module's name."""
+    """`import kvqjax.methods.roofline` gives the module: no package exports another thing under a
+    module's name."""
     hidden = []
     for path in sorted((ROOT / FOLDERS[package]).rglob("*.py")):
         parents, leaf = path.relative_to(ROOT / FOLDERS[package]).parent.parts, path.stem
@@ -123,9 +137,17 @@ def copy(tmp_path) -> Path:
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:
-    """Run the project's import contract on the copy in `folder` (import-linter puts its working directory first)."""
+    """Run the project's import contract on the copy in `folder` (import-linter puts its working
+    directory first)."""
     command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    arguments = [sys.executable, "-c", command, "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    arguments = [
+        sys.executable,
+        "-c",
+        command,
+        "--no-cache",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+    ]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True)
 
 

@@ -44,7 +44,10 @@ NO_TEXT = {
     "holes of a crash": (b"text" + bytes(9), "a NUL character"),
     "half a gzip": (gzip.compress(TEXT.encode() * 99)[:-20], "damaged gzip"),
     "a spoilt gzip": (gzip.compress(TEXT.encode())[:-8] + bytes(8), "damaged gzip"),
-    "zstandard": (b"\x28\xb5\x2f\xfd" + b"\xff" * 30, "packed by zstd, which is not read here; unpack it"),
+    "zstandard": (
+        b"\x28\xb5\x2f\xfd" + b"\xff" * 30,
+        "packed by zstd, which is not read here; unpack it",
+    ),
     "a zip": (b"PK\x03\x04" + b"\xff" * 30, "packed by zip"),
     "a pdf": (b"%PDF-1.7\n" + b"\xff" * 30, "a PDF is not read here"),
 }

@@ -33,7 +33,8 @@ def test_the_version_is_printed(call):
 
 @pytest.mark.smoke
 def test_the_version_has_one_home():
-    """The package's metadata, the citation and README's entry for a bibliography say what the code says."""
+    """The package's metadata, the citation and README's entry for a bibliography say what the code
+    says."""
     assert metadata.version("kvqjax") == kvq.__version__
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {kvq.__version__}\n" in citation
@@ -46,7 +47,8 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def test_the_changelog_ends_at_the_version():
-    """Its versions have dates and fall. A development version comes after the newest and has a section of its own."""
+    """Its versions have dates and fall. A development version comes after the newest and has a
+    section of its own."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
     is_development = kvq.__version__.endswith(".dev0")
@@ -74,7 +76,10 @@ def test_dtypes_by_every_name(name):
 
 @pytest.mark.parametrize(("short", "name"), [("f16", "float16"), ("f32", "float32")])
 def test_short_dtypes_mean_the_same(short, name):
-    assert {kvq.load("recall", dtype=n).params["embed"].dtype.name for n in (short, name, jnp.dtype(name))} == {name}
+    assert {
+        kvq.load("recall", dtype=n).params["embed"].dtype.name
+        for n in (short, name, jnp.dtype(name))
+    } == {name}
 
 
 PACKAGES = (
@@ -102,13 +107,21 @@ def test_a_ledger_prints_as_a_table():
     model = kvq.load("recall")
     book = kvq.ledger(jax.eval_shape(lambda: kvq.init_cache(model, "kvquant:bits=3", 2, 4096)))
     lines = str(book).splitlines()
-    assert lines[0].startswith(f"cache of 2 rows of 4096 tokens: {book.bits_stored:.4g} bits per number, ")
+    assert lines[0].startswith(
+        f"cache of 2 rows of 4096 tokens: {book.bits_stored:.4g} bits per number, "
+    )
     assert lines[1].split("  ")[0] == "role"
     assert max(map(len, lines)) <= 80
     cells = {line.split("  ")[0]: line.split()[-1] for line in lines[3:-1]}
-    assert {"numbers or codes", "outliers", "scales", "exact sinks", "exact window", "lengths and flags", "all"} <= set(
-        cells
-    )
+    assert {
+        "numbers or codes",
+        "outliers",
+        "scales",
+        "exact sinks",
+        "exact window",
+        "lengths and flags",
+        "all",
+    } <= set(cells)
     assert float(cells["all"]) == pytest.approx(book.bits_stored, rel=1e-3)
     rows = book.table()
     assert sum(row["bytes"] for row in rows[:-1]) == rows[-1]["bytes"] == book.bytes
@@ -121,7 +134,11 @@ def test_a_model_prints_as_one_line():
     assert repr(model) == (
         "Model(demo: 3 layers of width 128, 4 query and 2 KV heads of 64, 2048 tokens, 1,000,320 numbers in float32)"
     )
-    strange = jax.eval_shape(lambda: model), jax.tree.map(lambda x: None, model), kvq.load("recall", weights="int4")
+    strange = (
+        jax.eval_shape(lambda: model),
+        jax.tree.map(lambda x: None, model),
+        kvq.load("recall", weights="int4"),
+    )
     for other in strange:
         assert re.fullmatch(r"Model\(.*\)", repr(other)), other
     ready = model.with_artifact(kvq.calibrate.run(model, "xquant:latent=true"))
@@ -135,7 +152,8 @@ def generation(folder: Path, **fields) -> Path:
 
 
 def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
-    """The checkpoint says do_sample, yet `generate` is greedy until it is given `sampling_defaults()`."""
+    """The checkpoint says do_sample, yet `generate` is greedy until it is given
+    `sampling_defaults()`."""
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(locate("recall") / name)
     model = kvq.load(generation(tmp_path, do_sample=True, temperature=0.6, top_k=40, top_p=0.95))
@@ -144,7 +162,9 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
 
     def begun(*arguments):
         drawn.append(arguments[2])
-        raise kvq.UserError("begun")  # nothing needs to be generated: which options are read is all that is asked
+        raise kvq.UserError(
+            "begun"
+        )  # nothing needs to be generated: which options are read is all that is asked
 
     monkeypatch.setattr("kvqjax.generation.decoding.Settings.of", begun)
     for asked in ({}, model.sampling_defaults()):
@@ -158,7 +178,10 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
     [
         ({}, {}),
         ({"temperature": 0.6, "top_p": 0.9}, {}),
-        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        (
+            {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1},
+            {"repetition_penalty": 1.1},
+        ),
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "temperature": None, "top_k": 20}, {"temperature": 1.0, "top_k": 20}),
     ],
@@ -181,7 +204,9 @@ def test_what_a_checkpoint_s_sampling_becomes(tmp_path, fields, options):
     ],
 )
 def test_sampling_that_is_no_number(tmp_path, fields):
-    with pytest.raises(kvq.UserError, match=rf"generation_config.json: {next(iter(fields))}=.* is not of type"):
+    with pytest.raises(
+        kvq.UserError, match=rf"generation_config.json: {next(iter(fields))}=.* is not of type"
+    ):
         read_sampling(generation(tmp_path, do_sample=True, **fields))
 
 

@@ -1,4 +1,5 @@
-"""Whatever is written in a spec string, a config.json or a safetensors header: accepted, or refused in one line."""
+"""Whatever is written in a spec string, a config.json or a safetensors header: accepted, or refused
+in one line."""
 
 import json
 import struct
@@ -17,19 +18,38 @@ from kvqjax.model.checkpoint import header_digest, open_checkpoint, sample_diges
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import parse_config
 
-CONFIG = ModelConfig(vocab_size=64, width=64, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
-FIELDS = [*config_to_hf(CONFIG), "architectures", "auto_map", "layer_types", "attention_bias", "rope_parameters"]
+CONFIG = ModelConfig(
+    vocab_size=64, width=64, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+FIELDS = [
+    *config_to_hf(CONFIG),
+    "architectures",
+    "auto_map",
+    "layer_types",
+    "attention_bias",
+    "rope_parameters",
+]
 
 numbers = st.integers(-3, 140) | st.sampled_from([10**9, 2**31, 10**30])
-words = st.sampled_from(["2", "4", "0.01", "nan", "inf", "none", "true", "exact", "pre", "float32", "published", ""])
-options = st.sampled_from(["bits", "group", "window", "sinks", "rope", "scales", "outliers", "buffer", "dim", "unit"])
+words = st.sampled_from(
+    ["2", "4", "0.01", "nan", "inf", "none", "true", "exact", "pre", "float32", "published", ""]
+)
+options = st.sampled_from(
+    ["bits", "group", "window", "sinks", "rope", "scales", "outliers", "buffer", "dim", "unit"]
+)
 pairs = st.builds("{}={}".format, options, numbers.map(str) | words)
-methods = st.builds(lambda name, given: f"{name}:{','.join(given)}", st.sampled_from([*METHODS]), st.lists(pairs))
-layers = st.builds("{}={}".format, numbers.map(str) | st.sampled_from(["0-1", "1-0", "--", "0-x"]), methods)
+methods = st.builds(
+    lambda name, given: f"{name}:{','.join(given)}", st.sampled_from([*METHODS]), st.lists(pairs)
+)
+layers = st.builds(
+    "{}={}".format, numbers.map(str) | st.sampled_from(["0-1", "1-0", "--", "0-x"]), methods
+)
 specs = st.builds(lambda head, rest: ";".join([head, *rest]), methods, st.lists(layers, max_size=2))
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-values = st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3))
+values = st.recursive(
+    plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3)
+)
 
 
 def accepted(action) -> bool:
@@ -45,7 +65,9 @@ def accepted(action) -> bool:
 
 
 def allocated(text: str) -> None:
-    layout = CacheLayout(shape=CONFIG.kv_shape, method=kvq.parse(text), capacity=300, dtype="float32")
+    layout = CacheLayout(
+        shape=CONFIG.kv_shape, method=kvq.parse(text), capacity=300, dtype="float32"
+    )
     jax.eval_shape(lambda: allocate_cache(layout, 1))
 
 

@@ -1,4 +1,5 @@
-"""What a message says instead of what was written is right: every kind of hint is done as it says."""
+"""What a message says instead of what was written is right: every kind of hint is done as it
+says."""
 
 import re
 import shlex
@@ -73,7 +74,9 @@ def test_no_option_that_means_the_opposite_is_offered(model, wrong):
 RIGHT = {
     "do_sample": lambda model: kvq.generate(model, [[1]], temperature=0.5, **SHORT),
     "eos_token_id": lambda model: kvq.generate(model, [[1]], eos_ids=[2], **SHORT),
-    "generation_config": lambda model: kvq.generate(model, [[1]], **model.sampling_defaults(), **SHORT),
+    "generation_config": lambda model: kvq.generate(
+        model, [[1]], **model.sampling_defaults(), **SHORT
+    ),
     "load_in_4bit": lambda _: kvq.load("recall", weights="int4"),
     "max_cache_len": lambda model: kvq.init_cache(model, "exact", 1, capacity=64),
     "max_length": lambda model: kvq.generate(model, [[1]], max_new_tokens=2, capacity=64),
@@ -90,15 +93,21 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", HABITS)
 def test_what_is_said_to_users_of_other_libraries_works(model, name):
-    function = {"load_in_4bit": kvq.load, "torch_dtype": kvq.load, "max_cache_len": kvq.init_cache}.get(
-        name, kvq.generate
+    function = {
+        "load_in_4bit": kvq.load,
+        "torch_dtype": kvq.load,
+        "max_cache_len": kvq.init_cache,
+    }.get(name, kvq.generate)
+    arguments = {kvq.load: ("recall",), kvq.init_cache: (model, "exact", 1)}.get(
+        function, (model, [[1]])
     )
-    arguments = {kvq.load: ("recall",), kvq.init_cache: (model, "exact", 1)}.get(function, (model, [[1]]))
     assert HABITS[name] in refused(function, *arguments, **{name: 1})
     assert RIGHT[name](model) is not None
 
 
-@pytest.mark.parametrize("text", [*POLICY_HABITS, "KIVI", "KIVI*", "xquant-cl", "kivi4", "kivi:4", "kivi:2bit", "4"])
+@pytest.mark.parametrize(
+    "text", [*POLICY_HABITS, "KIVI", "KIVI*", "xquant-cl", "kivi4", "kivi:4", "kivi:2bit", "4"]
+)
 def test_a_policy_that_is_offered_is_one(text):
     message = refused(kvq.parse, text)
     hinted = re.search(r"(?:write|nearest here is) ([\w:=,]+)", message)
@@ -106,7 +115,9 @@ def test_a_policy_that_is_offered_is_one(text):
     kvq.init_cache(DEEP, hinted[1], 1, 64)
 
 
-@pytest.mark.parametrize("text", ["kivi_9bit", "kivi:9bit", "exact_4bit", "exact:4bit", "commvq-7bit", "99"])
+@pytest.mark.parametrize(
+    "text", ["kivi_9bit", "kivi:9bit", "exact_4bit", "exact:4bit", "commvq-7bit", "99"]
+)
 def test_a_policy_that_there_is_not_is_not_offered(text):
     assert "; write" not in refused(kvq.parse, text)
 
@@ -125,7 +136,8 @@ def test_a_policy_that_there_is_not_is_not_offered(text):
 )
 @pytest.mark.parametrize("width", [40, 48, 96, 100])
 def test_a_group_that_is_offered_fits(policy, width):
-    """At a width of 40 KIVI's values can have groups of 8 channels, and its keys no groups of 8 tokens."""
+    """At a width of 40 KIVI's values can have groups of 8 channels, and its keys no groups of 8
+    tokens."""
     model = tiny(num_layers=4, num_heads=1, num_kv_heads=1, head_dim=width, width=width)
     if fits(model, policy):
         return
@@ -155,7 +167,9 @@ def test_kivi_is_told_a_group_of_its_values():
     assert refused(kvq.init_cache, model, "kivi", 1, 64).endswith("; value_group=8 does")
 
 
-@pytest.mark.parametrize("hint", ["rotate=pairs", "rotate=hadamard,rope=post", "value_rotate=hadamard"])
+@pytest.mark.parametrize(
+    "hint", ["rotate=pairs", "rotate=hadamard,rope=post", "value_rotate=hadamard"]
+)
 def test_rotations_that_are_offered_beside_rope_fit(model, hint):
     assert "rotate=pairs does, rope=post" in refused(kvq.parse, "kvquant:rotate=hadamard")
     kvq.parse(f"kvquant:{hint}").layers(model.config)
@@ -184,7 +198,9 @@ def test_rooms_and_lengths_are_made_as_said(model):
     trained = tiny(max_position=3)
     assert "beyond_trained=True" in refused(kvq.generate, trained, [[1, 2]], **SHORT)
     kvq.generate(trained, [[1, 2]], beyond_trained=True, **SHORT)
-    assert "kernels='auto' takes the plain path" in refused(kvq.init_cache, model, "kivi", 1, 64, kernels="pallas")
+    assert "kernels='auto' takes the plain path" in refused(
+        kvq.init_cache, model, "kivi", 1, 64, kernels="pallas"
+    )
     kvq.init_cache(model, "kivi", 1, 64, kernels="auto")
     artifact = kvq.calibrate.run(model, "xquant:latent=true")
     counts = jnp.ones((1,), jnp.int32)
@@ -197,7 +213,12 @@ def test_fields_that_are_offered_are_fields():
     def body(field, value):
         return f'{{"prompt": "a", "{field}": {value}}}'.encode()
 
-    for wrong, value in (("repeat_penalty", 1.1), ("temprature", 1), ("max_new_tokens", 3), ("stop_ids", "[1]")):
+    for wrong, value in (
+        ("repeat_penalty", 1.1),
+        ("temprature", 1),
+        ("max_new_tokens", 3),
+        ("stop_ids", "[1]"),
+    ):
         hinted = near(refused(read_completion, body(wrong, value), "name"))
         assert hinted is not None
         read_completion(body(hinted, value), "name")

@@ -1,5 +1,5 @@
-"""Whole numbers at every public door: one that is known and out of range is one line; one that a trace hides is
-clipped, and the row's overflow flag is raised."""
+"""Whole numbers at every public door: one that is known and out of range is one line; one that a
+trace hides is clipped, and the row's overflow flag is raised."""
 
 import functools
 import inspect
@@ -46,7 +46,9 @@ def pending():
 
 @functools.cache
 def heads():
-    q, k, v = (jax.random.normal(jax.random.key(i), (ROWS, NEW, n, 16)) for i, n in enumerate((4, 2, 2)))
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (ROWS, NEW, n, 16)) for i, n in enumerate((4, 2, 2))
+    )
     return q, k, v
 
 
@@ -69,29 +71,42 @@ def passed(layer: int, counts):
     return ForwardPass(nnx.Cache(empty(SHAPE)), counts).attend(layer, *heads())
 
 
-# The functions that take arrays of integers, or a layer or row: what they return of one bad number, and such numbers.
-# The value stands in row 0 where there is one for each row.
+# The functions that take arrays of integers, or a layer or row: what they return of one bad number,
+# and such numbers. The value stands in row 0 where there is one for each row.
 def first(number, rest=0):
     return jnp.stack([jnp.asarray(number, jnp.int32), jnp.int32(rest)])
 
 
 COUNTS = (-1, NEW + 1, 2**31 - 1)
 ARRAYS = {
-    ("forward", "counts"): (lambda x: kvq.forward(TINY, tokens(ROWS, NEW), first(x), empty())[1], COUNTS),
-    ("prefill", "counts"): (lambda x: kvq.prefill(TINY, tokens(ROWS, NEW), first(x), empty())[1], COUNTS),
+    ("forward", "counts"): (
+        lambda x: kvq.forward(TINY, tokens(ROWS, NEW), first(x), empty())[1],
+        COUNTS,
+    ),
+    ("prefill", "counts"): (
+        lambda x: kvq.prefill(TINY, tokens(ROWS, NEW), first(x), empty())[1],
+        COUNTS,
+    ),
     ("attend", "counts"): (
-        lambda x: kvq.commit(TINY, empty(), kvq.attend(TINY, tokens(ROWS, NEW), first(x), empty())[1], first(x)),
+        lambda x: kvq.commit(
+            TINY, empty(), kvq.attend(TINY, tokens(ROWS, NEW), first(x), empty())[1], first(x)
+        ),
         COUNTS,
     ),
     ("commit", "counts"): (lambda x: kvq.commit(TINY, empty(), pending(), first(x)), COUNTS),
     ("attend_layer", "counts"): (
         lambda x: kvq.append(
-            empty(SHAPE), [kvq.attend_layer(empty(SHAPE), i, *heads(), first(x))[1] for i in (0, 1)], first(x)
+            empty(SHAPE),
+            [kvq.attend_layer(empty(SHAPE), i, *heads(), first(x))[1] for i in (0, 1)],
+            first(x),
         ),
         COUNTS,
     ),
     ("layers", "counts"): (lambda x: kvq.commit_layers(attended(first(x))), COUNTS),
-    ("commit_layers", "counts"): (lambda x: kvq.commit_layers(attended(both(NEW)), first(x)), COUNTS),
+    ("commit_layers", "counts"): (
+        lambda x: kvq.commit_layers(attended(both(NEW)), first(x)),
+        COUNTS,
+    ),
     ("append", "counts"): (lambda x: kvq.append(empty(SHAPE), news(), first(x)), COUNTS),
     ("forward", "tokens"): (
         lambda x: kvq.forward(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty())[1],
@@ -110,8 +125,14 @@ ARRAYS = {
 # What returns no cache has no flag to raise: its traced numbers are only clipped.
 UNFLAGGED = {
     ("below_first", "counts"): (lambda x: kvq.below_first(empty(), first(x), NEW), COUNTS),
-    ("attend", "tokens"): (lambda x: kvq.attend(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty()), (-1, 50)),
-    ("attend_layer", "layer"): (lambda x: kvq.attend_layer(empty(SHAPE), x, *heads(), both(NEW))[0], (-1, 2)),
+    ("attend", "tokens"): (
+        lambda x: kvq.attend(TINY, tokens(ROWS, NEW).at[0, 3].set(x), both(NEW), empty()),
+        (-1, 50),
+    ),
+    ("attend_layer", "layer"): (
+        lambda x: kvq.attend_layer(empty(SHAPE), x, *heads(), both(NEW))[0],
+        (-1, 2),
+    ),
     ("copy_page", "source"): (lambda x: kvq.copy_page(paged(), x, 1), (-1, 4)),
     ("copy_page", "target"): (lambda x: kvq.copy_page(paged(), 1, x), (-1, 4)),
     ("dense", "layer"): (lambda x: kvq.dense(empty(SHAPE), x), (-1, 2)),
@@ -134,7 +155,10 @@ STATIC = {
     ("init_cache", "batch"): (lambda x: kvq.init_cache(TINY, "exact", x, 8), PAST),
     ("init_cache", "capacity"): (lambda x: kvq.init_cache(TINY, "exact", 1, x), PAST),
     ("init_cache", "pages"): (lambda x: kvq.init_cache(TINY, "exact", 1, 600, pages=x), PAST),
-    ("init_cache", "page_tokens"): (lambda x: kvq.init_cache(TINY, "exact", 1, 600, pages=1, page_tokens=x), PAST),
+    ("init_cache", "page_tokens"): (
+        lambda x: kvq.init_cache(TINY, "exact", 1, 600, pages=1, page_tokens=x),
+        PAST,
+    ),
     ("pages_needed", "tokens"): (lambda x: kvq.pages_needed(paged().layout, x), (-1, 2**40)),
     ("load", "rope_length"): (lambda x: kvq.load("demo", rope_length=x), PAST),
     ("shard", "data"): (lambda x: kvq.shard(TINY, "exact", data=x), PAST),
@@ -159,27 +183,65 @@ STATIC = {
     ("speculate", "draft"): (number(kvq.speculate, "draft", **GENERATE), PAST),
     ("speculate", "ngram"): (number(kvq.speculate, "ngram", **GENERATE), PAST),
     ("beam_search", "beams"): (number(kvq.beam_search, "beams", **GENERATE), (*PAST, 51)),
-    ("drift", "chunk"): (number(kvq.eval.drift, "chunk", model=TINY, texts=[1] * 64, method="exact"), PAST),
-    ("drift", "window"): (number(kvq.eval.drift, "window", model=TINY, texts=[1] * 64, method="exact"), PAST),
-    ("drift", "bins"): (number(kvq.eval.drift, "bins", model=TINY, texts=[1] * 64, method="exact"), PAST),
-    ("drift", "tokens"): (number(kvq.eval.drift, "tokens", model=TINY, texts=[1] * 64, method="exact"), (-1,)),
-    ("drift", "texts"): (lambda x: kvq.eval.drift(TINY, [1] * 31 + [x], "exact", window=16, tokens=0), (-1, 50)),
-    ("perplexity", "texts"): (lambda x: kvq.eval.perplexity(TINY, [1] * 31 + [x], "exact", window=16), (-1, 50)),
+    ("drift", "chunk"): (
+        number(kvq.eval.drift, "chunk", model=TINY, texts=[1] * 64, method="exact"),
+        PAST,
+    ),
+    ("drift", "window"): (
+        number(kvq.eval.drift, "window", model=TINY, texts=[1] * 64, method="exact"),
+        PAST,
+    ),
+    ("drift", "bins"): (
+        number(kvq.eval.drift, "bins", model=TINY, texts=[1] * 64, method="exact"),
+        PAST,
+    ),
+    ("drift", "tokens"): (
+        number(kvq.eval.drift, "tokens", model=TINY, texts=[1] * 64, method="exact"),
+        (-1,),
+    ),
+    ("drift", "texts"): (
+        lambda x: kvq.eval.drift(TINY, [1] * 31 + [x], "exact", window=16, tokens=0),
+        (-1, 50),
+    ),
+    ("perplexity", "texts"): (
+        lambda x: kvq.eval.perplexity(TINY, [1] * 31 + [x], "exact", window=16),
+        (-1, 50),
+    ),
     ("calibrate.run", "count"): (lambda x: kvq.calibrate.run(TINY, "kvquant", "a", count=x), PAST),
     ("calibrate.sequences", "count"): (lambda x: kvq.calibrate.sequences(TINY, "a", x, 8), PAST),
     ("calibrate.sequences", "length"): (lambda x: kvq.calibrate.sequences(TINY, "a", 1, x), PAST),
-    ("calibrate.run", "length"): (lambda x: kvq.calibrate.run(TINY, "kvquant", "a", length=x), PAST),
+    ("calibrate.run", "length"): (
+        lambda x: kvq.calibrate.run(TINY, "kvquant", "a", length=x),
+        PAST,
+    ),
     **{
-        ("perplexity", name): (number(kvq.eval.perplexity, name, model=TINY, texts=[1] * 64, method="exact"), values)
-        for name, values in {"chunk": PAST, "window": PAST, "batch": PAST, "context": PAST, "tokens": (-1,)}.items()
+        ("perplexity", name): (
+            number(kvq.eval.perplexity, name, model=TINY, texts=[1] * 64, method="exact"),
+            values,
+        )
+        for name, values in {
+            "chunk": PAST,
+            "window": PAST,
+            "batch": PAST,
+            "context": PAST,
+            "tokens": (-1,),
+        }.items()
     },
     **{
         ("retrieval", name): (number(kvq.eval.retrieval, name, model=TINY, method="exact"), values)
-        for name, values in dict.fromkeys(("length", "samples", "chunk", "batch", "bins"), PAST).items()
+        for name, values in dict.fromkeys(
+            ("length", "samples", "chunk", "batch", "bins"), PAST
+        ).items()
     },
-    ("retrieval", "seed"): (number(kvq.eval.retrieval, "seed", model=TINY, method="exact"), (-1, 2**40)),
+    ("retrieval", "seed"): (
+        number(kvq.eval.retrieval, "seed", model=TINY, method="exact"),
+        (-1, 2**40),
+    ),
     **{
-        (function.__name__, name): (lambda x, f=function, n=name: list(f(**GENERATE, **{n: x})), values)
+        (function.__name__, name): (
+            lambda x, f=function, n=name: list(f(**GENERATE, **{n: x})),
+            values,
+        )
         for function in (kvq.generate, kvq.stream, kvq.speculate, kvq.beam_search)
         for name, values in {
             "max_new_tokens": PAST,
@@ -237,10 +299,14 @@ def test_where_there_is_no_flag_traced_numbers_are_clipped(door):
 
 
 def said() -> dict[str, str]:
-    """What every static door says of a number out of range or of another type; "" where it says nothing."""
+    """What every static door says of a number out of range or of another type; "" where it says
+    nothing."""
     texts = {}
     for (function, name), (take, values) in STATIC.items():
-        for value in (*values, *(x for x in OTHER_TYPES if name not in ("overrides", "ids", "eos_ids"))):
+        for value in (
+            *values,
+            *(x for x in OTHER_TYPES if name not in ("overrides", "ids", "eos_ids")),
+        ):
             try:
                 take(value)
                 text = ""
@@ -265,17 +331,23 @@ def test_a_static_number_of_another_type_or_range_is_one_line():
 
 
 def test_every_integer_argument_has_a_row():
-    """Of public functions; the methods' own have a table of their own (tests/methods/test_factories.py)."""
+    """Of public functions; the methods' own have a table of their own
+    (tests/methods/test_factories.py)."""
     exempt = {*kvq.METHODS, "KVShape", "Rope", "Method", "Model"}
     modules = {"": kvq, "calibrate.": kvq.calibrate}
-    public = {f"{lead}{name}": getattr(module, name) for lead, module in modules.items() for name in module.__all__}
+    public = {
+        f"{lead}{name}": getattr(module, name)
+        for lead, module in modules.items()
+        for name in module.__all__
+    }
     public |= {name: getattr(kvq.eval, name) for name in kvq.eval.__all__}
     wanted = {
         (name, p.name)
         for name, function in public.items()
         if callable(function) and name not in exempt and not isinstance(function, type)
         for p in inspect.signature(function).parameters.values()
-        if "Int[" in str(p.annotation) or "int" in str(p.annotation).replace("print", "").split("[")[0]
+        if "Int[" in str(p.annotation)
+        or "int" in str(p.annotation).replace("print", "").split("[")[0]
     }
     assert wanted - {*ARRAYS, *UNFLAGGED, *STATIC} == {
         ("tune", "budget"),

@@ -1,4 +1,5 @@
-"""Two runs into one folder: the second says who holds it; a run that was killed holds nothing; no leftovers."""
+"""Two runs into one folder: the second says who holds it; a run that was killed holds nothing; no
+leftovers."""
 
 import errno
 import os
@@ -53,7 +54,9 @@ def test_the_second_run_is_told_who_holds_the_folder(holder, tmp_path, capsys, m
 
 def test_an_evaluation_holds_its_report(tmp_path, capsys, monkeypatch):
     with held(tmp_path / "ppl.json"):
-        code, out, err = run(capsys, monkeypatch, "eval", "ppl", "-c", "exact", "--out", str(tmp_path))
+        code, out, err = run(
+            capsys, monkeypatch, "eval", "ppl", "-c", "exact", "--out", str(tmp_path)
+        )
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert f"process {os.getpid()}" in err
 
@@ -83,7 +86,9 @@ def test_an_interrupted_write_leaves_nothing_half_written(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["picture", "picture.docx", "absent/picture.png", "."])
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_loaded(name, tmp_path, capsys, monkeypatch):
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_model_is_loaded(
+    name, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     words = ["eval", "drift", "-m", "/nowhere", "-c", "exact", "--plot", name]

@@ -1,4 +1,5 @@
-"""Wrong calls of public functions: each gives one line that names the mistake, and what to write instead."""
+"""Wrong calls of public functions: each gives one line that names the mistake, and what to write
+instead."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""The notebooks' install cell: which packages pip is asked for in each runtime, and the badges that open it."""
+"""The notebooks' install cell: which packages pip is asked for in each runtime, and the badges that
+open it."""
 
 import json
 import subprocess
@@ -27,7 +28,8 @@ def install_cell(notebook: Path) -> str:
 
 @pytest.fixture
 def run_cell(monkeypatch):
-    """Runs the cell in a runtime that has `packages`, `loaded` of them in memory, and where pip makes them `after`."""
+    """Runs the cell in a runtime that has `packages`, `loaded` of them in memory, and where pip
+    makes them `after`."""
 
     def run(packages: dict, after: dict | None = None, loaded=()) -> tuple[list[str], dict]:
         state, commands = dict(packages), []
@@ -63,9 +65,17 @@ RUNTIMES = {
     "v5e with an old JAX": (OLD | {"libtpu": "0.0.21"}, "plots,gguf,tpu", []),
     "CPU with an old JAX": (OLD, "plots,gguf", []),
     "no JAX": ({}, "plots,gguf", []),
-    "T4 with a new JAX": (NEW | {"jax-cuda12-plugin": "0.12.0"}, "plots,gguf", ["jax", "jaxlib", "jax-cuda12-plugin"]),
+    "T4 with a new JAX": (
+        NEW | {"jax-cuda12-plugin": "0.12.0"},
+        "plots,gguf",
+        ["jax", "jaxlib", "jax-cuda12-plugin"],
+    ),
     "v5e with a new JAX": (NEW | {"libtpu": "0.0.40"}, "plots,gguf", ["jax", "jaxlib", "libtpu"]),
-    "the oldest JAX that works": ({"jax": "0.10.2", "jaxlib": "0.10.2"}, "plots,gguf", ["jax", "jaxlib"]),
+    "the oldest JAX that works": (
+        {"jax": "0.10.2", "jaxlib": "0.10.2"},
+        "plots,gguf",
+        ["jax", "jaxlib"],
+    ),
     "the newest that does not": ({"jax": "0.10.1", "jaxlib": "0.10.1"}, "plots,gguf", []),
 }
 
@@ -76,7 +86,11 @@ def test_jax_and_its_plugin_stay_or_move_together(run_cell, runtime):
     (command,) = run_cell(packages)[0]
     assert command[:5] == [sys.executable, "-m", "pip", "install", "-q"]
     ours, *others = map(Requirement, command[5:])
-    assert (ours.name, ours.extras, ours.url) == ("kvqjax", set(extras.split(",")), f"git+{ADDRESS}")
+    assert (ours.name, ours.extras, ours.url) == (
+        "kvqjax",
+        set(extras.split(",")),
+        f"git+{ADDRESS}",
+    )
     assert [str(other) for other in others] == [f"{name}=={packages[name]}" for name in pinned]
 
 
@@ -98,7 +112,9 @@ def test_an_installed_package_is_left_alone(run_cell):
     assert run_cell(OLD | {"kvqjax": "0.1.0"})[0] == []
 
 
-@pytest.mark.parametrize(("loaded", "said"), [((), ""), (("jax", "numpy"), "jax replaced while loaded: restart")])
+@pytest.mark.parametrize(
+    ("loaded", "said"), [((), ""), (("jax", "numpy"), "jax replaced while loaded: restart")]
+)
 def test_a_restart_is_asked_for_where_it_is_needed(run_cell, capsys, loaded, said):
     run_cell(OLD | {"numpy": "2.0.2"}, after={"jax": "0.12.0", "jaxlib": "0.12.0"}, loaded=loaded)
     out = capsys.readouterr().out
@@ -116,7 +132,12 @@ def test_notebooks_share_one_install_cell():
 @pytest.fixture
 def published(tmp_path) -> Path:
     """A copy of what `examples/colab.py` writes to, and of the script."""
-    for path in (*NOTEBOOKS, ROOT / "examples" / "colab.py", ROOT / "README.md", ROOT / "docs" / "index.md"):
+    for path in (
+        *NOTEBOOKS,
+        ROOT / "examples" / "colab.py",
+        ROOT / "README.md",
+        ROOT / "docs" / "index.md",
+    ):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(path.read_text())
@@ -124,11 +145,16 @@ def published(tmp_path) -> Path:
 
 
 def point(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, folder / "examples" / "colab.py", *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, folder / "examples" / "colab.py", *words], capture_output=True, text=True
+    )
 
 
 def test_badges_open_the_notebooks(published):
-    for spelt in (ADDRESS, "git@github.com:owner/name.git"):  # twice: the second run changes nothing
+    for spelt in (
+        ADDRESS,
+        "git@github.com:owner/name.git",
+    ):  # twice: the second run changes nothing
         assert point(published, spelt).returncode == 0
         for notebook in NOTEBOOKS:
             link = f"https://colab.research.google.com/github/owner/name/blob/main/examples/{notebook.name}"
@@ -147,7 +173,9 @@ def test_badges_open_the_notebooks(published):
 def test_no_page_has_an_empty_badge():
     """Before the repository is published there is nothing that a badge could open."""
     for path in (*NOTEBOOKS, ROOT / "README.md", ROOT / "docs" / "index.md"):
-        assert path.read_text().count("<!-- badge -->") == path.read_text().count("<!-- badge --> [![")
+        assert path.read_text().count("<!-- badge -->") == path.read_text().count(
+            "<!-- badge --> [!["
+        )
 
 
 @pytest.mark.parametrize("words", [("https://example.org/owner/name",), ("owner",), ()])

@@ -23,12 +23,24 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
-# Words that make a command of README short, behind its own: the command begins with -> what is added.
+# Words that make a command of README short, behind its own: the command begins with -> what is
+# added.
 SHORTER = {
     "generate": ["--max-new-tokens", "2"],
     "eval ppl": ["--window", "96", "--tokens", "96"],
     "eval retrieval": ["--samples", "2"],
-    "eval compare": ["--window", "96", "--tokens", "96", "--sequences", "1", "--context", "4096", "--store", "kept"],
+    "eval compare": [
+        "--window",
+        "96",
+        "--tokens",
+        "96",
+        "--sequences",
+        "1",
+        "--context",
+        "4096",
+        "--store",
+        "kept",
+    ],
     "eval drift": ["--window", "96", "--tokens", "96", "--chunk", "32"],
     "calibrate": ["--sequences", "1", "--length", "128"],
 }
@@ -46,7 +58,9 @@ PARSED = {
 def commands(page: Path) -> list[str]:
     """The `kvqjax` commands in a page's shell blocks, as printed, without comments."""
     blocks = [
-        body for language, body in BLOCK.findall(page.read_text(encoding="utf-8")) if language in ("", "sh", "bash")
+        body
+        for language, body in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if language in ("", "sh", "bash")
     ]
     return [line for body in blocks for line in body.splitlines() if line.startswith("kvqjax ")]
 
@@ -66,7 +80,9 @@ def parse(words: list[str]) -> None:
 
     context = get_command(app).make_context("kvqjax", list(words))
     while hasattr(context.command, "resolve_command"):
-        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, rest = context.command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         context = command.make_context(name, rest, parent=context)
 
 
@@ -171,7 +187,9 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
     assert compared >= (5 if page == "docs/tutorial.md" else 0)
 
 
-@pytest.mark.parametrize("page", ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"])
+@pytest.mark.parametrize(
+    "page", ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"]
+)
 def test_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jax.clear_caches()  # a page counts the programs of its own loop; another page's are of the same functions
@@ -196,7 +214,9 @@ def test_an_output_that_differs_is_said(tmp_path):
 
 def test_every_public_name_is_in_the_reference():
     """By itself, or with all names of its module."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")]
+    pages = [
+        page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")
+    ]
     paths = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
     described = {id(pkgutil.resolve_name(path)) for path in paths}
     for path in paths:
@@ -209,7 +229,11 @@ def test_every_public_name_is_in_the_reference():
 
 def test_nothing_is_installed_by_a_name_that_no_registry_has():
     """kvqjax is installed from a clone or a repository's address."""
-    sources = [path for name in ("kvqjax", "eval", "calibrate", "examples") for path in (ROOT / name).rglob("*.*")]
+    sources = [
+        path
+        for name in ("kvqjax", "eval", "calibrate", "examples")
+        for path in (ROOT / name).rglob("*.*")
+    ]
     for path in [*PAGES, *(path for path in sources if path.suffix in (".py", ".ipynb"))]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if "pip install" in line:

@@ -1,4 +1,5 @@
-"""Nothing that is read is ever run: no pickle, no eval, no code from a hub, no path that leaves its folder."""
+"""Nothing that is read is ever run: no pickle, no eval, no code from a hub, no path that leaves its
+folder."""
 
 import ast
 import importlib.util
@@ -27,14 +28,22 @@ def offences(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found += [f"{node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
+            found += [
+                f"{node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES
+            ]
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in CALLS:
                 found.append(f"{node.lineno}: {node.func.id}()")
             for keyword in node.keywords:
                 unsafe = keyword.arg in ("allow_pickle", "trust_remote_code", "shell")
-                if unsafe and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                if unsafe and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
                     found.append(f"{node.lineno}: {keyword.arg}")
     return found
 
@@ -46,7 +55,13 @@ def test_no_pickle_no_eval_no_remote_code(file):
 
 @pytest.mark.parametrize(
     "line",
-    ["import pickle", "from torch import load", "eval('1')", "np.load(f, allow_pickle=True)", "f(trust_remote_code=x)"],
+    [
+        "import pickle",
+        "from torch import load",
+        "eval('1')",
+        "np.load(f, allow_pickle=True)",
+        "f(trust_remote_code=x)",
+    ],
 )
 def test_offences_are_seen(line):
     assert offences(line)
@@ -70,7 +85,9 @@ def test_offences_are_seen(line):
 def test_hub_names_that_could_be_paths_are_never_asked_for(name, monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked")
+    )
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with pytest.raises(kvq.UserError, match="no such folder, nor a hub id"):
@@ -81,11 +98,17 @@ def test_only_data_is_asked_of_the_hub(monkeypatch, tmp_path):
     import huggingface_hub
 
     asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: asked.update(options) or tmp_path,
+    )
     with pytest.raises(kvq.UserError, match=r"no config\.json"):
         kvq.load("owner/name")
     assert set(asked["allow_patterns"]) == set(model_module._HUB_FILES)
-    assert not any(pattern.endswith((".py", ".bin", ".pt", ".pkl")) for pattern in asked["allow_patterns"])
+    assert not any(
+        pattern.endswith((".py", ".bin", ".pt", ".pkl")) for pattern in asked["allow_patterns"]
+    )
 
 
 class Bomb:

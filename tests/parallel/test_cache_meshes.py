@@ -1,4 +1,5 @@
-"""A cache saved on one mesh and loaded for another is the cache that the other would have filled."""
+"""A cache saved on one mesh and loaded for another is the cache that the other would have
+filled."""
 
 import itertools
 
@@ -13,7 +14,8 @@ import kvqjax as kvq
 
 MESHES = {"one": None, "seq": {"seq": 4}, "all": {"data": 2, "seq": 2, "model": 2}}
 SPECS = {
-    # Two runs, sliding windows (the body is a ring, of another length on every mesh), two clocks in a layer.
+    # Two runs, sliding windows (the body is a ring, of another length on every mesh), two clocks in
+    # a layer.
     "kivi:bits=4,value_group=16,window=64,rule=published;0=exact": tiny(sliding_window=300),
     # `model` shares out tokens as well, and some fields lie along lanes.
     "kvquant:bits=4,sinks=2": tiny(),
@@ -32,7 +34,9 @@ def filled(model, method):
 
 
 def read(model, cache):
-    return np.asarray(attend(model, TOKENS, np.full(len(LENGTHS), TOKENS.shape[1], np.int32), cache)[0])
+    return np.asarray(
+        attend(model, TOKENS, np.full(len(LENGTHS), TOKENS.shape[1], np.int32), cache)[0]
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -51,5 +55,8 @@ def test_from_any_mesh_to_any(spec, tmp_path):
             same = got.sharding.is_equivalent_to(own.sharding, own.ndim)
             assert same or not own.size, f"{source} to {target}"
             assert (got.shape, got.dtype) == (own.shape, own.dtype)
-        # Equal words under another sharding: the very numbers that the target reads from what it encoded itself.
-        np.testing.assert_array_equal(read(models[target], back), wanted[target], f"{source} to {target}")
+        # Equal words under another sharding: the very numbers that the target reads from what it
+        # encoded itself.
+        np.testing.assert_array_equal(
+            read(models[target], back), wanted[target], f"{source} to {target}"
+        )

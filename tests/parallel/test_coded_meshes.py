@@ -16,18 +16,39 @@ from kvqjax.model.weight_codes import CodedWeight, code_weight
 from kvqjax.model.weight_trees import BY_EXPERT, Rows, is_unrolled
 from kvqjax.parallel.sharding import MeshSize, rules_for
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *BY_EXPERT, *(f"shared_{n}" for n in ("gate", "up", "down")))
+MATRICES = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "gate",
+    "up",
+    "down",
+    *BY_EXPERT,
+    *(f"shared_{n}" for n in ("gate", "up", "down")),
+)
 EXPERTS = ExpertConfig(count=8, per_token=2, width=24, shared_width=32, dense_layers=(1,))
 MODELS = {
     "dense": {"width": 64, "mlp_width": 256},  # two groups of 128 inputs in `down`
-    "experts": {"num_layers": 3, "experts": EXPERTS, "architecture": "Qwen2MoeForCausalLM", "qkv_bias": True},
+    "experts": {
+        "num_layers": 3,
+        "experts": EXPERTS,
+        "architecture": "Qwen2MoeForCausalLM",
+        "qkv_bias": True,
+    },
 }
 
 
 def coded(model: kvq.Model, bits: int) -> kvq.Model:
-    code = lambda x: code_weight(x, bits)  # noqa: E731
+    def code(x):
+        return code_weight(x, bits)
+
     layers = {
-        name: x if name not in MATRICES else Rows(code(x.stack), x.layers) if isinstance(x, Rows) else code(x)
+        name: x
+        if name not in MATRICES
+        else Rows(code(x.stack), x.layers)
+        if isinstance(x, Rows)
+        else code(x)
         for name, x in model.params["layers"].items()
     }
     return model.replace(params=model.params | {"layers": layers})
@@ -48,7 +69,11 @@ def after(model: kvq.Model, method: str) -> np.ndarray:
 def bits_here(model: kvq.Model, names: list[str]) -> int:
     """Bits of some matrices' codes on the first device."""
     layers = model.params["layers"]
-    held = [own.get(name) for own in (layers if is_unrolled(model.params) else [layers]) for name in names]
+    held = [
+        own.get(name)
+        for own in (layers if is_unrolled(model.params) else [layers])
+        for name in names
+    ]
     codes = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, CodedWeight))
     return sum(8 * x.codes.addressable_data(0).nbytes for x in codes)
 
@@ -57,7 +82,13 @@ def bits_here(model: kvq.Model, names: list[str]) -> int:
     ("name", "method", "bits", "sizes", "layers"),
     [
         ("dense", "exact", 8, {"data": 2, "model": 4}, "scan"),
-        ("dense", "xquant:bits=8,group=32", 4, {"model": 4}, "scan"),  # keys and values from whole projections
+        (
+            "dense",
+            "xquant:bits=8,group=32",
+            4,
+            {"model": 4},
+            "scan",
+        ),  # keys and values from whole projections
         ("experts", "exact", 4, {"data": 2, "model": 4}, "scan"),
         ("experts", "exact", 8, {"model": 2}, "unroll"),
         ("experts", "exact", 8, {"data": 2, "model": 2}, "switch"),
@@ -76,12 +107,16 @@ def test_logits_and_bytes(name, method, bits, sizes, layers):
     numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(held))
     assert bits_here(one, split) == numbers * bits
     assert bits_here(spread, split) == numbers * bits // parts
-    if name == "dense":  # two groups of 128 inputs, shared out over four devices: each has the scale of its own half
+    if (
+        name == "dense"
+    ):  # two groups of 128 inputs, shared out over four devices: each has the scale of its own half
         scale = spread.params["layers"]["down"].scale
         assert (scale.shape[1], scale.addressable_data(0).shape[1]) == (4, 1)
 
 
-@pytest.mark.parametrize(("layers", "weights"), [("scan", "int4"), ("switch", "int4"), ("unroll", "int8")])
+@pytest.mark.parametrize(
+    ("layers", "weights"), [("scan", "int4"), ("switch", "int4"), ("unroll", "int8")]
+)
 def test_loaded_in_place(layers, weights, tmp_path):
     """What `load` puts on a mesh is what `shard` makes of the model loaded whole."""
     model = tiny(**MODELS["experts"])
@@ -100,5 +135,7 @@ def test_loaded_in_place(layers, weights, tmp_path):
 
 
 def test_a_word_of_codes_is_not_cut():
-    with pytest.raises(kvq.UserError, match="4 devices cannot share out 2 rows of codes of int4 weights"):
+    with pytest.raises(
+        kvq.UserError, match="4 devices cannot share out 2 rows of codes of int4 weights"
+    ):
         kvq.shard(coded(tiny(mlp_width=16), 4), "exact", model=4)

@@ -1,4 +1,5 @@
-"""A cache of another model's shape on a mesh of eight devices: what `attend_layer` and `append` give on one."""
+"""A cache of another model's shape on a mesh of eight devices: what `attend_layer` and `append`
+give on one."""
 
 import functools
 
@@ -23,7 +24,9 @@ SPLIT = {  # method -> whether KV heads lie on different devices; the last one's
 
 
 def drawn(seed: int, length: int, heads: int):
-    return jax.random.normal(jax.random.key(seed), (SHAPE.num_layers, 2, length, heads, SHAPE.head_dim))
+    return jax.random.normal(
+        jax.random.key(seed), (SHAPE.num_layers, 2, length, heads, SHAPE.head_dim)
+    )
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -52,7 +55,9 @@ def test_a_shape_s_cache_on_a_mesh(spec):
     spread = kvq.init_cache(SHAPE, method, 2, CAPACITY, sharding=rules)
     body = jax.tree.leaves(spread.runs[0].body)[0]
     assert len(body.sharding.device_set) == 8
-    assert body.addressable_shards[0].data.size <= body.size // 4  # rows and blocks; heads where they may be split
+    assert (
+        body.addressable_shards[0].data.size <= body.size // 4
+    )  # rows and blocks; heads where they may be split
     for counts, length in ((LENGTHS, max(LENGTHS)), ((NEW, 1), NEW)):
         counts = jnp.asarray(counts)
         wanted, alone = call(alone, counts, constants, length)
@@ -63,7 +68,9 @@ def test_a_shape_s_cache_on_a_mesh(spec):
     assert spread.layout.rules == rules
     for run, other in zip(spread.runs, alone.runs, strict=True):
         for name, x in run.window.items():
-            np.testing.assert_allclose(x, other.window[name], atol=1e-6)  # keys are rotated in another program
+            np.testing.assert_allclose(
+                x, other.window[name], atol=1e-6
+            )  # keys are rotated in another program
 
 
 def test_logarithms_of_denominators_on_a_mesh():
@@ -71,17 +78,22 @@ def test_logarithms_of_denominators_on_a_mesh():
     rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))
     found = []
     for sharding in (None, rules):
-        cache = kvq.init_cache(SHAPE, method, 2, 512, **({} if sharding is None else {"sharding": sharding}))
+        cache = kvq.init_cache(
+            SHAPE, method, 2, 512, **({} if sharding is None else {"sharding": sharding})
+        )
         _, cache = call(cache, jnp.asarray([200, 90]), (), 200)
-        q, k, v = drawn(4, 1, SHAPE.num_heads)[0], *(drawn(seed, 1, SHAPE.num_kv_heads)[0] for seed in (5, 6))
+        q, k, v = (
+            drawn(4, 1, SHAPE.num_heads)[0],
+            *(drawn(seed, 1, SHAPE.num_kv_heads)[0] for seed in (5, 6)),
+        )
         found.append(kvq.attend_layer(cache, 0, q, k, v, jnp.asarray([1, 1]), return_lse=True))
     for got, wanted in zip(found[1][:2], found[0][:2], strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
 def test_what_a_mesh_s_cache_goes_through(tmp_path, monkeypatch):
-    """Surgery knows no mesh; a cache saved from GPUs' form comes back on one device or on another mesh, there in the
-    same form, each device its part, and attends as before."""
+    """Surgery knows no mesh; a cache saved from GPUs' form comes back on one device or on another
+    mesh, there in the same form, each device its part, and attends as before."""
     method = kvq.parse("kivi:bits=4,value_group=16,window=32")
     rules = rules_for(SHAPE, method, MeshSize(data=1, seq=2, model=2))
     spread = kvq.init_cache(SHAPE, method, 2, 512, sharding=rules, form="heads")

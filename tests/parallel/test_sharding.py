@@ -1,4 +1,5 @@
-"""A mesh of eight devices computes what one does: every method on rows x sequence x model, and what XLA sends."""
+"""A mesh of eight devices computes what one does: every method on rows x sequence x model, and what
+XLA sends."""
 
 import re
 
@@ -20,7 +21,8 @@ from kvqjax.parallel.rules import shares_heads
 from kvqjax.parallel.sharding import rules_for
 
 ALL = {"data": 2, "seq": 2, "model": 2}
-# method -> (changes to the tiny model, whether keys and values are split over KV heads). 16 channels are one head.
+# method -> (changes to the tiny model, whether keys and values are split over KV heads). 16
+# channels are one head.
 CELLS: dict[str, tuple[dict, bool]] = {
     "exact": ({}, True),
     "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3": ({}, True),
@@ -59,15 +61,20 @@ def both(spec: str, sizes: dict, capacity: int = CAPACITY):
     sources = pending(kvq.init_cache(model, method, 2, CAPACITY))
     spread = kvq.shard(model, method, **sizes)
     return [
-        np.asarray(filled_logits(m, kvq.init_cache(m, method, 2, capacity), sources, TOKENS)) for m in (model, spread)
+        np.asarray(filled_logits(m, kvq.init_cache(m, method, 2, capacity), sources, TOKENS))
+        for m in (model, spread)
     ]
 
 
 def bound(logits, length: int = max(LENGTHS)) -> float:
-    """Equal words are read (the sources are equal); what differs is the order of sums. Reordering a sum of n terms
-    moves it by at most n eps of the sum of sizes; the terms of all sums a logit passes through are added."""
+    """Equal words are read (the sources are equal); what differs is the order of sums. Reordering a
+    sum of n terms moves it by at most n eps of the sum of sizes; the terms of all sums a logit
+    passes through are added."""
     config = tiny().config
-    terms = config.num_layers * (length + 2 * config.width + config.mlp_width + config.query_width) + config.width
+    terms = (
+        config.num_layers * (length + 2 * config.width + config.mlp_width + config.query_width)
+        + config.width
+    )
     return float(np.finfo(np.float32).eps * terms * np.abs(logits).max())
 
 
@@ -96,7 +103,8 @@ step = jax.jit(kvq.forward)
 
 @pytest.mark.parametrize("spec", thinned(["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"], 2))
 def test_few_tokens(spec):
-    """Keys and values of the step itself and of the step before, of which a long body would drown an error."""
+    """Keys and values of the step itself and of the step before, of which a long body would drown
+    an error."""
     model, method = model_of(spec)
     counts, logits = jnp.full((2,), SHORT.shape[1], jnp.int32), []
     for m in (model, kvq.shard(model, method, **ALL)):
@@ -114,7 +122,9 @@ def test_what_is_split_over_heads(spec):
     columns = model.params["layers"]["k"].addressable_data(0).shape[-1]
     assert columns == model.config.kv_width // (1 if spec.startswith("xquant") else 2)
     cache = kvq.init_cache(model, method, 2, CAPACITY)
-    here = sum(x.addressable_data(0).nbytes for state in cache.runs for x in jax.tree.leaves(state.body))
+    here = sum(
+        x.addressable_data(0).nbytes for state in cache.runs for x in jax.tree.leaves(state.body)
+    )
     whole = sum(x.nbytes for state in cache.runs for x in jax.tree.leaves(state.body))
     assert here * 8 == whole  # rows, sequence and heads (or tokens again) each halve it
 
@@ -136,7 +146,9 @@ def compiled_step(spec: str, capacity: int):
     model = kvq.shard(model, method, **ALL)
     cache = kvq.init_cache(model, method, 2, capacity)
     step = jax.jit(kvq.forward, static_argnames="last", donate_argnames="cache")
-    return step.lower(model, TOKENS[:, :1], jnp.ones(2, jnp.int32), cache, last=True).compile(), cache
+    return step.lower(
+        model, TOKENS[:, :1], jnp.ones(2, jnp.int32), cache, last=True
+    ).compile(), cache
 
 
 def collectives(text: str) -> dict[int, list[str]]:
@@ -148,10 +160,14 @@ def collectives(text: str) -> dict[int, list[str]]:
             inside = "entry" if start[1] else start[2]
             bodies[inside] = ([], [])
         elif inside:
-            bodies[inside][0].extend(re.findall(r"= .*? (all-[\w\-]+|reduce-scatter|collective-[\w\-]+)\(", line))
+            bodies[inside][0].extend(
+                re.findall(r"= .*? (all-[\w\-]+|reduce-scatter|collective-[\w\-]+)\(", line)
+            )
             bodies[inside][1].extend(
                 (name, 1 if "body=" in line else 0)
-                for name in re.findall(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line)
+                for name in re.findall(
+                    r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line
+                )
             )
     depths: dict[int, list[str]] = {}
     queue = [("entry", 0)]
@@ -163,18 +179,23 @@ def collectives(text: str) -> dict[int, list[str]]:
 
 
 def test_only_the_merge_is_sent_inside_attention():
-    """Heads are split: two sums over `width` per layer, and the merge over `seq` (its maximum, then output and
-    denominator)."""
-    compiled, _ = compiled_step("kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3", CAPACITY)
+    """Heads are split: two sums over `width` per layer, and the merge over `seq` (its maximum, then
+    output and denominator)."""
+    compiled, _ = compiled_step(
+        "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3", CAPACITY
+    )
     found = collectives(compiled.as_text())
     assert set(found) == {0, 1}, found  # nothing inside the loop over blocks
     assert set(found[1]) == {"all-reduce"}
     assert 4 <= len(found[1]) <= 5  # XLA may or may not combine output and denominator
-    assert found[0] == ["all-reduce"] * 2  # the embedding rows, and how many new tokens are finite everywhere
+    assert (
+        found[0] == ["all-reduce"] * 2
+    )  # the embedding rows, and how many new tokens are finite everywhere
 
 
 def test_what_is_not_finite_on_one_device_is_seen_on_all():
-    """One channel of one KV head of the last layer: nothing carries it to the other devices by itself."""
+    """One channel of one KV head of the last layer: nothing carries it to the other devices by
+    itself."""
     model, method = model_of("exact")
     spread = kvq.shard(model, method, **ALL)
     cache = kvq.init_cache(spread, method, 2, 512)
@@ -220,7 +241,10 @@ def test_dealing_is_a_partition(parts):
 
 def test_what_cannot_be_split_is_refused():
     config = tiny().config
-    for sizes, message in [({"model": 3}, "mesh model=3 must divide 4 heads"), ({"data": 16}, "wants 16 devices")]:
+    for sizes, message in [
+        ({"model": 3}, "mesh model=3 must divide 4 heads"),
+        ({"data": 16}, "wants 16 devices"),
+    ]:
         with pytest.raises(kvq.UserError, match=message):
             rules_for(config, kvq.exact(), MeshSize(**sizes))
     with pytest.raises(kvq.UserError, match="mesh 'rows=2'"):

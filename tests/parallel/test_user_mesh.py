@@ -1,5 +1,5 @@
-"""A cache on another model's own mesh, with axes of that model's names: what one device gives, under `jax.set_mesh`,
-with axes of both kinds. The model's arrays come as they are."""
+"""A cache on another model's own mesh, with axes of that model's names: what one device gives,
+under `jax.set_mesh`, with axes of both kinds. The model's arrays come as they are."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,14 @@ import kvqjax as kvq
 SHAPE = tiny().config.alone
 ROWS, LENGTH, CAPACITY = 4, 80, 512
 VALID = jnp.arange(LENGTH)[None] >= jnp.asarray([[0], [5], [60], [79]])  # left padding
-MASK = jax.random.bernoulli(jax.random.key(2), 0.5, (ROWS, LENGTH, LENGTH))  # of the new tokens that each one sees
+MASK = jax.random.bernoulli(
+    jax.random.key(2), 0.5, (ROWS, LENGTH, LENGTH)
+)  # of the new tokens that each one sees
 
 
 def made(x, weights):
-    """Queries, keys and values of one layer, of the types that the model's own weights give them."""
+    """Queries, keys and values of one layer, of the types that the model's own weights give
+    them."""
     return [jnp.einsum("btw,whd->bthd", x, part) for part in jnp.split(weights, (4, 6), axis=1)]
 
 
@@ -27,7 +30,9 @@ def by_layers(cache, x, weights, valid, constants, mask):
     out, below, new = [], None, []
     for layer in range(2):
         qkv = made(x, weights[layer])
-        got, below = kvq.attend_layer(cache, layer, *qkv, valid, below=below, constants=constants, mask=mask)
+        got, below = kvq.attend_layer(
+            cache, layer, *qkv, valid, below=below, constants=constants, mask=mask
+        )
         out.append(got)
         new.append(below)
     return jnp.stack(out), kvq.append(cache, new, valid, constants=constants)
@@ -59,11 +64,14 @@ def inputs(mesh=None):
     )
     if mesh is None:
         return x, weights / 8
-    return jax.device_put(x, NamedSharding(mesh, P("fsdp"))), jax.device_put(weights / 8, NamedSharding(mesh, P()))
+    return jax.device_put(x, NamedSharding(mesh, P("fsdp"))), jax.device_put(
+        weights / 8, NamedSharding(mesh, P())
+    )
 
 
 def steps(run, cache, x, weights, constants, mask):
-    """A prompt, then a token more on each row, by the same program: outputs of valid tokens, and the cache."""
+    """A prompt, then a token more on each row, by the same program: outputs of valid tokens, and
+    the cache."""
     step, outs = jax.jit(run), []
     for valid in (VALID, jnp.broadcast_to(jnp.arange(LENGTH) == 7, VALID.shape)):
         out, cache = step(cache, x, weights, valid, constants, mask)
@@ -90,17 +98,24 @@ def test_a_user_s_mesh_gives_what_one_device_gives(name):
     spec, run, kind, sizes, split = CASES[name]
     constants = _constants(tiny(), kvq.parse(spec))
     mask = MASK if "mask" in name else None
-    wanted, alone = steps(by_layers, kvq.init_cache(SHAPE, spec, ROWS, CAPACITY), *inputs(), constants, mask)
+    wanted, alone = steps(
+        by_layers, kvq.init_cache(SHAPE, spec, ROWS, CAPACITY), *inputs(), constants, mask
+    )
     mesh = jax.make_mesh(sizes, ("fsdp", "tp"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
-        cache = kvq.init_cache(SHAPE, spec, ROWS, CAPACITY, mesh=mesh, batch_axis="fsdp", head_axis="tp")
+        cache = kvq.init_cache(
+            SHAPE, spec, ROWS, CAPACITY, mesh=mesh, batch_axis="fsdp", head_axis="tp"
+        )
         assert cache.layout.rules.kv_heads == (("tp",) if split else ())
         assert len(jax.tree.leaves(cache.runs[0].body)[0].sharding.device_set) == 8
         got, cache = steps(run, cache, *inputs(mesh), constants, mask)
     for (out, ours), (_, theirs) in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
         if kind == AxisType.Explicit:
-            assert jax.typeof(out).sharding.spec[:2] == (None, "fsdp")  # as the queries, whose heads are everywhere
+            assert jax.typeof(out).sharding.spec[:2] == (
+                None,
+                "fsdp",
+            )  # as the queries, whose heads are everywhere
     np.testing.assert_array_equal(cache.lengths, alone.lengths)
     if split:  # the body is not dealt, so that its arrays are those of one device
         for a, b in zip(jax.tree.leaves(cache.runs), jax.tree.leaves(alone.runs), strict=True):
@@ -114,7 +129,9 @@ def test_a_user_s_mesh_gives_what_one_device_gives(name):
 def test_rows_move_on_a_user_s_mesh(kind):
     """Requests that are prefilled apart, on all devices, join a batch whose rows are split."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(kind, kind))
-    tokens = {name: jax.random.normal(jax.random.key(i), (ROWS, 40, 32)) for i, name in enumerate("kv")}
+    tokens = {
+        name: jax.random.normal(jax.random.key(i), (ROWS, 40, 32)) for i, name in enumerate("kv")
+    }
     counts = jnp.asarray([40, 33, 8, 1])
     with jax.set_mesh(mesh):
         axes = {"mesh": mesh, "head_axis": "tp"}
@@ -146,7 +163,9 @@ def test_rows_move_on_a_user_s_mesh(kind):
         }
         places = cache.layout.rules.places(cache)
         for name in ("insert", "gather", "crop", "evict", "fork"):
-            same = jax.tree.map(lambda x, place: x.sharding.is_equivalent_to(place, x.ndim), moved[name], places)
+            same = jax.tree.map(
+                lambda x, place: x.sharding.is_equivalent_to(place, x.ndim), moved[name], places
+            )
             assert kind == AxisType.Auto or all(jax.tree.leaves(same)), name
         if kind == AxisType.Explicit:
             with pytest.raises(kvq.UserError, match="3 rows cannot be split over 4 devices"):
@@ -157,7 +176,10 @@ def test_rows_move_on_a_user_s_mesh(kind):
 
 def test_axes_that_cannot_be_are_refused():
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    make = lambda shape=SHAPE, spec=KIVI, rows=4, **axes: kvq.init_cache(shape, spec, rows, 64, **axes)  # noqa: E731
+
+    def make(shape=SHAPE, spec=KIVI, rows=4, **axes):
+        return kvq.init_cache(shape, spec, rows, 64, **axes)
+
     refused = {
         "no axis 'data'; it has 'fsdp', 'tp'": lambda: make(mesh=mesh, batch_axis="data"),
         "'tp' is named twice": lambda: make(mesh=mesh, head_axis="tp", sequence_axis="tp"),
@@ -192,4 +214,6 @@ def test_a_cache_from_outside_is_refused_where_jax_could_not_write_it():
         inside = kvq.append(kvq.init_cache(SHAPE, KIVI, 2, 64), tokens, counts)
         inside = kvq.insert(inside, 0, kvq.fork(outside), 0)
         assert inside.lengths.tolist() == [0, 3]
-        assert kvq.forward(model, ids, counts, kvq.init_cache(model, KIVI, 2, 64))[1].lengths.tolist() == [3, 3]
+        assert kvq.forward(model, ids, counts, kvq.init_cache(model, KIVI, 2, 64))[
+            1
+        ].lengths.tolist() == [3, 3]

@@ -37,7 +37,9 @@ def model():
 
 def alone(model, prompt, method, **options):
     """What `generate` makes of one prompt in the engine's mode: chunks on the same grid."""
-    return kvq.generate(model, [prompt], method, chunk=CHUNK, capacity=CAPACITY, eos_ids=(), **options)
+    return kvq.generate(
+        model, [prompt], method, chunk=CHUNK, capacity=CAPACITY, eos_ids=(), **options
+    )
 
 
 def engine_of(model, method, rows=3, **options):
@@ -65,7 +67,9 @@ def test_scores_are_log_probabilities_of_the_model(model):
     prompt = PROMPTS[4]
     with engine_of(model, "exact") as engine:
         neighbour = engine.submit(PROMPTS[1], max_new_tokens=NEW, eos_ids=())
-        answer = engine.submit(prompt, max_new_tokens=5, eos_ids=(), scores=3, prompt_scores=True).result()
+        answer = engine.submit(
+            prompt, max_new_tokens=5, eos_ids=(), scores=3, prompt_scores=True
+        ).result()
         plain = engine.submit(prompt, max_new_tokens=5, eos_ids=()).result()
         assert neighbour.result().scores == []
     assert plain.tokens == answer.tokens
@@ -131,10 +135,15 @@ def test_requests_are_given_up(model):
 def test_urgent_requests_come_first_and_a_full_queue_refuses(model):
     # Answers so long that none ends by itself while this thread is kept from the processor.
     options = {"max_new_tokens": 4000, "eos_ids": (), "beyond_trained": True}
-    with kvq.Engine(model, "exact", rows=1, capacity=4096, chunk=CHUNK, stride=2, queue=3) as engine:
+    with kvq.Engine(
+        model, "exact", rows=1, capacity=4096, chunk=CHUNK, stride=2, queue=3
+    ) as engine:
         running = engine.submit(PROMPTS[0], **options)
         next(iter(running))  # its row is taken
-        handles = {priority: engine.submit(PROMPTS[2], priority=priority, **options) for priority in (5, 1, 3)}
+        handles = {
+            priority: engine.submit(PROMPTS[2], priority=priority, **options)
+            for priority in (5, 1, 3)
+        }
         with pytest.raises(EngineFull, match="3 requests wait already"):
             engine.submit(PROMPTS[2])
         for priority in (1, 3, 5):
@@ -160,7 +169,9 @@ def test_a_closed_engine_has_no_request_left(model):
 
 
 def test_numbers_that_are_not_finite_end_their_request_alone(model):
-    broken = model.replace(params={**model.params, "embed": model.params["embed"].at[9].set(np.nan)})
+    broken = model.replace(
+        params={**model.params, "embed": model.params["embed"].at[9].set(np.nan)}
+    )
     with engine_of(broken, "exact") as engine:
         good, bad = (engine.submit([1, 2, token], max_new_tokens=6, eos_ids=()) for token in (3, 9))
         with pytest.raises(RequestFailed, match="NaN or infinite"):
@@ -214,15 +225,26 @@ def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
 
 
 def test_a_prompt_that_made_way_counts_what_it_reused_at_last(model):
-    """It goes on from a prefix, makes way for an earlier request, and finds the prefix gone when it begins anew."""
-    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, 1024, pages=pages)).bytes for pages in (1, 2))
-    room = 7 * (two - one) + 12 * (2 * one - two)  # pages of 256 tokens, and what rows and snapshots have besides
+    """It goes on from a prefix, makes way for an earlier request, and finds the prefix gone when it
+    begins anew."""
+    one, two = (
+        kvq.ledger(kvq.init_cache(model, "exact", 1, 1024, pages=pages)).bytes for pages in (1, 2)
+    )
+    room = 7 * (two - one) + 12 * (
+        2 * one - two
+    )  # pages of 256 tokens, and what rows and snapshots have besides
     system = [token % 49 for token in range(645)]
-    with kvq.Engine(model, "exact", rows=3, pool_bytes=room, prefixes=1, stride=2, **LONG) as engine:
+    with kvq.Engine(
+        model, "exact", rows=3, pool_bytes=room, prefixes=1, stride=2, **LONG
+    ) as engine:
         assert engine.stats().pages == 7
         engine.submit([*system, 1], max_new_tokens=2, eos_ids=()).result()
-        # Both need a second page, for 288 tokens, while the last prompt is fed. One gets a page of the prefix.
-        early = [engine.submit(prompt, max_new_tokens=60, eos_ids=()) for prompt in ([7] * 270, [8] * 280)]
+        # Both need a second page, for 288 tokens, while the last prompt is fed. One gets a page of
+        # the prefix.
+        early = [
+            engine.submit(prompt, max_new_tokens=60, eos_ids=())
+            for prompt in ([7] * 270, [8] * 280)
+        ]
         last = engine.submit([*system, *[3] * 370], max_new_tokens=4, eos_ids=())
         answers = [handle.result() for handle in (*early, last)]
         stats = engine.stats()
@@ -264,7 +286,12 @@ def test_what_cannot_be_is_one_line(model, unchecked):
 def test_a_chunk_longer_than_any_prompt_is_one_of_a_row_s_length(model):
     with kvq.Engine(model, "exact", rows=2, capacity=64, chunk=10**9) as engine:
         made = engine.submit(PROMPTS[1], max_new_tokens=4, eos_ids=()).result().tokens
-    assert made == kvq.generate(model, [PROMPTS[1]], "exact", capacity=64, max_new_tokens=4, eos_ids=()).tokens[0]
+    assert (
+        made
+        == kvq.generate(
+            model, [PROMPTS[1]], "exact", capacity=64, max_new_tokens=4, eos_ids=()
+        ).tokens[0]
+    )
 
 
 def test_the_smallest_row_is_warmed_and_gives_a_token(model):
@@ -275,11 +302,17 @@ def test_the_smallest_row_is_warmed_and_gives_a_token(model):
 
 @pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
 def test_what_prompts_begin_with_is_read_once(model, method):
-    """The second prompt that begins so keeps a row at the end of the last shared chunk, later ones go on from there."""
+    """The second prompt that begins so keeps a row at the end of the last shared chunk, later ones
+    go on from there."""
     begins = [token % 50 for token in range(70)]
-    prompts = [[*begins, *tail] for tail in ([1] * 40, [2, 3], [4] * 30, [5])] + [begins[:64], begins[:65]]
+    prompts = [[*begins, *tail] for tail in ([1] * 40, [2, 3], [4] * 30, [5])] + [
+        begins[:64],
+        begins[:65],
+    ]
     with engine_of(model, method, prefixes=2) as engine:
-        answers = [engine.submit(prompt, max_new_tokens=8, eos_ids=()).result() for prompt in prompts]
+        answers = [
+            engine.submit(prompt, max_new_tokens=8, eos_ids=()).result() for prompt in prompts
+        ]
         stats = engine.stats()
     # A prompt of 64 tokens reads its last chunk again: its last token's logits are wanted.
     assert [answer.reused_tokens for answer in answers] == [0, 0, 64, 64, 0, 64]
@@ -290,7 +323,8 @@ def test_what_prompts_begin_with_is_read_once(model, method):
 
 
 def test_prefixes_used_least_recently_go_first(model):
-    """The next prompt that begins so goes on from the last one's end; the memory of one row holds two prefixes."""
+    """The next prompt that begins so goes on from the last one's end; the memory of one row holds
+    two prefixes."""
     begins = [[number] * 40 for number in (3, 7, 9)]
     with engine_of(model, "exact", prefixes=1) as engine:
         reused = [
@@ -305,18 +339,23 @@ def test_prefixes_used_least_recently_go_first(model):
 
 
 def test_a_common_prefix_outlives_the_prompts_between(model):
-    """Half of all requests begin alike. Where there is a place for one prefix, the others do not displace theirs, but a
-    prefix that nobody has begun with for long goes."""
+    """Half of all requests begin alike. Where there is a place for one prefix, the others do not
+    displace theirs, but a prefix that nobody has begun with for long goes."""
     common, wanted = [5] * 33, []
     with engine_of(model, "kivi:bits=2,window=32", prefixes=1) as engine:
         for number in range(8):
             for prompt in ([*common, number], [number + 10] * 40):
-                wanted.append(engine.submit(prompt, max_new_tokens=2, eos_ids=()).result().reused_tokens)
+                wanted.append(
+                    engine.submit(prompt, max_new_tokens=2, eos_ids=()).result().reused_tokens
+                )
         assert engine.stats().prefixes == 1
         assert wanted == [0, 0, 0, 0] + [32, 0] * 6
         for number in range(20, 40):
             engine.submit([number] * 40, max_new_tokens=2, eos_ids=()).result()
-        again = [engine.submit(prompt, max_new_tokens=2, eos_ids=()).result() for prompt in ([39] * 41, [*common, 1])]
+        again = [
+            engine.submit(prompt, max_new_tokens=2, eos_ids=()).result()
+            for prompt in ([39] * 41, [*common, 1])
+        ]
     assert [answer.reused_tokens for answer in again] == [32, 0]
 
 
@@ -332,7 +371,13 @@ def test_a_prefix_whose_pages_rows_use_is_kept_when_pages_run_out(model):
     prefixes.keep(range(20, 29), 4, cache, other[:1])
     prefixes.keep(range(20, 29), 8, cache, other)
     pool.drop(other)  # the row has ended: both prefixes have its first page
-    assert [prefixes.drop(), pool.free, prefixes.drop(), pool.free, prefixes.drop()] == [True, 2, True, 4, False]
+    assert [prefixes.drop(), pool.free, prefixes.drop(), pool.free, prefixes.drop()] == [
+        True,
+        2,
+        True,
+        4,
+        False,
+    ]
     pool.drop(row)
     assert prefixes.drop()
     assert (pool.free, len(prefixes)) == (6, 0)
@@ -347,7 +392,8 @@ def alone_long(model, prompt, method, **options):
 
 @pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32,sinks=4"])
 def test_prompts_that_begin_alike_share_pages(model, method):
-    """Each goes on in pages of its own; the last page of what they share is copied, for all write there."""
+    """Each goes on in pages of its own; the last page of what they share is copied, for all write
+    there."""
     begins = [token % 49 for token in range(645)]
     prompts = [[*begins, *tail] for tail in ([1] * 10, [2, 3] * 20, [4], [5] * 70)]
     with kvq.Engine(model, method, rows=3, prefixes=1, **LONG) as engine:
@@ -366,17 +412,22 @@ def test_prompts_that_begin_alike_share_pages(model, method):
 
 
 def test_requests_make_way_when_pages_run_out(model):
-    """More rows than pages: those that came last wait in the host's memory. All get what they get alone, drawn too."""
+    """More rows than pages: those that came last wait in the host's memory. All get what they get
+    alone, drawn too."""
     method, rows = "exact", 4
     cache = jax.eval_shape(lambda: kvq.init_cache(model, method, rows, 1024, pages=2))
     room = kvq.ledger(cache).bytes + 4 * kvq.ledger(kvq.init_cache(model, method, 1, 64)).bytes
     prompts = [[number] * (200 + 50 * number) for number in range(1, 6)]
     penalties = {"frequency_penalty": 0.3, "logit_bias": {3: 1.0}}
-    draws = [SAMPLED | {"seed": number} if number % 2 else penalties for number in range(len(prompts))]
+    draws = [
+        SAMPLED | {"seed": number} if number % 2 else penalties for number in range(len(prompts))
+    ]
     with kvq.Engine(model, method, rows=rows, pool_bytes=room, prefixes=1, **LONG) as engine:
         assert 4 <= engine.stats().pages <= 7
         handles = [
-            engine.submit(prompt, max_new_tokens=300, eos_ids=(), priority=int(number == 1), scores=0, **draw)
+            engine.submit(
+                prompt, max_new_tokens=300, eos_ids=(), priority=int(number == 1), scores=0, **draw
+            )
             for number, (prompt, draw) in enumerate(zip(prompts, draws, strict=True))
         ]
         given_up = engine.submit([7] * 500, max_new_tokens=400, eos_ids=())
@@ -397,12 +448,21 @@ def test_memory_says_how_many_rows_there_are(model):
     row = kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY)).bytes
     with kvq.Engine(model, "exact", pool_bytes=5 * row, capacity=CAPACITY, chunk=CHUNK) as engine:
         stats = engine.stats()
-    assert (stats.rows, stats.capacity) == (2, CAPACITY)  # one takes prompts, two are kept for what prompts begin with
+    assert (stats.rows, stats.capacity) == (
+        2,
+        CAPACITY,
+    )  # one takes prompts, two are kept for what prompts begin with
     assert stats.cache_bytes <= 5 * row
-    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes for pages in (1, 2))
+    one, two = (
+        kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes
+        for pages in (1, 2)
+    )
     least = (two - one) + 11 * (2 * one - two)
-    # More rows than are full: one row's page, and what nine rows, the prompt and a prefix have beside pages.
-    with kvq.Engine(model, "exact", pool_bytes=least, rows=9, prefixes=1, capacity=CAPACITY, chunk=CHUNK) as engine:
+    # More rows than are full: one row's page, and what nine rows, the prompt and a prefix have
+    # beside pages.
+    with kvq.Engine(
+        model, "exact", pool_bytes=least, rows=9, prefixes=1, capacity=CAPACITY, chunk=CHUNK
+    ) as engine:
         stats = engine.stats()
     assert (stats.rows, stats.pages) == (9, 1)
     assert stats.cache_bytes <= least
@@ -441,17 +501,25 @@ def test_a_warm_engine_compiles_nothing_for_a_request(model):
     def compiled():
         return [program._cache_size() for program in programs]
 
-    one, two = (kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes for pages in (1, 2))
-    # One page, in which one row is full: a request that comes first sends the other to the host and back.
+    one, two = (
+        kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes
+        for pages in (1, 2)
+    )
+    # One page, in which one row is full: a request that comes first sends the other to the host and
+    # back.
     room = (two - one) + 3 * (2 * one - two)
     with engine_of(model, "exact", rows=2, pool_bytes=room, prefixes=0, stride=2) as engine:
         engine.warm()
         before = compiled()
         assert engine.stats().requests == 0
         for length in (1, 15, 33, 90):
-            later = engine.submit([3] * length, max_new_tokens=CAPACITY - length, eos_ids=(), **SAMPLED)
+            later = engine.submit(
+                [3] * length, max_new_tokens=CAPACITY - length, eos_ids=(), **SAMPLED
+            )
             next(iter(later))
-            engine.submit([3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33, priority=-1).result()
+            engine.submit(
+                [3] * length, max_new_tokens=4, scores=2, prompt_scores=length == 33, priority=-1
+            ).result()
             later.result()
         assert compiled() == before
         assert engine.stats().preempted > 0
@@ -462,7 +530,11 @@ def test_a_model_on_a_mesh_answers_as_on_one_device(model):
     method = "kivi:bits=4,window=32"
     wanted = [alone(model, prompt, method, max_new_tokens=8).tokens[0] for prompt in PROMPTS[:3]]
     with engine_of(kvq.shard(model, method, model=2), method) as engine:
-        handles = [engine.submit(prompt, max_new_tokens=8, eos_ids=(), scores=1) for prompt in PROMPTS[:3]]
+        handles = [
+            engine.submit(prompt, max_new_tokens=8, eos_ids=(), scores=1) for prompt in PROMPTS[:3]
+        ]
         assert [handle.result().tokens for handle in handles] == wanted
-    with pytest.raises(kvq.UserError, match="no rows are shared out among devices; this mesh has 2 along data"):
+    with pytest.raises(
+        kvq.UserError, match="no rows are shared out among devices; this mesh has 2 along data"
+    ):
         engine_of(kvq.shard(model, method, data=2), method)

@@ -23,7 +23,9 @@ MOMENTS = {"compiling": "", "computing": "next(iter(handle))"}
 
 def ended(end: str) -> subprocess.CompletedProcess:
     script = f"{BEGIN}\n{end}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

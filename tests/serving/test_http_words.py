@@ -1,4 +1,5 @@
-"""What a server says: errors in the protocol's words and fields, and what a request's fields mean."""
+"""What a server says: errors in the protocol's words and fields, and what a request's fields
+mean."""
 
 import asyncio
 import dataclasses
@@ -74,7 +75,10 @@ def test_a_prompt_counts_once_for_all_its_choices(port, engine):
     several = completed(port, n=3)["usage"]
     assert several["prompt_tokens"] == once["prompt_tokens"] == len(engine.model.encode(TEXT))
     assert several["completion_tokens"] == 3 * once["completion_tokens"]
-    assert completed(port, prompt=[TEXT] * 2, n=2)["usage"]["prompt_tokens"] == 2 * once["prompt_tokens"]
+    assert (
+        completed(port, prompt=[TEXT] * 2, n=2)["usage"]["prompt_tokens"]
+        == 2 * once["prompt_tokens"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,9 +110,14 @@ def test_stream_options_are_checked(port, fields, message):
 
 
 def test_an_answer_goes_on_with_the_last_message(port, engine):
-    ids = lambda text: engine.model.encode(text, add_special_tokens=False)  # noqa: E731
+    def ids(text):
+        return engine.model.encode(text, add_special_tokens=False)
+
     said = {"messages": TURNS, "max_tokens": 12, "temperature": 0}
-    chat = lambda **fields: answer(port, "/v1/chat/completions", said | fields)  # noqa: E731
+
+    def chat(**fields):
+        return answer(port, "/v1/chat/completions", said | fields)
+
     status, made = chat(continue_final_message=True, add_generation_prompt=False)
     open_end = texts(completed(port, prompt=ids("The baker came home.\nAfter the rain")))
     assert (status, [made["choices"][0]["message"]["content"]]) == (200, open_end)
@@ -117,7 +126,9 @@ def test_an_answer_goes_on_with_the_last_message(port, engine):
     assert [chat()[1]["choices"][0]["message"]["content"]] == behind
     status, refused = chat(continue_final_message=True, add_generation_prompt=True)
     assert (status, refused["error"]["param"]) == (400, "continue_final_message")
-    status, refused = chat(messages=[*TURNS, {"role": "user", "content": " "}], continue_final_message=True)
+    status, refused = chat(
+        messages=[*TURNS, {"role": "user", "content": " "}], continue_final_message=True
+    )
     assert (status, "cannot go on" in refused["error"]["message"]) == (400, True)
 
 
@@ -145,7 +156,9 @@ def test_an_answer_goes_on_with_the_last_message(port, engine):
 def test_what_is_too_long_has_the_fields_that_clients_look_for(port, path, fields, param):
     status, error = error_of(port, f"/v1/{path}", fields)
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert error["message"].startswith("This model's maximum context length is 256 tokens: a prompt of ")
+    assert error["message"].startswith(
+        "This model's maximum context length is 256 tokens: a prompt of "
+    )
     assert error["message"].endswith(" (context_length_exceeded)")
 
 
@@ -175,7 +188,9 @@ def test_an_error_names_its_field(port, fields, param):
     status, error = error_of(port, "/v1/completions", GREEDY | fields)
     assert status in (400, 404)
     assert error["param"] == param
-    assert not re.search(r"NoneType|\bstr\b|\bint\b|True|argument|=\.\.\.|eos_ids", error["message"])
+    assert not re.search(
+        r"NoneType|\bstr\b|\bint\b|True|argument|=\.\.\.|eos_ids", error["message"]
+    )
 
 
 def test_a_request_that_the_model_was_not_trained_for_is_refused_or_allowed_for_all():
@@ -187,7 +202,9 @@ def test_a_request_that_the_model_was_not_trained_for_is_refused_or_allowed_for_
     for allowed, most in ((False, 64), (True, 128)):
         status, listed = asked(make_app(engine, NAME, beyond_trained=allowed), "/v1/models")
         assert (status, listed["data"][0]["max_model_len"]) == (200, most)
-        status, made = asked(make_app(engine, NAME, beyond_trained=allowed), "/v1/completions", body)
+        status, made = asked(
+            make_app(engine, NAME, beyond_trained=allowed), "/v1/completions", body
+        )
         assert status == (200 if allowed else 400)
         if not allowed:
             assert made["error"]["code"] == "context_length_exceeded"
@@ -230,7 +247,9 @@ def test_an_error_is_written_once_and_said_at_every_door():
     assert str(error) == "too long; beyond_trained=True allows it"
     assert error.said(lambda name, _: f"--{name}") == "too long; --beyond_trained allows it"
     assert error.said(lambda *_: None) == "too long"
-    assert str(kvq.UserError("a {brace} in a name", "try again")) == "a {brace} in a name; try again"
+    assert (
+        str(kvq.UserError("a {brace} in a name", "try again")) == "a {brace} in a name; try again"
+    )
 
 
 # --- What browsers and operators ask for ---
@@ -247,12 +266,17 @@ def raw(port, text):
 
 
 def test_pages_of_allowed_origins_may_use_the_server(port):
-    wanted = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
+    wanted = (
+        "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
+    )
     line = "OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\n" + wanted
     allowed = raw(port, f"{line}Origin: {PAGE}\r\n\r\n").lower()
     assert allowed.startswith("http/1.1 200")
     assert f"access-control-allow-origin: {PAGE}" in allowed
-    assert "access-control-allow-origin" not in raw(port, f"{line}Origin: https://elsewhere.org\r\n\r\n").lower()
+    assert (
+        "access-control-allow-origin"
+        not in raw(port, f"{line}Origin: https://elsewhere.org\r\n\r\n").lower()
+    )
 
 
 def test_metrics_tell_how_long_tokens_took(port, engine):
@@ -283,7 +307,9 @@ def test_a_body_that_does_not_come_is_not_waited_for(port, monkeypatch):
     assert raw(port, head + "{").startswith("HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("text", ["", "GET /health HTTP/1.1\r\nHost: he", "GET /health HTTP/1.1\r\n\r\nGET /he"])
+@pytest.mark.parametrize(
+    "text", ["", "GET /health HTTP/1.1\r\nHost: he", "GET /health HTTP/1.1\r\n\r\nGET /he"]
+)
 def test_headers_that_do_not_end_close_the_connection(port, monkeypatch, text):
     """Of a first request and of a later one. The connection ends, or `raw` would wait."""
     monkeypatch.setattr(deadlines, "HEAD_SECONDS", 0.05)

@@ -1,4 +1,5 @@
-"""The page to chat, in a browser without a screen. Skipped where PyQt6-WebEngine (Chromium) is missing."""
+"""The page to chat, in a browser without a screen. Skipped where PyQt6-WebEngine (Chromium) is
+missing."""
 
 import importlib.util
 import json
@@ -70,12 +71,20 @@ USER = """
 @pytest.mark.skipif(not HAS_BROWSER, reason="PyQt6-WebEngine is not installed")
 def test_a_user_talks_and_stops_an_answer():
     model = kvq.load("demo")
-    before, model.tokenizer.chat_template = model.tokenizer.chat_template, "{{ messages[-1].content }}"
+    before, model.tokenizer.chat_template = (
+        model.tokenizer.chat_template,
+        "{{ messages[-1].content }}",
+    )
     engine = kvq.Engine(model, "kivi:bits=4,window=32", rows=1, capacity=1024, chunk=64, stride=2)
     with Running(engine) as port:
         command = [sys.executable, "-c", BROWSER, f"http://127.0.0.1:{port}/", USER]
-        environment = os.environ | {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        environment = os.environ | {
+            "QT_QPA_PLATFORM": "offscreen",
+            "QTWEBENGINE_DISABLE_SANDBOX": "1",
+        }
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         stats = settled(engine, running=0, waiting=0)
     model.tokenizer.chat_template = before  # models of one folder share its tokenizer

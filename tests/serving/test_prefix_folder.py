@@ -22,7 +22,9 @@ def model():
 
 
 def engine_of(model, method, **options):
-    return kvq.Engine(model, method, **{"rows": 2, "capacity": 1024, "chunk": CHUNK, "prefixes": 2} | options)
+    return kvq.Engine(
+        model, method, **{"rows": 2, "capacity": 1024, "chunk": CHUNK, "prefixes": 2} | options
+    )
 
 
 def answers(engine, prompts):
@@ -81,10 +83,15 @@ def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
 
 def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
     small = {"capacity": 192, "chunk": 32}
-    assert written(model, "exact", tmp_path / "kept", [[number] * 40 for number in (3, 5, 9)], **small) == 3
+    assert (
+        written(model, "exact", tmp_path / "kept", [[number] * 40 for number in (3, 5, 9)], **small)
+        == 3
+    )
     with engine_of(model, "exact", prefixes=1, **small) as engine:
         assert engine.load_prefixes(tmp_path / "kept") == 2
-        reused = [answer.reused_tokens for answer in answers(engine, [[9] * 40, [5] * 40, [3] * 40])]
+        reused = [
+            answer.reused_tokens for answer in answers(engine, [[9] * 40, [5] * 40, [3] * 40])
+        ]
     assert reused == [32, 32, 0]
     with engine_of(model, "exact", prefixes=0, **small) as engine:
         assert engine.load_prefixes(tmp_path / "kept") == 0
@@ -111,7 +118,9 @@ def test_nothing_is_kept_is_a_folder_too(model, tmp_path):
 
 def test_what_another_engine_wrote_is_refused(model, tmp_path):
     written(model, "kivi:bits=2,window=32", tmp_path / "kept")
-    other = model.replace(params={**model.params, "embed": model.params["embed"] * 2}, fingerprint="other")
+    other = model.replace(
+        params={**model.params, "embed": model.params["embed"] * 2}, fingerprint="other"
+    )
     for options, field in (
         ({"method": "kivi:bits=4,window=32"}, "method"),
         ({"chunk": 32}, "chunk"),
@@ -186,7 +195,8 @@ def test_a_mesh_keeps_its_part(model, tmp_path):
 
 
 def test_a_folder_counts_when_it_is_complete(tmp_path):
-    """What a killed process left behind is passed over, and older folders go when the new one is there."""
+    """What a killed process left behind is passed over, and older folders go when the new one is
+    there."""
     folder = tmp_path / "prefixes"
     assert newest_folder(folder) is None
     write_newest(folder, lambda path: path.mkdir(parents=True))

@@ -1,4 +1,5 @@
-"""A process that is killed while it saves prefixes leaves the older tree or the newer one, and nothing that grows."""
+"""A process that is killed while it saves prefixes leaves the older tree or the newer one, and
+nothing that grows."""
 
 import shutil
 import signal
@@ -48,7 +49,8 @@ def known(folder: Path) -> set[int]:
 
 
 def test_a_kill_at_any_step_of_a_save_leaves_the_older_or_the_newer_tree(tmp_path, monkeypatch):
-    """What lies on the disk before and after every step of a save is what a process killed there leaves."""
+    """What lies on the disk before and after every step of a save is what a process killed there
+    leaves."""
     folder, copies = tmp_path / "prefixes", []
 
     def copied() -> None:

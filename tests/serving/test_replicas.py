@@ -17,7 +17,10 @@ import kvqjax as kvq
 from kvqjax.serving.app import make_app
 
 ROOT = Path(__file__).parents[2]
-TEXTS = [f"{name} came home after the rain, and" for name in ("Anna", "Ben", "Cara", "Dan", "Ella", "Finn")]
+TEXTS = [
+    f"{name} came home after the rain, and"
+    for name in ("Anna", "Ben", "Cara", "Dan", "Ella", "Finn")
+]
 
 
 class Server:
@@ -48,7 +51,10 @@ def replicas():
 def engines():
     model = kvq.load("demo")
     options = {"rows": 2, "capacity": 256, "chunk": 64, "stride": 4, "queue": 8}
-    with kvq.Engine(model, "kivi:bits=4,window=32", **options) as one, kvq.Engine(model, "exact", **options) as other:
+    with (
+        kvq.Engine(model, "kivi:bits=4,window=32", **options) as one,
+        kvq.Engine(model, "exact", **options) as other,
+    ):
         yield one, other
 
 
@@ -74,7 +80,9 @@ def counts(engines) -> list[int]:
 
 
 def ask(client, text: str, **options):
-    return client.completions.create(model="demo", prompt=text, max_tokens=4, temperature=0, **options)
+    return client.completions.create(
+        model="demo", prompt=text, max_tokens=4, temperature=0, **options
+    )
 
 
 def test_prompts_that_begin_alike_meet_and_others_spread(served, engines, replicas, monkeypatch):
@@ -97,7 +105,10 @@ def test_answers_and_streams_are_those_of_the_server(served, engines):
     pieces = [piece.choices[0].text for piece in ask(client, TEXTS[0], stream=True)]
     assert "".join(pieces) == whole.choices[0].text
     with httpx.Client() as plain:
-        assert plain.get(f"{router.address}/v1/models").json() == plain.get(f"{servers[0].address}/v1/models").json()
+        assert (
+            plain.get(f"{router.address}/v1/models").json()
+            == plain.get(f"{servers[0].address}/v1/models").json()
+        )
         wrong = plain.post(f"{router.address}/v1/completions", content=b"no JSON")
         assert wrong.status_code == 400
         assert "error" in wrong.json()

@@ -21,9 +21,14 @@ CHAT = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_toke
 @pytest.fixture(scope="module")
 def engine():
     model = kvq.load("demo")
-    before, model.tokenizer.chat_template = model.tokenizer.chat_template, "{{ messages[0].content }}"
+    before, model.tokenizer.chat_template = (
+        model.tokenizer.chat_template,
+        "{{ messages[0].content }}",
+    )
     # The programs of test_server.py. Prompts are too short to leave a prefix that would hold pages.
-    yield kvq.Engine(model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=20)
+    yield kvq.Engine(
+        model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=20
+    )
     model.tokenizer.chat_template = before  # models of one folder share its tokenizer
 
 
@@ -40,7 +45,8 @@ def wanted(port):
 
 @pytest.fixture(autouse=True)
 def at_rest(port, engine, wanted, caplog):
-    """After every test the next request is answered as the first one was, no page is lost, and nothing was logged."""
+    """After every test the next request is answered as the first one was, no page is lost, and
+    nothing was logged."""
     yield
     stats = settled(engine, running=0, waiting=0)
     assert stats.pages_free == stats.pages
@@ -48,7 +54,9 @@ def at_rest(port, engine, wanted, caplog):
     assert answer(port, "/v1/completions", WHOLE)[1]["choices"][0]["text"] == wanted
     gc.collect()  # asyncio logs an error that nobody took when its future goes
     records = [*caplog.get_records("call"), *caplog.records]
-    assert not [record.getMessage() for record in records if record.levelname in ("ERROR", "CRITICAL")]
+    assert not [
+        record.getMessage() for record in records if record.levelname in ("ERROR", "CRITICAL")
+    ]
 
 
 def opened(port: int, body: dict, length: int | None = None) -> socket.socket:
@@ -67,20 +75,69 @@ def reset(client: socket.socket) -> None:
 
 
 FIELDS = (
-    *("prompt", "max_tokens", "logprobs", "echo", "model", "n", "stream", "stream_options", "temperature", "top_p"),
-    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "priority", "suffix", "user", "tools"),
+    *(
+        "prompt",
+        "max_tokens",
+        "logprobs",
+        "echo",
+        "model",
+        "n",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_p",
+    ),
+    *(
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "ignore_eos",
+        "priority",
+        "suffix",
+        "user",
+        "tools",
+    ),
     *("presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"),
     *("logit_bias", "response_format", "messages", "top_logprobs", "max_completion_tokens"),
 )
 VALUES = (
-    *("null", "true", "-1", "0", "2.5", "1e308", "1e999", "-1e999", "NaN", "9" * 400, "-" + "9" * 400, "9" * 5000),
-    *('"x"', '""', r'"\ud800"', r'"\u0000"', "[]", "[[]]", "[null]", '["x", 1]', "{}", '{"x": [{}]}'),
+    *(
+        "null",
+        "true",
+        "-1",
+        "0",
+        "2.5",
+        "1e308",
+        "1e999",
+        "-1e999",
+        "NaN",
+        "9" * 400,
+        "-" + "9" * 400,
+        "9" * 5000,
+    ),
+    *(
+        '"x"',
+        '""',
+        r'"\ud800"',
+        r'"\u0000"',
+        "[]",
+        "[[]]",
+        "[null]",
+        '["x", 1]',
+        "{}",
+        '{"x": [{}]}',
+    ),
 )
 
 
-@pytest.mark.parametrize(("path", "base"), [("completions", WHOLE | {"max_tokens": 1}), ("chat/completions", CHAT)])
+@pytest.mark.parametrize(
+    ("path", "base"), [("completions", WHOLE | {"max_tokens": 1}), ("chat/completions", CHAT)]
+)
 def test_no_value_of_a_field_is_the_server_s_fault(port, path, base):
-    """Every field with values of every type and size: an answer, or one line that says what is wrong."""
+    """Every field with values of every type and size: an answer, or one line that says what is
+    wrong."""
     statuses, faults = Counter(), []
     for field in FIELDS:
         for value in VALUES:
@@ -116,7 +173,8 @@ def test_what_is_no_request_is_refused(port, raw):
 
 @pytest.mark.parametrize("coding", ["Content-Length: 10000000", "Transfer-Encoding: chunked"])
 def test_a_large_body_is_refused_before_it_is_read(port, coding):
-    """10 MB are announced, or come without an end: the answer comes while most of them are missing."""
+    """10 MB are announced, or come without an end: the answer comes while most of them are
+    missing."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: here\r\n{coding}\r\n\r\n".encode())
         part = b"x" * 15_000
@@ -129,7 +187,8 @@ def test_a_hundred_at_once(port, wanted):
     """Those for whom there is no place are told so; the others get what each gets alone."""
     answers = []
     clients = [
-        threading.Thread(target=lambda: answers.append(answer(port, "/v1/completions", WHOLE))) for _ in range(100)
+        threading.Thread(target=lambda: answers.append(answer(port, "/v1/completions", WHOLE)))
+        for _ in range(100)
     ]
     for client in clients:
         client.start()

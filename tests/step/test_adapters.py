@@ -1,5 +1,6 @@
-"""Caches behind other libraries' interfaces (kvqjax/adapters): tunix's sampler, and an engine of JetStream's. Tokens
-over them are those of test_clients.py; here is what the interfaces ask for besides, with one of our models."""
+"""Caches behind other libraries' interfaces (kvqjax/adapters): tunix's sampler, and an engine of
+JetStream's. Tokens over them are those of test_clients.py; here is what the interfaces ask for
+besides, with one of our models."""
 
 import ast
 import inspect
@@ -32,7 +33,15 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return CachedEngine(step, model, SPEC, slots=2, capacity=CAPACITY, max_prefill_length=LONGEST, load=lambda: model)
+    return CachedEngine(
+        step,
+        model,
+        SPEC,
+        slots=2,
+        capacity=CAPACITY,
+        max_prefill_length=LONGEST,
+        load=lambda: model,
+    )
 
 
 def prefilled(engine, model, count: int, seed: int = 1, **options):
@@ -52,7 +61,9 @@ def test_an_engine_gives_the_tokens_of_generate(engine, model):
             state, results = engine.generate(model, state)
             results.copy_to_host_async()
             data = [results.convert_to_numpy().get_result_at_slot(number) for number in (0, 1)]
-            assert [int(x.valid[0, 0]) for x in data] == [int(bool(made[number])) for number in (0, 1)]
+            assert [int(x.valid[0, 0]) for x in data] == [
+                int(bool(made[number])) for number in (0, 1)
+            ]
             for number in (0, 1):
                 if made[number]:
                     assert int(data[number].lengths[0]) == len(made[number])
@@ -64,19 +75,26 @@ def test_an_engine_gives_the_tokens_of_generate(engine, model):
 
 
 def test_a_prefix_goes_on_and_stays(engine, model):
-    """A prompt in two calls is the prompt in one: its arrays and its next token; the first part may go on again."""
+    """A prompt in two calls is the prompt in one: its arrays and its next token; the first part may
+    go on again."""
     whole, first = prefilled(engine, model, 40)
     head, _ = prefilled(engine, model, 32)
     rest = np.zeros(16, np.int32)
     rest[:8] = tokens(1, 40)[0, 32:]
     for _ in range(2):
-        prefix, token = engine.prefill(params=model, existing_prefix=head, padded_tokens=rest, true_length=8)
+        prefix, token = engine.prefill(
+            params=model, existing_prefix=head, padded_tokens=rest, true_length=8
+        )
         np.testing.assert_array_equal(token.data, first.data)
-        np.testing.assert_array_equal(engine._unpacked(prefix).lengths, engine._unpacked(whole).lengths)
+        np.testing.assert_array_equal(
+            engine._unpacked(prefix).lengths, engine._unpacked(whole).lengths
+        )
 
 
 def test_a_sampler_of_the_caller_s(engine, model):
-    least = lambda logits: logits.argmin(-1)  # noqa: E731
+    def least(logits):
+        return logits.argmin(-1)
+
     prefix, first = prefilled(engine, model, 40, sampler=least)
     assert int(first.data[0, 0]) != int(prefilled(engine, model, 40)[1].data[0, 0])
     state = engine.insert(prefix, engine.init_decode_state(), 0)
@@ -95,7 +113,11 @@ def test_a_slot_that_is_full_ends(engine, model):
 
 
 def test_an_engine_says_what_it_is(engine, model):
-    assert (engine.max_concurrent_decodes, engine.samples_per_slot, engine.max_prefill_length) == (2, 1, LONGEST)
+    assert (engine.max_concurrent_decodes, engine.samples_per_slot, engine.max_prefill_length) == (
+        2,
+        1,
+        LONGEST,
+    )
     assert engine.load_params() is model
     assert engine.mesh.size == 1
     assert engine.colocated_cpus is None
@@ -113,13 +135,21 @@ ENGINE = {  # jetstream/engine/engine_api.py of JetStream, a revision whose pref
     "build_tokenizer": ["metadata"],
     "init_decode_state": ["args", "kwargs"],
 }
-PROPERTIES = {"max_concurrent_decodes", "samples_per_slot", "max_prefill_length", "mesh", "colocated_cpus"}
+PROPERTIES = {
+    "max_concurrent_decodes",
+    "samples_per_slot",
+    "max_prefill_length",
+    "mesh",
+    "colocated_cpus",
+}
 
 
 def test_an_engine_has_the_names_of_the_interface():
     for name, wanted in ENGINE.items():
         assert list(inspect.signature(getattr(CachedEngine, name)).parameters)[1:] == wanted
-    assert all(isinstance(inspect.getattr_static(CachedEngine, name), property) for name in PROPERTIES)
+    assert all(
+        isinstance(inspect.getattr_static(CachedEngine, name), property) for name in PROPERTIES
+    )
     public = {name for name in vars(CachedEngine) if not name.startswith("_")}
     assert public == {*ENGINE, *PROPERTIES}
 
@@ -129,15 +159,29 @@ def test_an_engine_has_the_names_of_the_interface():
     [
         (lambda e, m: e.insert(prefilled(e, m, 8)[0], e.init_decode_state(), 2), "slot"),
         (lambda e, m: prefilled(e, m, 0), "true_length"),
-        (lambda e, m: e.prefill(params=m, padded_tokens=np.zeros((1, 8), np.int32), true_length=8), "padded_tokens"),
-        (lambda e, m: e.prefill(params=m, padded_tokens=np.zeros(64, np.int32), true_length=60), "longer than max_pre"),
-        (lambda e, m: e.get_tokenizer(), "without tokenizer="),
-        (lambda e, m: CachedEngine(step, m, SPEC, slots=1, capacity=8, max_prefill_length=9), "more than capacity"),
-        (lambda e, m: CachedEngine(step, m, SPEC, slots=0, capacity=8, max_prefill_length=8), "slots"),
         (
-            lambda e, m: CachedEngine(step, m, "exact", slots=1, capacity=64, max_prefill_length=48).insert(
-                prefilled(e, m, 8)[0], e.init_decode_state(), 0
+            lambda e, m: e.prefill(
+                params=m, padded_tokens=np.zeros((1, 8), np.int32), true_length=8
             ),
+            "padded_tokens",
+        ),
+        (
+            lambda e, m: e.prefill(params=m, padded_tokens=np.zeros(64, np.int32), true_length=60),
+            "longer than max_pre",
+        ),
+        (lambda e, m: e.get_tokenizer(), "without tokenizer="),
+        (
+            lambda e, m: CachedEngine(step, m, SPEC, slots=1, capacity=8, max_prefill_length=9),
+            "more than capacity",
+        ),
+        (
+            lambda e, m: CachedEngine(step, m, SPEC, slots=0, capacity=8, max_prefill_length=8),
+            "slots",
+        ),
+        (
+            lambda e, m: CachedEngine(
+                step, m, "exact", slots=1, capacity=64, max_prefill_length=48
+            ).insert(prefilled(e, m, 8)[0], e.init_decode_state(), 0),
             "the prefix is of an engine of another method",
         ),
     ],
@@ -164,9 +208,11 @@ def mask(valid):
 
 @pytest.mark.parametrize("spec", ["exact", SPEC])
 def test_a_sampler_s_cache_has_rows_in_front_and_picks_them(spec):
-    """Rows that are repeated and picked along the first axis of every array are those that `repeat` and `gather` give,
-    and left padding is what a mask of valid tokens says."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (3, 40, n, 16)) for i, n in enumerate((4, 2, 2)))
+    """Rows that are repeated and picked along the first axis of every array are those that `repeat`
+    and `gather` give, and left padding is what a mask of valid tokens says."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (3, 40, n, 16)) for i, n in enumerate((4, 2, 2))
+    )
     valid = jnp.arange(40)[None] >= jnp.asarray([[0], [7], [30]])
 
     @jax.jit
@@ -197,7 +243,9 @@ def test_wrong_use_of_a_sampler_s_cache_is_one_line():
         tunix.commit_layers(tunix.layers(cache, seen))
 
 
-@pytest.mark.filterwarnings("ignore")  # tunix and what it imports warn; the sampler donates what beams cannot use
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # tunix and what it imports warn; the sampler donates what beams cannot use
 @pytest.mark.parametrize("beams", [None, 3], ids=["greedy", "beams"])
 def test_tunix_s_own_sampler(beams, monkeypatch):
     """The sampler of google-tunix, where it is installed, over the model of examples/clients."""
@@ -213,11 +261,15 @@ def test_tunix_s_own_sampler(beams, monkeypatch):
         eos_id = staticmethod(lambda: parts.END)
         pad_id = staticmethod(lambda: parts.PAD)
 
-    config = sampler.CacheConfig(cache_size=parts.CAPACITY, num_layers=2, num_kv_heads=2, head_dim=16)
+    config = sampler.CacheConfig(
+        cache_size=parts.CAPACITY, num_layers=2, num_kv_heads=2, head_dim=16
+    )
     texts, made = [" ".join(map(str, row)) for row in parts.prompts()], {}
     for spec in (None, "exact", SPEC):
         run = sampler.Sampler(client.make(spec), Tokenizer(), config)
-        out = run(texts, max_generation_steps=8, max_prompt_length=132, beam_size=beams, eos_tokens=[99])
+        out = run(
+            texts, max_generation_steps=8, max_prompt_length=132, beam_size=beams, eos_tokens=[99]
+        )
         made[spec] = [list(map(int, row)) for row in out.tokens]
     assert made["exact"] == made[None]
     assert len(made[SPEC]) == len(texts)
@@ -227,6 +279,8 @@ def test_no_adapter_imports_the_other_library():
     for module in (jetstream, tunix):
         nodes = [*ast.walk(ast.parse(inspect.getsource(module)))]
         names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
         assert "jax" in names
         assert not {name.partition(".")[0] for name in names} & {"jetstream", "tunix"}

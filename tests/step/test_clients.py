@@ -1,5 +1,6 @@
-"""Five models that other libraries' users write (examples/clients): over an exact cache they make the tokens that they
-make over their own, and over compressed ones they run. Prompts are ragged, caches are donated."""
+"""Five models that other libraries' users write (examples/clients): over an exact cache they make
+the tokens that they make over their own, and over compressed ones they run. Prompts are ragged,
+caches are donated."""
 
 import functools
 import importlib
@@ -16,8 +17,16 @@ import kvqjax as kvq
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clients"
 CLIENTS = ("nnx_model", "pure_jax", "gemma_linen", "tunix_sampler", "engine")
-COMPRESSED = {"kivi": "kivi:bits=4,window=0", "higgs": "higgs:bits=4,window=0", "calibrated": "kvquant:bits=3"}
-ERROR = {"kivi": 0.2, "higgs": 0.2, "calibrated": 0.4}  # of layer 0's keys and values, over their size
+COMPRESSED = {
+    "kivi": "kivi:bits=4,window=0",
+    "higgs": "higgs:bits=4,window=0",
+    "calibrated": "kvquant:bits=3",
+}
+ERROR = {
+    "kivi": 0.2,
+    "higgs": 0.2,
+    "calibrated": 0.4,
+}  # of layer 0's keys and values, over their size
 COUNT = 8  # new tokens
 
 
@@ -47,7 +56,9 @@ def exact(name: str):
 def stored(cache, layer: int, constants=None):
     """Keys [B, S, K, D] as the layer gave them, values, and which tokens a next one sees."""
     keys, values, valid = kvq.dense(cache, layer, constants=constants)
-    unrotated = sys.modules["parts"].rotary(keys, jnp.broadcast_to(-jnp.arange(keys.shape[1]), keys.shape[:2]))
+    unrotated = sys.modules["parts"].rotary(
+        keys, jnp.broadcast_to(-jnp.arange(keys.shape[1]), keys.shape[:2])
+    )
     return [np.asarray(x) for x in (unrotated, values, valid)]
 
 
@@ -55,10 +66,16 @@ def stored(cache, layer: int, constants=None):
 def constants(name: str):
     """What `kvq.calibrate.from_tensors` makes of a client's keys and values."""
     module, cache = client(name)[0], exact(name)[1]
-    newest = np.asarray(cache.lengths)[:, None] - 1 - np.arange(20)[None]  # tokens that a sliding window shows too
+    newest = (
+        np.asarray(cache.lengths)[:, None] - 1 - np.arange(20)[None]
+    )  # tokens that a sliding window shows too
     taken = [stored(cache, layer) for layer in range(module.SHAPE.num_layers)]
-    keys, values = ([np.take_along_axis(x[part], newest[..., None, None], 1) for x in taken] for part in (0, 1))
-    return kvq.calibrate.from_tensors(COMPRESSED["calibrated"], module.SHAPE, keys=keys, values=values).constants
+    keys, values = (
+        [np.take_along_axis(x[part], newest[..., None, None], 1) for x in taken] for part in (0, 1)
+    )
+    return kvq.calibrate.from_tensors(
+        COMPRESSED["calibrated"], module.SHAPE, keys=keys, values=values
+    ).constants
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -68,7 +85,11 @@ def test_an_exact_cache_gives_the_tokens_of_the_models_own(name):
     assert tokens == module.plain(weights, prompts(), COUNT)
     assert len({*map(tuple, tokens)}) == len(tokens)
     ends = [len(row) + COUNT - 1 for row in prompts()]
-    assert sorted(cache.lengths.tolist()) == sorted(ends) if name != "engine" else max(cache.lengths) >= max(ends)
+    assert (
+        sorted(cache.lengths.tolist()) == sorted(ends)
+        if name != "engine"
+        else max(cache.lengths) >= max(ends)
+    )
     assert not cache.overflow.any()
 
 
@@ -81,7 +102,8 @@ def gathered(cache, module, folder, constants):
 
 
 def run(name: str, kind: str, folder, **options):
-    """Run a client over a compressed cache, and compare what layer 0 stores of the prompts with what it was given."""
+    """Run a client over a compressed cache, and compare what layer 0 stores of the prompts with
+    what it was given."""
     module, weights = client(name)
     given = {"constants": constants(name)} if kind == "calibrated" else {}
     tokens, cache = module.cached(weights, prompts(), COUNT, COMPRESSED[kind], **given, **options)
@@ -93,7 +115,9 @@ def run(name: str, kind: str, folder, **options):
     prompt = np.arange(got[2].shape[1]) < np.asarray([[len(row)] for row in prompts()])
     assert got[2][prompt].all()
     for part in (0, 1):
-        error = np.linalg.norm((got[part] - wanted[part])[prompt]) / np.linalg.norm(wanted[part][prompt])
+        error = np.linalg.norm((got[part] - wanted[part])[prompt]) / np.linalg.norm(
+            wanted[part][prompt]
+        )
         assert 0 < error < ERROR[kind]
 
 
@@ -130,9 +154,16 @@ def test_another_explicit_mesh(kind):
 def test_prompts_that_are_prefilled_on_another_mesh(kind):
     module, weights = client("engine")
     devices = np.asarray(jax.devices())
-    mesh = lambda part, size, *names: jax.sharding.Mesh(part.reshape(size), names)  # noqa: E731
+
+    def mesh(part, size, *names):
+        return jax.sharding.Mesh(part.reshape(size), names)
+
     first = {"mesh": mesh(devices[:2], 2, "tp"), "head_axis": "tp"}
-    second = {"mesh": mesh(devices[4:], (2, 2), "slots", "heads"), "batch_axis": "slots", "head_axis": "heads"}
+    second = {
+        "mesh": mesh(devices[4:], (2, 2), "slots", "heads"),
+        "batch_axis": "slots",
+        "head_axis": "heads",
+    }
     spec = COMPRESSED.get(kind, kind)
     tokens, cache = module.cached(weights, prompts(), COUNT, spec, first=first, second=second)
     assert tokens == module.cached(weights, prompts(), COUNT, spec)[0]
@@ -147,13 +178,18 @@ def test_beams_pick_rows_of_the_cache():
     assert cache.batch == 3 * len(prompts())
 
 
-@pytest.mark.parametrize("name", ["pure_jax", "gemma_linen"])  # of nnx.Variable: test_flax_bridge.py
+@pytest.mark.parametrize(
+    "name", ["pure_jax", "gemma_linen"]
+)  # of nnx.Variable: test_flax_bridge.py
 def test_a_donated_cache_is_gone(name, monkeypatch):
-    """Every step takes the memory of the cache that it was given, or hands on arrays that it did not change."""
+    """Every step takes the memory of the cache that it was given, or hands on arrays that it did
+    not change."""
     module, weights = client(name)
     made = []
     init = kvq.init_cache
-    monkeypatch.setattr(kvq, "init_cache", lambda *args, **options: made.append(init(*args, **options)) or made[-1])
+    monkeypatch.setattr(
+        kvq, "init_cache", lambda *args, **options: made.append(init(*args, **options)) or made[-1]
+    )
     kept = {id(x) for x in jax.tree.leaves(module.cached(weights, prompts(), 2, "exact")[1])}
     named = jax.tree_util.tree_leaves_with_path(made[0])
     assert [path for path, x in named if not x.is_deleted() and id(x) not in kept] == []
@@ -161,23 +197,36 @@ def test_a_donated_cache_is_gone(name, monkeypatch):
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_few_lines_are_ours(name):
-    """Those that name anything of kvqjax, and those of the branch that takes its cache, are marked and counted."""
+    """Those that name anything of kvqjax, and those of the branch that takes its cache, are marked
+    and counted."""
     lines = (FOLDER / f"{name}.py").read_text().split('"""', 2)[2].splitlines()
     marked = [line for line in lines if line.endswith("# kvqjax")]
     ours = r"\bkvq\.|kvqjax|CacheModule|ForwardPass|linen_cache|CachedEngine\(|\btunix\.|views\[|\bviews ="
-    assert [line for line in lines if re.search(ours, line.removesuffix("# kvqjax")) and line not in marked] == []
+    assert [
+        line
+        for line in lines
+        if re.search(ours, line.removesuffix("# kvqjax")) and line not in marked
+    ] == []
     assert len(marked) <= (11 if name == "tunix_sampler" else 10)
 
 
 def test_the_page_shows_lines_of_the_models():
-    """Every line of code on the page stands in a client, and all lines of kvqjax that a client marks are those of the
-    page or of its kind. The example of paged attention is run by test_tpu_inference.py."""
+    """Every line of code on the page stands in a client, and all lines of kvqjax that a client
+    marks are those of the page or of its kind. The example of paged attention is run by
+    test_tpu_inference.py."""
     page = (FOLDER.parents[1] / "docs" / "howto" / "clients.md").read_text()
     code = {line for name in CLIENTS for line in (FOLDER / f"{name}.py").read_text().splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    shown = [line for block in blocks if "kvqjax.adapters.tpu_inference" not in block for line in block.splitlines()]
+    shown = [
+        line
+        for block in blocks
+        if "kvqjax.adapters.tpu_inference" not in block
+        for line in block.splitlines()
+    ]
     assert len(shown) > 40
     assert [line for line in shown if line not in code] == []
     for name in CLIENTS:
-        marked = sum(line.endswith("# kvqjax") for line in (FOLDER / f"{name}.py").read_text().splitlines())
+        marked = sum(
+            line.endswith("# kvqjax") for line in (FOLDER / f"{name}.py").read_text().splitlines()
+        )
         assert f"(`{name}.py`, {marked} lines)" in page.replace("\n", " ")

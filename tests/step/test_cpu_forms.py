@@ -21,7 +21,9 @@ def test_a_row_times_a_matrix(inputs, turned):
     x, w = normal(0, 1, 1, inputs), normal(1, inputs, 24)
     out = times_matrix(x, w.T if turned else w, turned=turned)
     assert out.shape == (1, 1, 24)
-    np.testing.assert_allclose(out[0], np.asarray(x[0], np.float64) @ np.asarray(w, np.float64), atol=1e-5)
+    np.testing.assert_allclose(
+        out[0], np.asarray(x[0], np.float64) @ np.asarray(w, np.float64), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("rows", [3, 70])
@@ -31,8 +33,11 @@ def test_scores_of_few_and_of_many_rows(rows):
 
 
 def test_exponentials():
-    """The series is off by 1e-8; its last sum, the product and the argument's rest each round by 2**-24 of about 1."""
-    x = jnp.concatenate([-jnp.geomspace(1e-6, 86.9, 4000), -jnp.linspace(0, 86.5, 251), jnp.zeros(1)])
+    """The series is off by 1e-8; its last sum, the product and the argument's rest each round by
+    2**-24 of about 1."""
+    x = jnp.concatenate(
+        [-jnp.geomspace(1e-6, 86.9, 4000), -jnp.linspace(0, 86.5, 251), jnp.zeros(1)]
+    )
     np.testing.assert_allclose(exp_in_loops(x), np.exp(np.asarray(x, np.float64)), rtol=2e-7)
     far = exp_in_loops(jnp.asarray([-87.5, -1e30, -jnp.inf, jnp.nan]))
     np.testing.assert_array_equal(far, np.asarray([0, 0, 0, np.nan], np.float32))
@@ -41,7 +46,9 @@ def test_exponentials():
 @pytest.mark.parametrize("count", [4, 8, 16, 5])
 def test_look_up_is_a_gather(count):
     codes, signposts = jnp.arange(300, dtype=jnp.uint32) * 7 % count, normal(4, count)
-    np.testing.assert_array_equal(look_up(codes.reshape(3, 100), signposts), signposts[codes].reshape(3, 100))
+    np.testing.assert_array_equal(
+        look_up(codes.reshape(3, 100), signposts), signposts[codes].reshape(3, 100)
+    )
 
 
 def test_consecutive_positions_turn_keys_as_any_others():
@@ -51,4 +58,6 @@ def test_consecutive_positions_turn_keys_as_any_others():
     waves = following(64, shape)(positions)
     assert isinstance(waves, Waves)
     np.testing.assert_allclose(rotate(x, waves, shape), rotate(x, positions, shape), atol=4e-3)
-    np.testing.assert_allclose(rotate(x, waves, shape)[0], rotate(x, positions, shape)[0], atol=2e-5)
+    np.testing.assert_allclose(
+        rotate(x, waves, shape)[0], rotate(x, positions, shape)[0], atol=2e-5
+    )

@@ -1,4 +1,5 @@
-"""A layer's keys and values as plain arrays: attention over them in numpy is the attention of `forward`."""
+"""A layer's keys and values as plain arrays: attention over them in numpy is the attention of
+`forward`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ step = jax.jit(kvq.forward)
 
 
 def filled(model, method):
-    """A cache of LENGTHS tokens: bodies, full windows, rings that have wrapped, evicted tokens, an empty row."""
+    """A cache of LENGTHS tokens: bodies, full windows, rings that have wrapped, evicted tokens, an
+    empty row."""
     cache = kvq.init_cache(model, method, ROWS, CAPACITY)
     for seed, start in enumerate(range(0, max(LENGTHS), LENGTH)):
         counts = jnp.clip(jnp.asarray(LENGTHS) - start, 0, LENGTH)
@@ -29,7 +31,9 @@ def numpy_attention(q, k, v, valid):
     """One query a row, float64: q [B, H, D], k and v [B, S, K, D], valid [B, S]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[2], 2) for x in (k, v))
-    scores = np.where(valid[:, None], np.einsum("bhd,bshd->bhs", q, k) * q.shape[-1] ** -0.5, -np.inf)
+    scores = np.where(
+        valid[:, None], np.einsum("bhd,bshd->bhs", q, k) * q.shape[-1] ** -0.5, -np.inf
+    )
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhs,bshd->bhd", weights / weights.sum(-1, keepdims=True), v)
 
@@ -44,7 +48,10 @@ def decoded_by_numpy(model, cache, newest):
         k, v, valid = kvq.dense(cache, layer, model)
         assert not np.asarray(k)[~np.asarray(valid)].any()
         k = np.concatenate([k, rotate(made.k, positions, config)], 1)
-        v, valid = np.concatenate([v, made.v], 1), np.concatenate([valid, np.ones((ROWS, 1), bool)], 1)
+        v, valid = (
+            np.concatenate([v, made.v], 1),
+            np.concatenate([valid, np.ones((ROWS, 1), bool)], 1),
+        )
         out = numpy_attention(made.q[:, 0], k, v, valid)
         h = decoder.finish(weights, h, jnp.asarray(out, jnp.float32)[:, None], config)
     return decoder.unembed(model.params, h, config)[:, 0]
@@ -88,7 +95,8 @@ def test_valid_marks_what_a_layer_still_sees():
 
 
 def test_a_cache_without_a_model():
-    """Constants alone are enough where keys and values are stored; inside jit a layer may be traced."""
+    """Constants alone are enough where keys and values are stored; inside jit a layer may be
+    traced."""
     model, method = model_and_method("kvquant")
     cache, fixed = filled(model, method), model.constants
     wanted = kvq.dense(cache, 1, model)

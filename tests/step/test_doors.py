@@ -1,4 +1,5 @@
-"""What a user types first: policies as text at every door, explicit signatures, and one line for each mistake."""
+"""What a user types first: policies as text at every door, explicit signatures, and one line for
+each mistake."""
 
 import inspect
 
@@ -28,9 +29,13 @@ def ids(count: int) -> np.ndarray:
 DOORS = {
     "init_cache": lambda method: kvq.init_cache(tiny(), method, 2, 64).layout,
     "generate": lambda method: kvq.generate(tiny(), [[1, 2, 3]], method, **NEW).tokens,
-    "stream": lambda method: [made.tokens for made in kvq.stream(tiny(), [[1, 2, 3]], method, **NEW)],
+    "stream": lambda method: [
+        made.tokens for made in kvq.stream(tiny(), [[1, 2, 3]], method, **NEW)
+    ],
     "speculate": lambda method: kvq.speculate(tiny(), [[1, 2, 3]], method, **NEW),
-    "drafter": lambda method: kvq.speculate(tiny(), [[1, 2]], method, drafter=tiny(), drafter_method=method, **NEW),
+    "drafter": lambda method: kvq.speculate(
+        tiny(), [[1, 2]], method, drafter=tiny(), drafter_method=method, **NEW
+    ),
     "beam_search": lambda method: kvq.beam_search(tiny(), [[1, 2, 3]], method, **NEW).tokens,
     "to_dict": kvq.to_dict,
     "policy": lambda method: str(kvq.policy(method, {"0": method})),
@@ -38,7 +43,9 @@ DOORS = {
     "rules_for": lambda method: rules_for(tiny().config, method, MeshSize(model=2)),
     "plan_memory": lambda method: plan_memory(tiny().config, method, 64, 2),
     "bytes_of": lambda method: bytes_of(tiny(), method, 64),
-    "perplexity": lambda method: perplexity(tiny(), ids(64), method, window=16, tokens=32, chunk=16),
+    "perplexity": lambda method: perplexity(
+        tiny(), ids(64), method, window=16, tokens=32, chunk=16
+    ),
     "drift": lambda method: drift(tiny(), ids(64), method, window=16, tokens=16, chunk=16),
 }
 
@@ -49,7 +56,8 @@ def test_a_policy_is_taken_wherever_a_method_is(door):
 
 
 def test_calibration_takes_a_policy():
-    """From its text the same constants as from the method's value: xquant's need no text and no time."""
+    """From its text the same constants as from the method's value: xquant's need no text and no
+    time."""
     policy = "xquant:bits=4,group=32,latent=true"
     one, other = (kvq.calibrate.run(tiny(), method) for method in (policy, kvq.parse(policy)))
     assert one.method == other.method == kvq.xquant(bits=4, group=32, latent=True)
@@ -78,7 +86,10 @@ def test_signatures_are_explicit(function):
     """Completion and help() know every option, its type and its default."""
     parameters = inspect.signature(function).parameters
     assert list(parameters)[:3] == ["model", "prompts", "method"]
-    assert not {p.kind for p in parameters.values()} & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    assert not {p.kind for p in parameters.values()} & {
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    }
     options = list(parameters.values())[2:]
     assert all(p.default is not p.empty and p.annotation is not p.empty for p in options)
     assert {"max_new_tokens", "eos_ids"} <= set(parameters)
@@ -87,7 +98,9 @@ def test_signatures_are_explicit(function):
 def test_generate_and_stream_take_the_same():
     one, other = (inspect.signature(function).parameters for function in (kvq.generate, kvq.stream))
     assert one == other
-    assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed"} <= set(one)
+    assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed"} <= set(
+        one
+    )
 
 
 def test_every_option_is_handed_on(monkeypatch):

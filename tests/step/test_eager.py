@@ -1,4 +1,5 @@
-"""Public functions called outside jit, again and again: nothing is compiled anew, and the process keeps its size."""
+"""Public functions called outside jit, again and again: nothing is compiled anew, and the process
+keeps its size."""
 
 import itertools
 from pathlib import Path
@@ -15,8 +16,11 @@ from kvqjax.model.config import KVShape
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 ROWS, LENGTH, CALLS = 2, 48, 8
-# Policies and their text; nothing of theirs is an array. `join_hosts` runs once in a process, `fetch` brings files.
-NO_ARRAYS = {"fetch", "join_hosts", "parse", "policy", "to_dict"} | {m.__name__ for m in kvq.METHODS.values()}
+# Policies and their text; nothing of theirs is an array. `join_hosts` runs once in a process,
+# `fetch` brings files.
+NO_ARRAYS = {"fetch", "join_hosts", "parse", "policy", "to_dict"} | {
+    m.__name__ for m in kvq.METHODS.values()
+}
 PROGRAMS = [0]
 
 
@@ -36,25 +40,36 @@ def counts(number: int):
 
 
 def filled(model):
-    return kvq.forward(model, tokens(ROWS, LENGTH), counts(0), kvq.init_cache(model, METHOD, ROWS, 512))[1]
+    return kvq.forward(
+        model, tokens(ROWS, LENGTH), counts(0), kvq.init_cache(model, METHOD, ROWS, 512)
+    )[1]
 
 
 def on_caches(model) -> dict:
-    """Functions of a model and its caches, which run on a mesh too; called with the call's number."""
+    """Functions of a model and its caches, which run on a mesh too; called with the call's
+    number."""
     cache, blank = filled(model), kvq.init_cache(model, METHOD, ROWS, 512)
     sources = kvq.attend(model, tokens(ROWS, LENGTH), counts(0), cache)[1]
     return {
         "init_cache": lambda n: kvq.init_cache(model, METHOD, ROWS, 512),
-        "forward": lambda n: kvq.forward(model, tokens(ROWS, LENGTH, n), counts(n), cache, last=True),
-        "attend": lambda n: kvq.attend(model, tokens(ROWS, LENGTH, n), counts(n), cache, within="step"),
+        "forward": lambda n: kvq.forward(
+            model, tokens(ROWS, LENGTH, n), counts(n), cache, last=True
+        ),
+        "attend": lambda n: kvq.attend(
+            model, tokens(ROWS, LENGTH, n), counts(n), cache, within="step"
+        ),
         "commit": lambda n: kvq.commit(model, cache, sources, counts(n)),
         "prefill": lambda n: kvq.prefill(model, tokens(ROWS, LENGTH, n), counts(n), blank),
         "crop": lambda n: kvq.crop(cache, counts(n) - n),
         "evict": lambda n: kvq.evict(cache, jnp.asarray([n % 2 == 0, True])),
         "fork": lambda n: kvq.fork(cache),
         "ledger": lambda n: kvq.ledger(cache).bytes,
-        "generate": lambda n: kvq.generate(model, [[1, n], [n]], METHOD, max_new_tokens=9, temperature=n / 9).tokens,
-        "stream": lambda n: [part.tokens for part in kvq.stream(model, [[n, 2], [3]], METHOD, max_new_tokens=20)],
+        "generate": lambda n: (
+            kvq.generate(model, [[1, n], [n]], METHOD, max_new_tokens=9, temperature=n / 9).tokens
+        ),
+        "stream": lambda n: [
+            part.tokens for part in kvq.stream(model, [[n, 2], [3]], METHOD, max_new_tokens=20)
+        ],
     }
 
 
@@ -93,17 +108,23 @@ def on_one_device(tmp_path: Path) -> dict:
         "cut": lambda n: kvq.cut(cache, 2 + n % 2),
         "join": lambda n: kvq.join(*halves),
         "speculate": lambda n: kvq.speculate(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
-        "beam_search": lambda n: kvq.beam_search(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens,
+        "beam_search": lambda n: (
+            kvq.beam_search(model, [[1, n], [n]], METHOD, max_new_tokens=9).tokens
+        ),
         "save_cache": lambda n: kvq.save_cache(tmp_path / str(next(number)), cache, model),
         "load_cache": lambda n: kvq.load_cache(folder, model),
         "load": lambda n: kvq.load("recall"),
         "load_artifact": lambda n: kvq.load_artifact(tmp_path / "artifact"),
         "shard": lambda n: kvq.shard(model, METHOD, data=2),
         "calibrate": lambda n: kvq.calibrate.run(*xquant),
-        "eval": lambda n: kvq.eval.perplexity(recall, np.full(256, n), METHOD, tokens=128, window=64, chunk=32),
+        "eval": lambda n: kvq.eval.perplexity(
+            recall, np.full(256, n), METHOD, tokens=128, window=64, chunk=32
+        ),
         "compare": lambda n: kvq.compare(recall, "kivi:bits=2", TEXT, tokens=256, window=96),
         "plan": lambda n: kvq.plan("llama-3.1-8b", "kivi:bits=2", context=n * 1024),
-        "tune": lambda n: kvq.tune(recall, TEXT, budget=3.0, methods=TUNED, settings=Settings(window=96)),
+        "tune": lambda n: kvq.tune(
+            recall, TEXT, budget=3.0, methods=TUNED, settings=Settings(window=96)
+        ),
     }
 
 
@@ -118,12 +139,18 @@ def check(name: str, call, calls: int = CALLS) -> None:
     for number in range(3, 3 + calls):
         jax.block_until_ready(call(number))
     assert PROGRAMS[0] == before, f"{name}: {PROGRAMS[0] - before} programs in {calls} calls"
-    assert memory_maps() - maps < 2 * calls, f"{name}: {memory_maps() - maps} memory maps in {calls} calls"
+    assert memory_maps() - maps < 2 * calls, (
+        f"{name}: {memory_maps() - maps} memory maps in {calls} calls"
+    )
 
 
 def test_on_one_device(tmp_path):
     calls = on_caches(tiny()) | on_one_device(tmp_path)
-    functions = {name for name in kvq.__all__ if callable(getattr(kvq, name)) or name in ("calibrate", "eval")}
+    functions = {
+        name
+        for name in kvq.__all__
+        if callable(getattr(kvq, name)) or name in ("calibrate", "eval")
+    }
     classes = {name for name in kvq.__all__ if isinstance(getattr(kvq, name), type)}
     assert set(calls) == functions - classes - NO_ARRAYS
     for name, call in calls.items():

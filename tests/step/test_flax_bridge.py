@@ -1,5 +1,5 @@
-"""Models written in flax.nnx and flax.linen over our caches: the example with trained weights, and small ones that are
-compared with plain calls of `attend_layer` and `append`."""
+"""Models written in flax.nnx and flax.linen over our caches: the example with trained weights, and
+small ones that are compared with plain calls of `attend_layer` and `append`."""
 
 import re
 import runpy
@@ -76,8 +76,13 @@ class LinenAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x, kv):
-        q, k, v = (nn.Dense(WIDTHS[name], use_bias=False, name=name)(x).reshape(*x.shape[:2], -1, 16) for name in "qkv")
-        return nn.Dense(64, use_bias=False, name="o")(kv[self.layer].attend(q, k, v).reshape(x.shape))
+        q, k, v = (
+            nn.Dense(WIDTHS[name], use_bias=False, name=name)(x).reshape(*x.shape[:2], -1, 16)
+            for name in "qkv"
+        )
+        return nn.Dense(64, use_bias=False, name="o")(
+            kv[self.layer].attend(q, k, v).reshape(x.shape)
+        )
 
 
 class LinenTower(nn.Module):
@@ -95,14 +100,18 @@ def plain(weights, cache, x, counts, constants=None, below=None):
     new = []
     for layer, w in enumerate(weights):
         q, k, v = ((x @ w[name]).reshape(*x.shape[:2], -1, 16) for name in "qkv")
-        out, below = kvq.attend_layer(cache, layer, q, k, v, counts, below=below, constants=constants)
+        out, below = kvq.attend_layer(
+            cache, layer, q, k, v, counts, below=below, constants=constants
+        )
         x = x + out.reshape(x.shape) @ w["o"]
         new.append(below)
     return x, kvq.append(cache, new, counts, constants=constants)
 
 
 def kernels(tower: Tower) -> list[dict]:
-    return [{name: getattr(layer, name).kernel.get_value() for name in WIDTHS} for layer in tower.layers]
+    return [
+        {name: getattr(layer, name).kernel.get_value() for name in WIDTHS} for layer in tower.layers
+    ]
 
 
 def inputs(seed: int, length: int):
@@ -119,7 +128,12 @@ def same(cache, other) -> None:
             assert np.sum(a != b) <= 1e-3 * a.size
 
 
-CHUNKS = ((40, (40, 33)), (40, (30, 40)), (1, (1, 0)), (40, (40, 40)))  # new tokens of a call, valid ones of each row
+CHUNKS = (
+    (40, (40, 33)),
+    (40, (30, 40)),
+    (1, (1, 0)),
+    (40, (40, 40)),
+)  # new tokens of a call, valid ones of each row
 
 
 @pytest.mark.parametrize("name", ["exact", "kivi2", "aqua"])
@@ -138,11 +152,15 @@ def test_nnx_equals_plain_calls(name):
 
 
 class SelfStoringTower(nnx.Module):
-    """Attention layers over a cache that stores their tokens by itself; with `remat` each layer is computed again."""
+    """Attention layers over a cache that stores their tokens by itself; with `remat` each layer is
+    computed again."""
 
     def __init__(self, cache: CacheModule, rngs: nnx.Rngs, remat: bool):
         self.layers = nnx.List([SelfStoring(layer, rngs) for layer in range(SHAPE.num_layers)])
-        self.cache, self.call = cache, nnx.remat(SelfStoring.__call__) if remat else SelfStoring.__call__
+        self.cache, self.call = (
+            cache,
+            nnx.remat(SelfStoring.__call__) if remat else SelfStoring.__call__,
+        )
 
     def __call__(self, x):
         for layer in self.layers:
@@ -173,9 +191,13 @@ def test_a_module_that_stores_by_itself_equals_plain_calls(name, remat):
     place, spans = np.arange(40)[None], (((0, 40), (7, 40)), ((10, 40), (0, 40)))
     for seed, span in enumerate(spans):
         x = inputs(seed, 40)
-        valid = jnp.stack([jnp.asarray((place[0] >= first) & (place[0] < last)) for first, last in span])
+        valid = jnp.stack(
+            [jnp.asarray((place[0] >= first) & (place[0] < last)) for first, last in span]
+        )
         wanted, cache = plain(kernels(tower), cache, x, valid, constants)
-        np.testing.assert_allclose(np.where(valid[..., None], step(tower, x, valid) - wanted, 0), 0, atol=1e-4)
+        np.testing.assert_allclose(
+            np.where(valid[..., None], step(tower, x, valid) - wanted, 0), 0, atol=1e-4
+        )
     x = inputs(3, 1)
     wanted, cache = plain(kernels(tower), cache, x, jnp.ones(2, jnp.int32), constants)
     np.testing.assert_allclose(step(tower, x, None), wanted, atol=1e-4)
@@ -238,7 +260,9 @@ def test_linen_equals_nnx():
 
 def test_a_draft_is_verified_and_its_accepted_part_stored():
     """Five new tokens in one call see what they see one at a time; three are kept."""
-    towers = [Tower(kvq.init_cache(SHAPE, "kivi:bits=2,window=0", 2, 128), nnx.Rngs(0)) for _ in "ab"]
+    towers = [
+        Tower(kvq.init_cache(SHAPE, "kivi:bits=2,window=0", 2, 128), nnx.Rngs(0)) for _ in "ab"
+    ]
     full, start, draft = jnp.asarray([62, 61]), inputs(0, 62), inputs(1, 5)
     for tower in towers:
         tower(start, full)

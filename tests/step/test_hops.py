@@ -11,17 +11,25 @@ import kvqjax as kvq
 
 
 def files_of(spec: str) -> set[str]:
-    """The library's files of which a function is called while a step is traced; planning was done before."""
+    """The library's files of which a function is called while a step is traced; planning was done
+    before."""
     model = tiny()
     cache = kvq.init_cache(model, spec, 2, 1024)
     arguments = model, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32), cache
-    trace = lambda: jax.eval_shape(lambda *x: kvq.forward(*x), *arguments)  # noqa: E731
+
+    def trace():
+        return jax.eval_shape(lambda *x: kvq.forward(*x), *arguments)
+
     trace()
     found = set()
 
     def note(frame, event, _):
         module, file = frame.f_globals.get("__name__", ""), frame.f_globals.get("__file__")
-        if event == "call" and module.split(".")[0] == "kvqjax" and frame.f_code.co_filename == file:
+        if (
+            event == "call"
+            and module.split(".")[0] == "kvqjax"
+            and frame.f_code.co_filename == file
+        ):
             found.add(module)
 
     old = sys.getprofile()

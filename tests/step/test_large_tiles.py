@@ -1,4 +1,5 @@
-"""Attention in large tiles, as GPUs take it, against one segment at once: what is seen, where scores lie, rounding."""
+"""Attention in large tiles, as GPUs take it, against one segment at once: what is seen, where
+scores lie, rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ def operands(dtype: str = "float32"):
 
 def by_tiles(q, k, v, seen):
     def read(j, carry):
-        part = lambda x: jax.lax.dynamic_slice_in_dim(x, j * TILE, TILE, 1)  # noqa: E731
+        def part(x):
+            return jax.lax.dynamic_slice_in_dim(x, j * TILE, TILE, 1)
+
         mask = jnp.broadcast_to(part(seen)[:, None], (ROWS, LENGTH, TILE))
         return part(k), part(v), mask, carry + 1
 
@@ -36,7 +39,8 @@ def wanted(q, k, v, seen):
 
 @pytest.mark.parametrize("scale", [1.0, 60.0, 1e-3])
 def test_equals_one_segment(scale):
-    """Rows that see all, a part that ends within a tile, and nothing; scores up to 1700, where peaks are rounded."""
+    """Rows that see all, a part that ends within a tile, and nothing; scores up to 1700, where
+    peaks are rounded."""
     q, k, v = operands()
     seen = jnp.arange(KEYS)[None] < jnp.asarray([KEYS, 21, 0])[:, None]
     found, plain = (attend(scale * q, k, v, seen) for attend in (by_tiles, wanted))
@@ -46,13 +50,19 @@ def test_equals_one_segment(scale):
 
 
 def test_scores_far_below_zero_and_far_apart():
-    """A tile whose scores are all below exp's range counts as much as another; the last tile holds the peak."""
+    """A tile whose scores are all below exp's range counts as much as another; the last tile holds
+    the peak."""
     q, k, v = operands()
-    q, k = jnp.abs(q), -jnp.abs(k) * jnp.repeat(jnp.asarray([360.0, 160.0, 120.0]), TILE)[None, :, None, None]
+    q, k = (
+        jnp.abs(q),
+        -jnp.abs(k) * jnp.repeat(jnp.asarray([360.0, 160.0, 120.0]), TILE)[None, :, None, None],
+    )
     seen = jnp.ones((ROWS, KEYS), bool)
     found, plain = by_tiles(q, k, v, seen), wanted(q, k, v, seen)
     assert plain.lse.max() < -100
-    rounding = 2.0**-23 * float(jnp.abs(plain.lse).max())  # of a score; both of a weight's come from one
+    rounding = 2.0**-23 * float(
+        jnp.abs(plain.lse).max()
+    )  # of a score; both of a weight's come from one
     np.testing.assert_allclose(found.out, plain.out, atol=2 * rounding * float(jnp.abs(v).max()))
     np.testing.assert_allclose(found.lse, plain.lse, rtol=1e-6)
 
@@ -67,14 +77,19 @@ def test_what_is_not_seen_may_be_anything():
 
 
 def test_bfloat16_rounds_the_weights_alone():
-    """Every weight is off by at most 2^-8 of itself, in its sum as in the sum of values: so the mean of values is off
-    by at most twice that of the largest value, and the sum's logarithm by once."""
+    """Every weight is off by at most 2^-8 of itself, in its sum as in the sum of values: so the
+    mean of values is off by at most twice that of the largest value, and the sum's logarithm by
+    once."""
     q, k, v = operands("bfloat16")
     seen = jnp.arange(KEYS)[None] < jnp.asarray([KEYS, 21, 1])[:, None]
     found = by_tiles(q, k, v, seen)
     scaled = q * jnp.asarray(32**-0.5, q.dtype)  # in the inputs' dtype, as everywhere
-    precise = wanted(scaled.astype(jnp.float32) * 32**0.5, k.astype(jnp.float32), v.astype(jnp.float32), seen)
+    precise = wanted(
+        scaled.astype(jnp.float32) * 32**0.5, k.astype(jnp.float32), v.astype(jnp.float32), seen
+    )
     bound, slack = 2.0**-8, 1e-5
-    np.testing.assert_array_less(jnp.abs(found.out - precise.out), 2 * bound * float(jnp.abs(v).max()) + slack)
+    np.testing.assert_array_less(
+        jnp.abs(found.out - precise.out), 2 * bound * float(jnp.abs(v).max()) + slack
+    )
     np.testing.assert_array_less(jnp.abs(found.lse - precise.lse), bound + slack)
     assert float(jnp.abs(found.out - precise.out).max()) > slack  # it was not float32

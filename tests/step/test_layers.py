@@ -1,4 +1,5 @@
-"""A cache as part of another model: `attend_layer` and `append` against our own path, a dense oracle, and jit."""
+"""A cache as part of another model: `attend_layer` and `append` against our own path, a dense
+oracle, and jit."""
 
 import dataclasses
 import functools
@@ -21,7 +22,8 @@ BOUND = 1e-6  # of float32 logits of size about 1, computed by the same products
 
 
 def other_model(model: kvq.Model, shape: KVShape, cache, text, counts, within):
-    """A decoder of its own: (logits, new tokens of every layer). Its queries and keys come as `shape` wants them."""
+    """A decoder of its own: (logits, new tokens of every layer). Its queries and keys come as
+    `shape` wants them."""
     positions = cache.lengths[:, None] + jnp.arange(text.shape[1])[None]
     unrotated = dataclasses.replace(model.config, rope=None)
     h, below, new = decoder.embed(model.params, text), None, []
@@ -32,7 +34,15 @@ def other_model(model: kvq.Model, shape: KVShape, cache, text, counts, within):
         if shape.rope is None:
             q, k = rotate(q, positions, model.config), rotate(k, positions, model.config)
         out, below = kvq.attend_layer(
-            cache, number, q, k, made.v, counts, below=below, constants=model.constants, within=within
+            cache,
+            number,
+            q,
+            k,
+            made.v,
+            counts,
+            below=below,
+            constants=model.constants,
+            within=within,
         )
         h = decoder.finish(weights, h, out, model.config)
         new.append(below)
@@ -51,7 +61,10 @@ def both(name: str, within: str, keep: str = ""):
     append, commit = jax.jit(kvq.append), jax.jit(kvq.commit)
     text, pairs = tokens(2, LENGTH), []
     for start in range(0, LENGTH, CHUNK):
-        chunk, counts = text[:, start : start + CHUNK], jnp.clip(jnp.asarray(COUNTS) - start, 0, CHUNK)
+        chunk, counts = (
+            text[:, start : start + CHUNK],
+            jnp.clip(jnp.asarray(COUNTS) - start, 0, CHUNK),
+        )
         logits, new = step(theirs, chunk, counts)
         theirs = append(theirs, new, counts, constants=model.constants)
         wanted, pending = attend(model, chunk, counts, ours)
@@ -61,7 +74,9 @@ def both(name: str, within: str, keep: str = ""):
     return pairs, theirs, ours
 
 
-@pytest.mark.parametrize("name", thinned(["exact", "kivi-published", "sliding-mixed", "kvquant", "commvq", "aqua"], 2))
+@pytest.mark.parametrize(
+    "name", thinned(["exact", "kivi-published", "sliding-mixed", "kvquant", "commvq", "aqua"], 2)
+)
 def test_another_model_gets_what_ours_gets(name):
     pairs, theirs, ours = both(name, "chunk")
     for got, wanted in pairs:
@@ -86,23 +101,30 @@ def sources(seed: int, shape: KVShape, rows: int, length: int):
     lead = (shape.num_layers, rows, length)
     q = random.normal(size=(*lead, shape.num_heads, shape.head_dim))
     k, v = random.normal(size=(2, *lead, shape.num_kv_heads, shape.head_dim))
-    k += 3 * random.normal(size=(shape.num_kv_heads, shape.head_dim)) + 9 * (random.random(k.shape) < 0.01)
+    k += 3 * random.normal(size=(shape.num_kv_heads, shape.head_dim)) + 9 * (
+        random.random(k.shape) < 0.01
+    )
     return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v))
 
 
 def dense(shape: KVShape, layer: int, q, k, v, count: int):
-    """Causal attention of one row in float64, from the textbook: (output, logarithm of the softmax's denominator)."""
+    """Causal attention of one row in float64, from the textbook: (output, logarithm of the
+    softmax's denominator)."""
     own, group = shape.layer(layer), shape.num_heads // shape.num_kv_heads
     if own.rope is not None:
         q, k = (np.asarray(rotate(x[None], jnp.arange(x.shape[0])[None], own))[0] for x in (q, k))
     q, k, v = (np.asarray(x, np.float64)[:count] for x in (q, k, v))
-    scores = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (own.scale or own.head_dim**-0.5)
+    scores = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (
+        own.scale or own.head_dim**-0.5
+    )
     distance = np.arange(count)[:, None] - np.arange(count)[None]
     seen = (distance >= 0) & (distance < (own.sliding_window or count))
     peak = scores.max(-1, keepdims=True)
     weights = np.exp(np.where(seen, scores - peak, -np.inf))
     total = weights.sum(-1, keepdims=True)
-    return np.einsum("hts,shd->thd", weights / total, np.repeat(v, group, 1)), (np.log(total) + peak)[..., 0].T
+    return np.einsum("hts,shd->thd", weights / total, np.repeat(v, group, 1)), (
+        np.log(total) + peak
+    )[..., 0].T
 
 
 SHAPES = {
@@ -135,13 +157,19 @@ def test_exact_cache_equals_dense_attention(name):
             wanted = dense(shape, layer, q[layer, row], k[layer, row], v[layer, row], counts[row])
             for got, want in zip(found[layer], wanted, strict=False):
                 # Sums of at most 70 float32 products of size 10 and their softmax.
-                np.testing.assert_allclose(got[row, :size], want[start : start + size], atol=1e-5, rtol=1e-5)
+                np.testing.assert_allclose(
+                    got[row, :size], want[start : start + size], atol=1e-5, rtol=1e-5
+                )
 
 
 def test_attention_merges_with_attention_to_tokens_that_lie_elsewhere():
-    """The first 40 tokens are in no cache: another program attends to them, and its logarithm says what they weigh."""
+    """The first 40 tokens are in no cache: another program attends to them, and its logarithm says
+    what they weigh."""
     shape, total = SHAPES["rotated outside"], 70
-    (q, k, v), sinks = (x[0] for x in sources(0, shape, 1, total)), jnp.asarray([1.0, -1.0, 0.0, 2.0])
+    (q, k, v), sinks = (
+        (x[0] for x in sources(0, shape, 1, total)),
+        jnp.asarray([1.0, -1.0, 0.0, 2.0]),
+    )
     cache = kvq.init_cache(shape, "exact", 1, 128)
     _, new = kvq.attend_layer(cache, 0, q[:, 40:-1], k[:, 40:-1], v[:, 40:-1], jnp.asarray([29]))
     cache = kvq.append(cache, [new] * shape.num_layers, jnp.asarray([29]))
@@ -149,12 +177,16 @@ def test_attention_merges_with_attention_to_tokens_that_lie_elsewhere():
     out, lse, _ = kvq.attend_layer(cache, 0, *last, jnp.asarray([1]), sinks=sinks, return_lse=True)
     group = shape.num_heads // shape.num_kv_heads
     before, values = (np.repeat(np.asarray(x[0, :40], np.float64), group, 1) for x in (k, v))
-    scores = np.einsum("hd,shd->hs", np.asarray(q[0, -1], np.float64), before) * shape.head_dim**-0.5
+    scores = (
+        np.einsum("hd,shd->hs", np.asarray(q[0, -1], np.float64), before) * shape.head_dim**-0.5
+    )
     weights, rest = np.exp(scores), np.exp(np.asarray(lse[0, 0], np.float64))
     merged = np.einsum("hs,shd->hd", weights, values) + rest[:, None] * np.asarray(out[0, 0])
     merged = merged / (weights.sum(-1) + rest)[:, None]
     whole, all_lse = dense(shape, 0, q[0], k[0], v[0], total)
-    share = np.exp(all_lse[-1]) / (np.exp(all_lse[-1]) + np.exp(np.asarray(sinks)))  # sinks take the rest
+    share = np.exp(all_lse[-1]) / (
+        np.exp(all_lse[-1]) + np.exp(np.asarray(sinks))
+    )  # sinks take the rest
     np.testing.assert_allclose(merged, whole[-1] * share[:, None], atol=1e-5, rtol=1e-5)
 
 
@@ -181,7 +213,9 @@ def test_a_scan_over_the_layers_of_a_stack():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("spec", thinned(["exact", "kivi:bits=2,window=32", "kivi:bits=2;0=exact"], 3))
+@pytest.mark.parametrize(
+    "spec", thinned(["exact", "kivi:bits=2,window=32", "kivi:bits=2;0=exact"], 3)
+)
 def test_no_second_cache_under_jit_with_donation(spec):
     shape = dataclasses.replace(tiny().config.kv_shape, rope=None)
     cache = jax.eval_shape(lambda: kvq.init_cache(shape, kvq.parse(spec), 1, 65536))
@@ -193,10 +227,14 @@ def test_no_second_cache_under_jit_with_donation(spec):
         found = [kvq.attend_layer(cache, i, q[i], k[i], v[i], counts) for i in range(2)]
         return kvq.append(cache, [new for _, new in found], counts), [out for out, _ in found]
 
-    memory = step.lower(cache, q, k, v).compile({"xla_backend_optimization_level": 2}).memory_analysis()
+    memory = (
+        step.lower(cache, q, k, v).compile({"xla_backend_optimization_level": 2}).memory_analysis()
+    )
     size = kvq.ledger(cache).bytes
     assert memory.alias_size_in_bytes >= 0.99 * size
-    block = 2 * 1024 * 2 * 16 * 4  # K and V of one block in float32, and as much again for the scores
+    block = (
+        2 * 1024 * 2 * 16 * 4
+    )  # K and V of one block in float32, and as much again for the scores
     assert memory.temp_size_in_bytes < 4 * block
 
 
@@ -229,12 +267,16 @@ PADDED = {  # spec -> the largest error of decoded values, as a share of them: 4
 
 @pytest.mark.parametrize("spec", thinned(PADDED, 2))
 def test_values_narrower_than_keys_go_with_zeros(spec):
-    """As wide as the keys they are stored as well as any others, and the output's first channels are theirs."""
+    """As wide as the keys they are stored as well as any others, and the output's first channels
+    are theirs."""
     shape, total = dataclasses.replace(SHAPES["rotated outside"], head_dim=24), 161
     cache, counts = kvq.init_cache(shape, spec, 1, 256), jnp.asarray([total - 1])
     q, k, v = sources(4, shape, 1, total)
     v = v.at[..., 16:].set(0)
-    new = [kvq.attend_layer(cache, i, q[i, :, :-1], k[i, :, :-1], v[i, :, :-1], counts)[1] for i in range(2)]
+    new = [
+        kvq.attend_layer(cache, i, q[i, :, :-1], k[i, :, :-1], v[i, :, :-1], counts)[1]
+        for i in range(2)
+    ]
     cache = kvq.append(cache, new, counts)
     out = kvq.attend_layer(cache, 0, q[0, :, -1:], k[0, :, -1:], v[0, :, -1:], jnp.asarray([1]))[0]
     keys, values = (x[0, : total - 1] for x in kvq.dense(cache, 0)[:2])
@@ -273,14 +315,20 @@ def test_methods_that_do_not_fit_are_refused(name):
     ],
 )
 def test_values_of_another_width_are_told_what_to_do(width, words):
-    cache, (q, k, _) = kvq.init_cache(SHAPE, "exact", 2, 64), (x[0] for x in sources(3, SHAPE, 2, 4))
+    cache, (q, k, _) = (
+        kvq.init_cache(SHAPE, "exact", 2, 64),
+        (x[0] for x in sources(3, SHAPE, 2, 4)),
+    )
     with pytest.raises(kvq.UserError, match=words):
         kvq.attend_layer(cache, 0, q, k, jnp.ones((2, 4, 2, width)), jnp.asarray([4, 3]))
 
 
 def test_a_scale_is_not_rounded_to_the_dtype_of_queries():
-    """In bfloat16 this factor of queries would be 1.1016: all scores would be wrong by 0.3 percent."""
-    shape = kvq.KVShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, scale=1.10526 / 128**0.5)
+    """In bfloat16 this factor of queries would be 1.1016: all scores would be wrong by 0.3
+    percent."""
+    shape = kvq.KVShape(
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=128, scale=1.10526 / 128**0.5
+    )
     q = jax.random.normal(jax.random.key(0), (8, 1, 1, 128), jnp.bfloat16)
     cache, counts = kvq.init_cache(shape, "exact", 8, 8, dtype="bf16"), jnp.ones(8, int)
     lse = kvq.attend_layer(cache, 0, q, q, q, counts, return_lse=True)[1]  # of one token: its score
@@ -293,17 +341,23 @@ def test_a_scale_is_not_rounded_to_the_dtype_of_queries():
 def test_what_is_no_array_of_floats_is_refused_in_one_line():
     cache, counts = kvq.init_cache(SHAPE, kvq.exact(), 2, 64), jnp.asarray([4, 3])
     q, k, v = (x[0] for x in sources(3, SHAPE, 2, 4))
-    with pytest.raises(kvq.UserError, match=r"sinks is a list; wanted an array \[4\], a logit for each query head"):
+    with pytest.raises(
+        kvq.UserError, match=r"sinks is a list; wanted an array \[4\], a logit for each query head"
+    ):
         kvq.attend_layer(cache, 0, q, k, v, counts, sinks=[0.0] * 4)
     with pytest.raises(kvq.UserError, match="q, k and v have no new tokens"):
         kvq.attend_layer(cache, 0, q[:, :0], k[:, :0], v[:, :0], jnp.zeros(2, int))
     for name in "qkv":
         tensors = {"q": q, "k": k, "v": v}
         tensors[name] = tensors[name].astype(int)
-        with pytest.raises(kvq.UserError, match=f"{name} is of type int32; wanted floating point numbers"):
+        with pytest.raises(
+            kvq.UserError, match=f"{name} is of type int32; wanted floating point numbers"
+        ):
             kvq.attend_layer(cache, 0, **tensors, counts=counts)
     integers = [{name: jnp.ones((2, 4, 32), int) for name in "kv"}] * 2
-    with pytest.raises(kvq.UserError, match="new tokens 'k' of layer 0 are of type int32; wanted floating"):
+    with pytest.raises(
+        kvq.UserError, match="new tokens 'k' of layer 0 are of type int32; wanted floating"
+    ):
         kvq.append(cache, integers, counts)
 
 
@@ -312,7 +366,9 @@ def test_bad_calls_are_refused_in_one_line():
     q, k, v = (x[0] for x in sources(3, SHAPE, 2, 4))
     with pytest.raises(kvq.UserError, match=r"q has shape \(2, 4, 3, 16\), wanted \(2, 4, 4, 16\)"):
         kvq.attend_layer(cache, 0, q[:, :, :3], k, v, counts)
-    with pytest.raises(kvq.UserError, match="layer=2; it must be a whole number from 0 to 1: there are 2 layers"):
+    with pytest.raises(
+        kvq.UserError, match="layer=2; it must be a whole number from 0 to 1: there are 2 layers"
+    ):
         kvq.attend_layer(cache, 2, q, k, v, counts)
     with pytest.raises(kvq.UserError, match="known: chunk, step"):
         kvq.attend_layer(cache, 0, q, k, v, counts, within="draft")

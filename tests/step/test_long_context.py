@@ -1,4 +1,5 @@
-"""A million tokens in the flesh: a one-layer model whose cache is filled by appending, with facts planted in it."""
+"""A million tokens in the flesh: a one-layer model whose cache is filled by appending, with facts
+planted in it."""
 
 import functools
 
@@ -26,8 +27,8 @@ def transparent() -> kvq.Model:
 
 
 def facts(model: kvq.Model) -> tuple[jax.Array, jax.Array]:
-    """Keys that each asking token's query meets (it stands at position TOKENS + i), and values that point at the
-    answer."""
+    """Keys that each asking token's query meets (it stands at position TOKENS + i), and values that
+    point at the answer."""
     positions = TOKENS + jnp.arange(len(ASKED))[None]
     h = decoder.embed(model.params, jnp.asarray(ASKED)[None])
     q = decoder.project(decoder.layer(model.params, 0), h, positions, model.config).q[0]
@@ -47,11 +48,15 @@ def fill(model, cache, start, keys, values):
 
 def test_planted_facts_are_found_among_a_million_tokens():
     model = transparent()
-    cache = kvq.init_cache(model, kvq.kivi(bits=2, value_group=16, scales="float32"), 1, TOKENS + 32)
+    cache = kvq.init_cache(
+        model, kvq.kivi(bits=2, value_group=16, scales="float32"), 1, TOKENS + 32
+    )
     assert ledger(cache).bits_stored < 5.1  # 2 bits, float32 scales and minima of 32 and 16 values
     keys, values = facts(model)
     for start in range(0, TOKENS, CHUNK):
         cache = fill(model, cache, jnp.int32(start), keys, values)
     assert int(cache.lengths[0]) == TOKENS
-    logits, _ = kvq.attend(model, jnp.asarray(ASKED, jnp.int32)[None], jnp.full((1,), len(ASKED), jnp.int32), cache)
+    logits, _ = kvq.attend(
+        model, jnp.asarray(ASKED, jnp.int32)[None], jnp.full((1,), len(ASKED), jnp.int32), cache
+    )
     np.testing.assert_array_equal(np.asarray(logits[0]).argmax(-1), FOUND)

@@ -1,5 +1,5 @@
-"""A mask of the new tokens says which of them each one sees: prefixes and images that are seen in both directions,
-documents side by side, and any other, against dense attention in float64."""
+"""A mask of the new tokens says which of them each one sees: prefixes and images that are seen in
+both directions, documents side by side, and any other, against dense attention in float64."""
 
 import dataclasses
 import functools
@@ -15,12 +15,14 @@ import kvqjax as kvq
 from kvqjax.flax_bridge import CacheModule, ForwardPass, read
 
 ROWS, LENGTH, CAPACITY, LAYERS = 2, 40, 256, 2
-SHAPE = kvq.KVShape(num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope(theta=10000.0))
+SHAPE = kvq.KVShape(
+    num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope(theta=10000.0)
+)
 HELD = (100, 37)  # tokens of each row before the call
 PLACE = np.arange(LENGTH)
 VALID = np.stack([PLACE >= 5, PLACE < 33])
-# Scores of size 20 are float32 sums of 16 products, so off by 2e-5 at most, and softmax weights by as much of
-# themselves. Outputs have size 3.
+# Scores of size 20 are float32 sums of 16 products, so off by 2e-5 at most, and softmax weights by
+# as much of themselves. Outputs have size 3.
 BOUND = 1e-4
 
 
@@ -42,7 +44,11 @@ def attended(cache, q, k, v, counts, constants=None, mask=None):
     found, below = [], None
     for i in range(LAYERS):
         given = q[i], k[i], v[i], counts
-        found.append(kvq.attend_layer(cache, i, *given, below=below, constants=constants, mask=mask, return_lse=True))
+        found.append(
+            kvq.attend_layer(
+                cache, i, *given, below=below, constants=constants, mask=mask, return_lse=True
+            )
+        )
         below = found[-1][-1]
     return [jnp.stack(x) for x in (list(zip(*found, strict=True))[:2])], [new for *_, new in found]
 
@@ -55,7 +61,9 @@ def step(cache, q, k, v, counts, constants=None, mask=None):
 
 def filled(shape, spec, constants=None):
     given = inputs(0, max(HELD), dim=shape.head_dim)
-    return step(kvq.init_cache(shape, spec, ROWS, CAPACITY), *given, jnp.asarray(HELD), constants)[1]
+    return step(kvq.init_cache(shape, spec, ROWS, CAPACITY), *given, jnp.asarray(HELD), constants)[
+        1
+    ]
 
 
 def turned(x, positions):
@@ -65,29 +73,50 @@ def turned(x, positions):
 
 
 def softmax_of(q, k, seen):
-    """Softmax weights [H, T, S] in float64, of one row, and the logarithm of their denominators [T, H]."""
-    scores = np.einsum("thd,shd->hts", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) * q.shape[-1] ** -0.5
+    """Softmax weights [H, T, S] in float64, of one row, and the logarithm of their denominators [T,
+    H]."""
+    scores = (
+        np.einsum("thd,shd->hts", q, np.repeat(k, q.shape[1] // k.shape[1], 1))
+        * q.shape[-1] ** -0.5
+    )
     scores = np.where(seen, scores, -np.inf)
     lse = np.log(np.exp(scores).sum(-1))
     return np.exp(scores - lse[..., None]), lse.T
 
 
 def by_hand(cache, layer: int, row: int, q, k, v, mask, constants):
-    """One layer's attention of a row's valid tokens, by what `dense` reads of the cache: weights, output, logarithm."""
-    old_k, old_v, stored = (np.asarray(x[row]) for x in kvq.dense(cache, layer, constants=constants))
+    """One layer's attention of a row's valid tokens, by what `dense` reads of the cache: weights,
+    output, logarithm."""
+    old_k, old_v, stored = (
+        np.asarray(x[row]) for x in kvq.dense(cache, layer, constants=constants)
+    )
     places, window = np.flatnonzero(VALID[row]), cache.layout.shape.layer(layer).window or 10**6
     positions = HELD[row] + np.arange(len(places))
     q, k, v = (np.asarray(x[layer, row], np.float64)[places] for x in (q, k, v))
     q, k = (turned(x, positions) for x in (q, k))
     every = np.concatenate([np.arange(len(stored)), positions])
-    seen = np.concatenate([np.broadcast_to(stored, (len(q), len(stored))), np.asarray(mask[row])[places][:, places]], 1)
+    seen = np.concatenate(
+        [np.broadcast_to(stored, (len(q), len(stored))), np.asarray(mask[row])[places][:, places]],
+        1,
+    )
     seen &= np.abs(positions[:, None] - every[None]) < window
     weights, lse = softmax_of(q, np.concatenate([old_k, k]), seen)
     values = np.repeat(np.concatenate([old_v, v]), q.shape[1] // v.shape[1], 1)
     return weights, np.einsum("hts,shd->thd", weights, values), lse
 
 
-METHODS = ("exact", "kivi3-sinks", "sliding-mixed", "aqua", "turboquant", "kvquant", "mixed", "commvq", "kvarn", "klt")
+METHODS = (
+    "exact",
+    "kivi3-sinks",
+    "sliding-mixed",
+    "aqua",
+    "turboquant",
+    "kvquant",
+    "mixed",
+    "commvq",
+    "kvarn",
+    "klt",
+)
 
 
 @pytest.mark.parametrize("name", with_nightly(METHODS, METHODS[:4]))
@@ -102,11 +131,14 @@ def test_a_query_sees_the_cache_and_the_new_tokens_of_its_mask(name):
         for got, want in zip((out, lse), wanted, strict=True):
             np.testing.assert_allclose(got[layer, row, VALID[row]], want, atol=BOUND)
     unmasked = step(cache, *given, jnp.asarray(VALID), constants)[1]
-    jax.tree.map(np.testing.assert_array_equal, after, unmasked)  # a mask changes nothing that is stored
+    jax.tree.map(
+        np.testing.assert_array_equal, after, unmasked
+    )  # a mask changes nothing that is stored
 
 
 def test_documents_side_by_side_are_what_each_is_alone():
-    """Attention knows positions by their differences, so that a document may begin anywhere, under a window too."""
+    """Attention knows positions by their differences, so that a document may begin anywhere, under
+    a window too."""
     shape = dataclasses.replace(SHAPE, sliding_window=(8, None))
     ends, given = (13, 14, 40), inputs(2, rows=1)
     document = np.searchsorted(ends, PLACE, side="right")
@@ -116,7 +148,9 @@ def test_documents_side_by_side_are_what_each_is_alone():
     for start, stop in zip((0, *ends), ends, strict=False):
         alone = step(empty, *(x[:, :, start:stop] for x in given), jnp.asarray([stop - start]))[0]
         for got, want in zip((out, lse), alone, strict=True):
-            np.testing.assert_allclose(got[:, :, start:stop], want, atol=1e-5)  # scores here have size 5
+            np.testing.assert_allclose(
+                got[:, :, start:stop], want, atol=1e-5
+            )  # scores here have size 5
 
 
 def by_views(cache, q, k, v, mask):
@@ -132,7 +166,9 @@ def by_scan(cache, q, k, v, mask):
         *got, view = view.attend(*x, mask=mask, return_lse=True)
         return view, got
 
-    view, out = jax.lax.scan(layer, kvq.layers(cache, valid=jnp.asarray(VALID), stack=LENGTH), (q, k, v))
+    view, out = jax.lax.scan(
+        layer, kvq.layers(cache, valid=jnp.asarray(VALID), stack=LENGTH), (q, k, v)
+    )
     return out, kvq.commit_layers(view)
 
 
@@ -167,7 +203,8 @@ def test_every_door_takes_a_mask(run):
 
 
 def test_many_new_tokens_in_a_program_for_a_tpu():
-    """Splash attention wants consecutive keys. A mask has others, so that these tokens attend without it."""
+    """Splash attention wants consecutive keys. A mask has others, so that these tokens attend
+    without it."""
     shape = dataclasses.replace(SHAPE, head_dim=64, rope=None)
     given, mask, counts = inputs(3, 128, dim=64), any_mask(128), jnp.full(ROWS, 128)
     forms = ({"target": "v6e", "kernels": "splash"}, {"kernels": "off"})

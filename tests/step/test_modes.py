@@ -79,7 +79,9 @@ def filled(spec: str, count: int):
 def two_steps(cache):
     """The first one encodes what the second one reads."""
     for _ in range(2):
-        logits, cache = kvq.forward(tiny(num_layers=1), tokens(1, 1), jnp.asarray([1], jnp.int32), cache)
+        logits, cache = kvq.forward(
+            tiny(num_layers=1), tokens(1, 1), jnp.asarray([1], jnp.int32), cache
+        )
     return logits
 
 
@@ -132,7 +134,9 @@ def test_gradients_are_refused_in_one_line():
 
     for function in (kvq.forward, kvq.attend, kvq.prefill):
         for wrapped in (function, jax.jit(function)):
-            with pytest.raises(kvq.UserError, match="a cache holds rounded numbers and has no gradient") as caught:
+            with pytest.raises(
+                kvq.UserError, match="a cache holds rounded numbers and has no gradient"
+            ) as caught:
                 jax.grad(loss, allow_int=True)(tiny(), wrapped)
             assert "\n" not in str(caught.value)
 
@@ -162,7 +166,9 @@ def test_a_donated_cache_is_named():
                 use()
 
 
-@pytest.mark.parametrize("function", [kvq.generate, kvq.speculate, kvq.beam_search], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [kvq.generate, kvq.speculate, kvq.beam_search], ids=lambda f: f.__name__
+)
 def test_no_prompts(function):
     with pytest.raises(kvq.UserError, match="no prompts"):
         function(tiny(), [])

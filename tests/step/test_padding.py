@@ -1,4 +1,5 @@
-"""Prompts padded on the left or on both sides: a mask in place of counts gives the cache of right-padded prompts."""
+"""Prompts padded on the left or on both sides: a mask in place of counts gives the cache of
+right-padded prompts."""
 
 import functools
 
@@ -16,8 +17,8 @@ from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for
 
 ROWS, LENGTH, CAPACITY = 3, 80, 512  # as in test_dense.py: both run the same programs
-# The valid places of each row, call by call: left padding, both sides, a full row, an empty one; then one more token,
-# in calls as wide as before, so that they run the programs of the prompts.
+# The valid places of each row, call by call: left padding, both sides, a full row, an empty one;
+# then one more token, in calls as wide as before, so that they run the programs of the prompts.
 RUNS = (((5, 80), (40, 73), (0, 80)), ((0, 80), (79, 80), (0, 0)), ((79, 80), (30, 31), (0, 0)))
 step = jax.jit(kvq.forward)
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope())
@@ -50,14 +51,17 @@ def assert_same(cache, other) -> None:
 
 @pytest.mark.parametrize("name", with_nightly(CASES, HALF))
 def test_forward_of_a_mask_is_forward_of_counts(name):
-    """Codes, windows and flags to the bit; logits where the caller's tokens stand. Two chunks, then a decode step."""
+    """Codes, windows and flags to the bit; logits where the caller's tokens stand. Two chunks, then
+    a decode step."""
     model, method = model_and_method(name)
     left = right = kvq.init_cache(model, method, ROWS, CAPACITY)
     for text, mask in chunks():
         got, left = step(model, text, jnp.asarray(mask), left)
         wanted, right = step(model, on_the_right(text, mask), counted(mask), right)
         for row, marks in enumerate(mask):
-            np.testing.assert_allclose(got[row, marks], wanted[row, : marks.sum()], atol=1e-6, rtol=1e-6)
+            np.testing.assert_allclose(
+                got[row, marks], wanted[row, : marks.sum()], atol=1e-6, rtol=1e-6
+            )
         assert_same(left, right)
     assert left.lengths.tolist() == [156, 35, 80]
     assert not left.overflow.any()
@@ -78,12 +82,16 @@ def test_prefill_attend_and_commit_take_a_mask(name):
     after = kvq.commit(model, right, same, counted(wider))
     assert_same(kvq.commit(model, left, pending, jnp.asarray(wider)), after)
     accepted = counted(wider) // 2  # of a draft
-    assert_same(kvq.commit(model, left, pending, accepted), kvq.commit(model, right, same, accepted))
+    assert_same(
+        kvq.commit(model, left, pending, accepted), kvq.commit(model, right, same, accepted)
+    )
 
 
 def test_a_decode_step_takes_the_mask_of_active_rows():
     model, method = model_and_method("kivi2")
-    cache = step(model, *(jnp.asarray(x) for x in chunks()[0]), kvq.init_cache(model, method, ROWS, CAPACITY))[1]
+    cache = step(
+        model, *(jnp.asarray(x) for x in chunks()[0]), kvq.init_cache(model, method, ROWS, CAPACITY)
+    )[1]
     active = jnp.asarray([[True], [False], [True]])
     got, left = step(model, tokens(ROWS, 1), active, cache)
     wanted, right = step(model, tokens(ROWS, 1), jnp.asarray([1, 0, 1]), cache)
@@ -94,7 +102,10 @@ def test_a_decode_step_takes_the_mask_of_active_rows():
 
 def layer_inputs(seed: int, mask):
     random = np.random.default_rng(seed)
-    return [jnp.asarray(random.normal(size=(2, *mask.shape, heads, 16)), jnp.float32) for heads in (4, 2, 2)]
+    return [
+        jnp.asarray(random.normal(size=(2, *mask.shape, heads, 16)), jnp.float32)
+        for heads in (4, 2, 2)
+    ]
 
 
 def layers(cache, q, k, v, counts, constants):
@@ -124,7 +135,9 @@ def test_attend_layer_of_a_mask_is_that_of_counts(name):
         got, left = run(left, *given, jnp.asarray(mask), constants)
         wanted, right = run(right, *straight, counted(mask), constants)
         for row, marks in enumerate(mask):
-            np.testing.assert_allclose(got[:, row, marks], wanted[:, row, : marks.sum()], atol=1e-6, rtol=1e-6)
+            np.testing.assert_allclose(
+                got[:, row, marks], wanted[:, row, : marks.sum()], atol=1e-6, rtol=1e-6
+            )
         assert_same(left, right)
 
 
@@ -160,7 +173,9 @@ LEFT = TORN[jnp.asarray([1, 1])]
 def test_a_known_mask_of_several_runs_is_refused():
     model = tiny()
     cache = kvq.init_cache(model, kvq.exact(), 2, 64)
-    with pytest.raises(kvq.UserError, match="row 0 of the mask has valid tokens in 2 runs, from places 0, 3 on"):
+    with pytest.raises(
+        kvq.UserError, match="row 0 of the mask has valid tokens in 2 runs, from places 0, 3 on"
+    ):
         kvq.forward(model, tokens(2, 4), TORN, cache)
     with pytest.raises(kvq.UserError, match="66 tokens; the cache was made for 64"):
         kvq.forward(model, tokens(2, 4), LEFT, cache.replace(lengths=jnp.asarray([63, 0])))
@@ -178,7 +193,9 @@ def test_a_traced_mask_of_several_runs_raises_the_flag(door):
     calls = {
         "forward": lambda mask: kvq.forward(model, text, mask, cache)[1],
         "prefill": lambda mask: kvq.prefill(model, text, mask, cache)[1],
-        "commit": lambda mask: kvq.commit(model, cache, kvq.attend(model, text, mask, cache)[1], mask),
+        "commit": lambda mask: kvq.commit(
+            model, cache, kvq.attend(model, text, mask, cache)[1], mask
+        ),
         "append": functools.partial(appended, cache),
     }
     after = jax.jit(calls[door])(TORN)
@@ -197,7 +214,12 @@ def test_a_mask_on_a_mesh():
     mask, text = masks()[0][:2], tokens(2, LENGTH)
     sharded = kvq.shard(tiny(), method, data=2, seq=2)
     after = step(sharded, text, jnp.asarray(mask), kvq.init_cache(sharded, method, 2, CAPACITY))
-    wanted = step(sharded, on_the_right(text, mask), counted(mask), kvq.init_cache(sharded, method, 2, CAPACITY))
+    wanted = step(
+        sharded,
+        on_the_right(text, mask),
+        counted(mask),
+        kvq.init_cache(sharded, method, 2, CAPACITY),
+    )
     assert_same(after[1], wanted[1])
     for row, marks in enumerate(mask):
         np.testing.assert_allclose(after[0][row, marks], wanted[0][row, : marks.sum()], atol=1e-6)

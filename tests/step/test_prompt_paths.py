@@ -1,5 +1,5 @@
-"""A prompt attends to itself alike on every path: blocks, a GPU's large tiles, all queries at once as by cuDNN, splash
-attention in the interpreter."""
+"""A prompt attends to itself alike on every path: blocks, a GPU's large tiles, all queries at once
+as by cuDNN, splash attention in the interpreter."""
 
 import dataclasses
 
@@ -28,11 +28,14 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
 
 
 @pytest.mark.parametrize(
-    "path", [Path(name, 128) for name in ("tiles", "cudnn", "interpret")], ids=lambda path: path.kernels
+    "path",
+    [Path(name, 128) for name in ("tiles", "cudnn", "interpret")],
+    ids=lambda path: path.kernels,
 )
 @pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
 def test_paths_agree(monkeypatch, path, sliding):
-    """On ragged and padded rows, one of them empty, with and without sliding windows, which are shorter than a part of
+    """On ragged and padded rows, one of them empty, with and without sliding windows, which are
+    shorter than a part of
     a chunk, than a chunk, and longer: 384 tokens are three chunks."""
     monkeypatch.setattr("kvqjax.step.prompt.TILES", 1)  # up to three chunks' keys a tile
     arguments = {"sliding_window": sliding}, [300, 0, 129], 300
@@ -47,12 +50,16 @@ def test_paths_agree(monkeypatch, path, sliding):
 
 def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
     model = tiny(head_dim=64)
-    spoilt = model.replace(params=model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)})
+    spoilt = model.replace(
+        params=model.params | {"embed": model.params["embed"].at[7].set(jnp.nan)}
+    )
     for path in (Path("tiles", 128), Path("cudnn", 128), Path("interpret", 128)):
         monkeypatch.setattr(prefill, "path_of", lambda *_, path=path, **__: path)
         prompt = jnp.full((2, 128), 3, jnp.int32).at[0, 5].set(7)
         cache = kvq.init_cache(spoilt, "exact", 2, 128)
-        logits, cache = jax.jit(lambda *a: prefill._prefill(*a))(spoilt, cache, prompt, jnp.full((2,), 128))
+        logits, cache = jax.jit(lambda *a: prefill._prefill(*a))(
+            spoilt, cache, prompt, jnp.full((2,), 128)
+        )
         assert np.isnan(logits[0]).all()
         assert np.isfinite(logits[1]).all()
         np.testing.assert_array_equal(cache.finite, [5, 128])
@@ -60,12 +67,16 @@ def test_not_finite_tokens_stay_in_their_rows(monkeypatch):
 
 def test_the_chip_and_the_length_choose_the_path():
     layout = kvq.init_cache(tiny(head_dim=128), "exact", 1, 64).layout
-    on = lambda target: dataclasses.replace(layout, target=target)  # noqa: E731
+
+    def on(target):
+        return dataclasses.replace(layout, target=target)
+
     assert path_of(on("cpu"), 1, 32768) == Path("off", 512)
     assert path_of(on("sm90"), 1, 32768) == Path("tiles", 4096)
     assert path_of(on("sm90"), 1, 4608) == Path("tiles", 2560)  # no more padding than there must be
     assert path_of(on("sm90"), 512, 32768) == Path("tiles", 512)  # as memory allows
-    # Of a program that is compiled elsewhere cuDNN is no part; a check on the chip itself lets it in.
+    # Of a program that is compiled elsewhere cuDNN is no part; a check on the chip itself lets it
+    # in.
     found = dataclasses.replace(on("sm90"), kernels=Kernels("auto", (CUDNN,), "checked"))
     assert path_of(found, 512, 32768) == Path("cudnn", 4096)
     assert path_of(found, 1, 32768, score_sinks=True) == Path("tiles", 4096)
@@ -81,8 +92,9 @@ def test_the_chip_and_the_length_choose_the_path():
 @pytest.mark.parametrize("kernels", ["tiles", "interpret"])
 @pytest.mark.parametrize("name", ["kivi4-float32", "kvquant", "sliding", "aqua"])
 def test_chunks_agree(monkeypatch, kernels, name):
-    """A chunk on a body that is read in large blocks, of which the last begins within the one before it where nothing
-    flows from layer to layer, and attended to by splash attention: as in small blocks. One row's chunk is padded."""
+    """A chunk on a body that is read in large blocks, of which the last begins within the one
+    before it where nothing flows from layer to layer, and attended to by splash attention: as in
+    small blocks. One row's chunk is padded."""
     model, method = model_and_method(name, head_dim=64)
     held, length, new = [2900, 1500, 3], 128, [128, 100, 128]
     cache = kvq.init_cache(model, method, 3, 3200)

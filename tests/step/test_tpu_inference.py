@@ -1,6 +1,8 @@
-"""Paged attention as vLLM's TPU engine calls it (kvqjax/adapters/tpu_inference.py), against dense attention in float64
-over what is stored: mixed calls of a small scheduler, whose sequences change places, share blocks and lose them. Where
-tpu-inference is installed (`pip install --no-deps tpu-inference`), against its own reference too."""
+"""Paged attention as vLLM's TPU engine calls it (kvqjax/adapters/tpu_inference.py), against dense
+attention in float64
+over what is stored: mixed calls of a small scheduler, whose sequences change places, share blocks
+and lose them. Where tpu-inference is installed (`pip install --no-deps tpu-inference`), against its
+own reference too."""
 
 import ast
 import functools
@@ -44,12 +46,16 @@ def text(seed: int, blocks: list[int], begin: Sequence | None = None, shared: in
     q = random.normal(size=(LONGEST, SHAPE.num_heads, SHAPE.head_dim))
     k, v = random.normal(size=(2, LONGEST, SHAPE.num_kv_heads, SHAPE.head_dim))
     if begin is not None:
-        q, k, v = (np.concatenate([old[:shared], new[shared:]]) for old, new in zip(begin, (q, k, v), strict=False))
+        q, k, v = (
+            np.concatenate([old[:shared], new[shared:]])
+            for old, new in zip(begin, (q, k, v), strict=False)
+        )
     return Sequence(*(x.astype(np.float32) for x in (q, k, v)), blocks)
 
 
 class New(NamedTuple):
-    """New tokens of a sequence in a call: `count` behind the first `held`; `slot` names its tail, with slots=."""
+    """New tokens of a sequence in a call: `count` behind the first `held`; `slot` names its tail,
+    with slots=."""
 
     sequence: Sequence
     held: int
@@ -58,8 +64,8 @@ class New(NamedTuple):
 
 
 def flat(news: list[New], width: int, rubbish: int = 0):
-    """Lay a call out as the engine does: (q, k, v, metadata). Tokens of no sequence are NaN, and tables go on with
-    `rubbish`."""
+    """Lay a call out as the engine does: (q, k, v, metadata). Tokens of no sequence are NaN, and
+    tables go on with `rubbish`."""
     arrays = []
     for name in ("q", "k", "v"):
         rows = [getattr(new.sequence, name)[new.held : new.held + new.count] for new in news]
@@ -86,15 +92,24 @@ def coding(layout, name: str):
 
 
 def stored(layer: paged.PagedLayer, name: str, x: np.ndarray, count: int) -> np.ndarray:
-    """The numbers that stand for the tokens once `count` of them were there and whole units encoded; float64."""
+    """The numbers that stand for the tokens once `count` of them were there and whole units
+    encoded; float64."""
     code, unit = coding(layer.layout, name), layer.run.ring
     wide = x.reshape(len(x), -1)
     parts = [code(wide[at : at + unit]) for at in range(0, count // unit * unit, unit)]
-    return np.concatenate([*map(np.asarray, parts), wide[count // unit * unit :]]).astype(np.float64)
+    return np.concatenate([*map(np.asarray, parts), wide[count // unit * unit :]]).astype(
+        np.float64
+    )
 
 
-def dense(layer: paged.PagedLayer, new: New, scale: float = SHAPE.head_dim**-0.5, softcap: float | None = None):
-    """Attention of the new tokens in float64. Those of a chunk see each other exactly, and earlier ones as stored."""
+def dense(
+    layer: paged.PagedLayer,
+    new: New,
+    scale: float = SHAPE.head_dim**-0.5,
+    softcap: float | None = None,
+):
+    """Attention of the new tokens in float64. Those of a chunk see each other exactly, and earlier
+    ones as stored."""
     out, end = [], new.held + new.count
     for begin in range(new.held, end, CHUNK if new.count > 1 else 1):
         stop = min(begin + CHUNK, end)
@@ -108,7 +123,11 @@ def dense(layer: paged.PagedLayer, new: New, scale: float = SHAPE.head_dim**-0.5
     return np.concatenate(out)
 
 
-step = jax.jit(paged.attention, donate_argnames="kv_cache", static_argnames=("sm_scale", "attn_logits_soft_cap"))
+step = jax.jit(
+    paged.attention,
+    donate_argnames="kv_cache",
+    static_argnames=("sm_scale", "attn_logits_soft_cap"),
+)
 
 
 def caches(spec: str = KIVI, **options) -> paged.PagedLayer:
@@ -117,7 +136,8 @@ def caches(spec: str = KIVI, **options) -> paged.PagedLayer:
 
 
 def call(layer: paged.PagedLayer, news: list[New], rubbish: int = 0, **options) -> paged.PagedLayer:
-    """Run a call, and compare every sequence with the dense form. Its sums are float32: some 1e-6 of values near 1."""
+    """Run a call, and compare every sequence with the dense form. Its sums are float32: some 1e-6
+    of values near 1."""
     layer, out = step(layer, *flat(news, -(-LONGEST // layer.block_size), rubbish), **options)
     first = 0
     named = {"sm_scale": "scale", "attn_logits_soft_cap": "softcap"}
@@ -133,23 +153,32 @@ def scenario(run) -> None:
     """Calls of a scheduler. `run(news)` takes each."""
     a, b = text(1, [5, 2, 7]), text(2, [0, 8])
     run([New(a, 0, 200, 1)])  # part of a prompt
-    run([New(b, 0, 1, 2), New(a, 200, 100, 1)])  # a prompt of one token; the rest of a prompt, into the next block
+    run(
+        [New(b, 0, 1, 2), New(a, 200, 100, 1)]
+    )  # a prompt of one token; the rest of a prompt, into the next block
     run([New(a, 300, 1, 1), New(b, 1, 250, 2)])  # they change places
     run([New(b, 251, 1, 2), New(a, 301, 1, 1)])
     for held in range(252, 258):  # a step at which the block fills up, and on
         run([New(a, held + 50, 1, 1), New(b, held, 1, 2)])
-    # Another prompt begins with the tokens of a's first block: it has that block, and computes the others alone.
+    # Another prompt begins with the tokens of a's first block: it has that block, and computes the
+    # others alone.
     c = text(3, [5, 1], a, 256)
     run([New(a, 308, 1, 1), New(c, 256, 60, 3), New(b, 258, 31, 2)])
     run([New(c, 316, 1, 3), New(a, 309, 1, 1)])
-    # a loses its blocks to another sequence and is computed anew elsewhere, without the block that c still has.
+    # a loses its blocks to another sequence and is computed anew elsewhere, without the block that
+    # c still has.
     d, again = text(4, [2, 7, 0]), Sequence(*a[:3], [5, 3])
     run([New(c, 317, 1, 3), New(d, 0, 310, 2)])
     run([New(again, 256, 60, 1), New(d, 310, 90, 2)])
     run([New(d, 400, 1, 2), New(again, 316, 1, 1), New(c, 318, 1, 3)])
 
 
-SPECS = ["exact", KIVI, "kivi:bits=2,window=0", "higgs:bits=2,group=16,rope=post,sinks=0,window=0,buffer=64"]
+SPECS = [
+    "exact",
+    KIVI,
+    "kivi:bits=2,window=0",
+    "higgs:bits=2,group=16,rope=post,sinks=0,window=0,buffer=64",
+]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -196,8 +225,12 @@ CALIBRATED = "kvquant:bits=3,sinks=0;0=higgs:bits=2,group=16,rope=pre,sinks=0,wi
 
 
 def test_keys_before_rope_and_constants_of_a_layer():
-    """Methods that rotate keys themselves, one of them calibrated: each layer as a cache of one row without pages."""
-    random, cache = np.random.default_rng(0), kvq.init_cache(ROTATED, CALIBRATED, 1, LONGEST, dtype="f32")
+    """Methods that rotate keys themselves, one of them calibrated: each layer as a cache of one row
+    without pages."""
+    random, cache = (
+        np.random.default_rng(0),
+        kvq.init_cache(ROTATED, CALIBRATED, 1, LONGEST, dtype="f32"),
+    )
     constants = tuple(
         {
             group: {
@@ -226,7 +259,8 @@ def test_keys_before_rope_and_constants_of_a_layer():
 
 
 def test_a_call_writes_its_own_blocks_alone():
-    """Padding, in tokens, in sequences and in tables, writes nothing; and no sequences change nothing."""
+    """Padding, in tokens, in sequences and in tables, writes nothing; and no sequences change
+    nothing."""
     layer, a, b = caches(), text(1, [5, 2]), text(2, [0, 8])
     layer = call(layer, [New(a, 0, 290), New(b, 0, 20)], rubbish=-1)
     before = jax.tree.map(np.asarray, layer)
@@ -263,7 +297,9 @@ def test_what_cannot_be_is_nan_for_its_sequence_alone(why):
     lengths = md.seq_lens.at[0].set(wrong.held + wrong.count)
     layer, out = step(layer, q, k, v, md._replace(seq_lens=lengths))
     assert np.isnan(out[: wrong.count]).all()
-    np.testing.assert_allclose(out[wrong.count : wrong.count + 5], dense(layer, B_MORE), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        out[wrong.count : wrong.count + 5], dense(layer, B_MORE), rtol=0, atol=2e-5
+    )
     np.testing.assert_array_equal(out[wrong.count + 5 :], 0)
     for old, new in zip(jax.tree.leaves(before.body), jax.tree.leaves(layer.body), strict=True):
         np.testing.assert_array_equal(old[:, 1:], new[:, 1:])
@@ -341,13 +377,19 @@ def test_caches_that_cannot_be_are_one_line(change, message):
 )
 def test_calls_that_cannot_be_are_one_line(options, message):
     q, k, v, md = flat([], 3)
-    md = md._replace(**{name: options.pop(name) for name in paged.Metadata._fields if name in options})
+    md = md._replace(
+        **{name: options.pop(name) for name in paged.Metadata._fields if name in options}
+    )
     with pytest.raises(kvq.UserError, match=message):
-        paged.attention(**{"kv_cache": caches(), "q": q, "k": k, "v": v, "attention_metadata": md} | options)
+        paged.attention(
+            **{"kv_cache": caches(), "q": q, "k": k, "v": v, "attention_metadata": md} | options
+        )
 
 
 def test_the_example_of_the_page_runs():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md").read_text(
+        encoding="utf-8"
+    )
     names = {}
     exec(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[-1], names)
     out = np.asarray(names["out"], np.float32)
@@ -388,7 +430,9 @@ def test_attention_takes_what_the_engine_gives_it():
     assert list(inspect.signature(paged.attention).parameters)[: len(FIRST)] == FIRST
     new = New(text(1, [5]), 0, 8)
     *qkv, md = flat([new], 3)
-    given = types.SimpleNamespace(**md._asdict(), input_positions=None, pcp=None, use_causal_mask=True)
+    given = types.SimpleNamespace(
+        **md._asdict(), input_positions=None, pcp=None, use_causal_mask=True
+    )
     wide = [jnp.pad(x, ((0, 0), (0, 0), (0, 112))) for x in qkv]
     mesh = jax.make_mesh((1,), ("model",))
     layer, out = paged.attention(caches(), *wide, given, mesh, SHAPE.head_dim, **dict(THEIRS))
@@ -398,7 +442,8 @@ def test_attention_takes_what_the_engine_gives_it():
 
 @pytest.fixture
 def installed(monkeypatch) -> Path:
-    """The folder of tpu-inference. Its modules are imported without its __init__, which wants vLLM."""
+    """The folder of tpu-inference. Its modules are imported without its __init__, which wants
+    vLLM."""
     spec = importlib.util.find_spec("tpu_inference")
     if spec is None:
         pytest.skip("tpu-inference is not installed")
@@ -410,17 +455,24 @@ def installed(monkeypatch) -> Path:
 
 def test_names_are_those_of_the_package(installed):
     tree = ast.parse((installed / "layers/common/attention_interface.py").read_text())
-    arguments = next(x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "attention").args
+    arguments = next(
+        x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "attention"
+    ).args
     assert [x.arg for x in arguments.args] == [*FIRST, *(name for name, _ in THEIRS)]
-    theirs = importlib.import_module("tpu_inference.layers.common.attention_metadata").AttentionMetadata
+    theirs = importlib.import_module(
+        "tpu_inference.layers.common.attention_metadata"
+    ).AttentionMetadata
     assert set(paged.Metadata._fields) <= set(theirs.__dataclass_fields__)
     md = flat([New(text(1, [5]), 0, 8)], 3)
-    layer, out = step(caches(), *md[:3], theirs(input_positions=jnp.arange(TOKENS), **md[3]._asdict()))
+    layer, out = step(
+        caches(), *md[:3], theirs(input_positions=jnp.arange(TOKENS), **md[3]._asdict())
+    )
     np.testing.assert_allclose(out[:8], dense(layer, New(text(1, [5]), 0, 8)), rtol=0, atol=2e-5)
 
 
-# Codes of 8 bits are off by up to 1/510 of a group's range, which is about 5 for 32 standard normal numbers: by 0.01.
-# Scores, 16 products of these with such numbers over 4, move by 0.01, and outputs by about as much.
+# Codes of 8 bits are off by up to 1/510 of a group's range, which is about 5 for 32 standard normal
+# numbers: by 0.01. Scores, 16 products of these with such numbers over 4, move by 0.01, and outputs
+# by about as much.
 @pytest.mark.parametrize(("spec", "tolerance"), [("exact", 2e-5), ("kivi:bits=8,window=0", 0.02)])
 def test_the_package_s_reference_agrees(installed, spec, tolerance):
     rpa = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")

@@ -1,5 +1,5 @@
-"""Layers as a list, or with matrices that a loop chooses, instead of stacks: the same codes and logits, for weights and
-caches in any form."""
+"""Layers as a list, or with matrices that a loop chooses, instead of stacks: the same codes and
+logits, for weights and caches in any form."""
 
 import dataclasses
 import functools
@@ -14,7 +14,15 @@ from tiny import in_form, tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.model.decoder import layer, logits
-from kvqjax.model.weight_trees import FORMS, LayerMatrices, is_unrolled, stacked, stored_layers, switched, unrolled
+from kvqjax.model.weight_trees import (
+    FORMS,
+    LayerMatrices,
+    is_unrolled,
+    stacked,
+    stored_layers,
+    switched,
+    unrolled,
+)
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 COUNTS = (96, 61)
@@ -36,7 +44,9 @@ def layer_by_layer(cache):
             yield [a[index] for a in jax.tree.leaves((state.body, state.sinks, state.window))]
 
 
-@pytest.mark.parametrize("name", thinned(["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"], 3))
+@pytest.mark.parametrize(
+    "name", thinned(["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"], 3)
+)
 def test_a_list_of_layers_caches_what_a_stack_does(name):
     model, method = model_and_method(name)
     apart, chosen = (model.replace(params=make(model.params)) for make in (unrolled, switched))
@@ -48,7 +58,9 @@ def test_a_list_of_layers_caches_what_a_stack_does(name):
             np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, np.abs(b).max()))
         for mine, theirs in zip(layer_by_layer(got[2]), layer_by_layer(wanted[2]), strict=True):
             for a, b in zip(mine, theirs, strict=True):
-                if a.dtype == jnp.uint32:  # words of codes: products of another program may round to another code
+                if (
+                    a.dtype == jnp.uint32
+                ):  # words of codes: products of another program may round to another code
                     assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-2
 
 
@@ -61,21 +73,30 @@ def test_the_model_decides_how_its_cache_is_stored():
     assert kvq.init_cache(apart, kvq.exact(), 1, 64).layout.layers == "unroll"
     assert len(kvq.init_cache(apart, kvq.exact(), 1, 64).runs) == model.config.num_layers
     np.testing.assert_allclose(
-        logits(apart.params, tokens(1, 9), model.config), logits(model.params, tokens(1, 9), model.config), atol=1e-5
+        logits(apart.params, tokens(1, 9), model.config),
+        logits(model.params, tokens(1, 9), model.config),
+        atol=1e-5,
     )
     with pytest.raises(kvq.UserError, match="known: scan, unroll"):
         kvq.init_cache(model, kvq.exact(), 1, 64, layers="list")
 
 
 def test_a_loop_reads_chosen_matrices_in_place():
-    """Out of a stack XLA for CPUs copies each first: the largest matrix is what a step then needs besides."""
+    """Out of a stack XLA for CPUs copies each first: the largest matrix is what a step then needs
+    besides."""
     model = tiny(num_layers=4, width=128, mlp_width=512)
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def besides(params) -> int:
         changed = model.replace(params=params)
         cache = jax.eval_shape(functools.partial(kvq.init_cache, changed, kvq.exact(), 1, 64))
-        return jax.jit(kvq.forward).lower(changed, *token, cache).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(kvq.forward)
+            .lower(changed, *token, cache)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     assert besides(model.params) > 128 * 512 * 4 > besides(switched(model.params))
 
@@ -94,9 +115,15 @@ def test_no_second_cache_and_no_second_weights(spec):
     cache = jax.eval_shape(functools.partial(kvq.init_cache, apart, kvq.parse(spec), 1, 65536))
     step = jax.jit(kvq.forward, donate_argnames="cache")
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    memory = step.lower(apart, *token, cache).compile({"xla_backend_optimization_level": 2}).memory_analysis()
+    memory = (
+        step.lower(apart, *token, cache)
+        .compile({"xla_backend_optimization_level": 2})
+        .memory_analysis()
+    )
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
-    assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)  # a block's K and V, and its scores
+    assert memory.temp_size_in_bytes < 4 * (
+        2 * 1024 * model.config.kv_width * 4
+    )  # a block's K and V, and its scores
 
 
 def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):

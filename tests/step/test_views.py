@@ -1,5 +1,5 @@
-"""A layer of a cache as a value: what `attend` and `commit_layers` of views give is what `attend_layer` and `append`
-give, through jit, remat and scan."""
+"""A layer of a cache as a value: what `attend` and `commit_layers` of views give is what
+`attend_layer` and `append` give, through jit, remat and scan."""
 
 import dataclasses
 import functools
@@ -37,7 +37,9 @@ def inputs(seed: int, length: int = LENGTH):
 def plain(cache, q, k, v, counts, constants=None):
     out, below, new = [], None, []
     for i in range(LAYERS):
-        made, below = kvq.attend_layer(cache, i, q[i], k[i], v[i], counts, below=below, constants=constants)
+        made, below = kvq.attend_layer(
+            cache, i, q[i], k[i], v[i], counts, below=below, constants=constants
+        )
         out.append(made)
         new.append(below)
     return jnp.stack(out), kvq.append(cache, new, counts, constants=constants)
@@ -77,16 +79,26 @@ def test_views_give_what_attend_layer_and_append_give(name):
     assert_steps_equal(cache, cache, jax.jit(by_views), plain, model_and_method(name)[0].constants)
 
 
-@pytest.mark.parametrize(("name", "wrap"), [("aqua", jax.jit), ("kivi2", jax.checkpoint)], ids=["jit", "remat"])
+@pytest.mark.parametrize(
+    ("name", "wrap"), [("aqua", jax.jit), ("kivi2", jax.checkpoint)], ids=["jit", "remat"]
+)
 def test_a_view_crosses(name, wrap):
-    """Each layer is a program of its own, called outside jit; or all are one program that computes layers again."""
-    cache, constants = kvq.init_cache(SHAPE, CASES[name][0], ROWS, CAPACITY), model_and_method(name)[0].constants
+    """Each layer is a program of its own, called outside jit; or all are one program that computes
+    layers again."""
+    cache, constants = (
+        kvq.init_cache(SHAPE, CASES[name][0], ROWS, CAPACITY),
+        model_and_method(name)[0].constants,
+    )
     run = functools.partial(by_views, wrap=wrap)
     assert_steps_equal(cache, cache, run if wrap is jax.jit else jax.jit(run), plain, constants)
 
 
 def test_views_cross_jit_all_together():
-    cache, mask, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY), masks()[0], inputs(0)
+    cache, mask, (q, k, v) = (
+        kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
+        masks()[0],
+        inputs(0),
+    )
 
     @jax.jit
     def attend(views, q, k, v):
@@ -101,7 +113,10 @@ def test_a_view_holds_its_own_layer_alone():
     cache = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, 2048, layers="unroll")
     sizes = [
         kvq.ledger(cache).bytes,
-        *(sum(x.nbytes for x in jax.tree.leaves(v)) for v in kvq.layers(cache, jnp.ones(ROWS, jnp.int32))),
+        *(
+            sum(x.nbytes for x in jax.tree.leaves(v))
+            for v in kvq.layers(cache, jnp.ones(ROWS, jnp.int32))
+        ),
     ]
     assert max(sizes[1:]) < 0.52 * sizes[0]
 
@@ -117,14 +132,20 @@ def scanned(cache, q, k, v, valid, constants=None):
     return out, kvq.commit_layers(view)
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2,window=32", "kivi:bits=4,window=0,keep=streaming:64"])
+@pytest.mark.parametrize(
+    "spec", ["kivi:bits=2,window=32", "kivi:bits=4,window=0,keep=streaming:64"]
+)
 def test_a_view_is_the_carry_of_a_scan(spec):
     cache = kvq.init_cache(SHAPE, spec, ROWS, CAPACITY)
     assert_steps_equal(cache, cache, jax.jit(scanned), plain)
 
 
 def test_a_stack_s_view_goes_through_an_ordinary_loop():
-    cache, mask, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY), masks()[0], inputs(0)
+    cache, mask, (q, k, v) = (
+        kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
+        masks()[0],
+        inputs(0),
+    )
     view = kvq.layers(cache, valid=mask, stack=LENGTH)
     with pytest.raises(kvq.UserError, match="gone through 0 layers, the cache has 2"):
         kvq.commit_layers(view)
@@ -151,7 +172,9 @@ def test_blocks_of_unequal_layers_are_scanned_with_a_cache_for_every_place():
         return out, [kvq.commit_layers(view) for view in views]
 
     for seed, mask in enumerate(masks()):
-        blocks = [jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)]  # [blocks, places, ...]
+        blocks = [
+            jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)
+        ]  # [blocks, places, ...]
         out, caches = step(caches, *blocks, mask)
         layers = [x.reshape(4, *x.shape[2:]) for x in blocks]
         found = [kvq.attend_layer(whole, i, *(x[i] for x in layers), mask) for i in range(4)]
@@ -171,7 +194,9 @@ def test_no_second_cache_through_views(run):
     step = jax.jit(run, donate_argnums=0).lower(cache, *given, mask)
     memory = step.compile({"xla_backend_optimization_level": 2}).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
-    block = 2 * 1024 * 2 * 16 * 4  # K and V of one block in float32, and as much again for the scores
+    block = (
+        2 * 1024 * 2 * 16 * 4
+    )  # K and V of one block in float32, and as much again for the scores
     assert memory.temp_size_in_bytes < 4 * block
 
 
@@ -179,40 +204,62 @@ def test_the_accepted_part_of_a_draft_is_stored():
     cache, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2,window=0", ROWS, CAPACITY), inputs(0, 4)
     counts, accepted = jnp.full(ROWS, 4), jnp.asarray([3, 1])
     views = kvq.layers(cache, counts, within="step")
-    after = kvq.commit_layers([view.attend(q[i], k[i], v[i])[1] for i, view in enumerate(views)], accepted)
-    new = [kvq.attend_layer(cache, i, q[i], k[i], v[i], counts, within="step")[1] for i in range(LAYERS)]
+    after = kvq.commit_layers(
+        [view.attend(q[i], k[i], v[i])[1] for i, view in enumerate(views)], accepted
+    )
+    new = [
+        kvq.attend_layer(cache, i, q[i], k[i], v[i], counts, within="step")[1]
+        for i in range(LAYERS)
+    ]
     assert_same(after, kvq.append(cache, new, accepted))
 
 
 def test_no_more_tokens_are_stored_than_were_valid():
-    """Of a row padded on the left the others are its padding. Inside jit they are left out, and the row is flagged."""
+    """Of a row padded on the left the others are its padding. Inside jit they are left out, and the
+    row is flagged."""
     valid = jnp.arange(4)[None] >= jnp.asarray([[2], [0]])
     views = attended(kvq.init_cache(SHAPE, "exact", ROWS, 64), valid)
     more = jnp.asarray([3, 2])
-    with pytest.raises(kvq.UserError, match="counts: 3 tokens of row 0 would be stored; 2 were valid"):
+    with pytest.raises(
+        kvq.UserError, match="counts: 3 tokens of row 0 would be stored; 2 were valid"
+    ):
         kvq.commit_layers(views, more)
     clipped = jax.jit(kvq.commit_layers)(views, more)
     assert clipped.overflow.tolist() == [True, False]
-    assert_same(clipped.replace(overflow=jnp.zeros(ROWS, bool)), kvq.commit_layers(views, jnp.asarray([2, 2])))
+    assert_same(
+        clipped.replace(overflow=jnp.zeros(ROWS, bool)),
+        kvq.commit_layers(views, jnp.asarray([2, 2])),
+    )
 
 
 def test_a_layer_that_shares_another_s_keys_and_values():
-    """Its queries meet what the other layer holds and the other's new tokens; nothing is stored of it."""
-    cache, mask, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY), masks()[0], inputs(0)
+    """Its queries meet what the other layer holds and the other's new tokens; nothing is stored of
+    it."""
+    cache, mask, (q, k, v) = (
+        kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
+        masks()[0],
+        inputs(0),
+    )
     view = kvq.layers(cache, valid=mask)[0]
     shared = view.attend(q[1], k[0], v[0])[0]
     np.testing.assert_array_equal(shared, kvq.attend_layer(cache, 0, q[1], k[0], v[0], mask)[0])
 
 
 def test_options_of_the_scores_and_positions():
-    cache, mask, (q, k, v) = kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY), masks()[0], inputs(0)
+    cache, mask, (q, k, v) = (
+        kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
+        masks()[0],
+        inputs(0),
+    )
     view, sinks = kvq.layers(cache, valid=mask)[0], jnp.asarray([1.0, -1.0, 0.0, 2.0])
     got = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks)[0]
     wanted = kvq.attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks)[0]
     np.testing.assert_array_equal(got, wanted)
     out, lse, _ = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks, return_lse=True)
     np.testing.assert_array_equal(out, wanted)
-    wanted = kvq.attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks, return_lse=True)[1]
+    wanted = kvq.attend_layer(
+        cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks, return_lse=True
+    )[1]
     np.testing.assert_array_equal(lse, wanted)
     for row, (first, stop) in enumerate(SPANS[0]):  # rolled, as q is where its tokens stand
         alone = kvq.attend_layer(
@@ -240,24 +287,34 @@ def test_wrong_use_is_one_line():
     later = kvq.layers(kvq.commit_layers(views), counts)
     refused = {
         "either counts=": lambda: kvq.layers(cache),
-        r"mask of shape \[3, 4\]; wanted \[2, 4\]": lambda: kvq.layers(cache, valid=jnp.ones((3, 4), bool)),
-        r"counts=\[65, 4\]; each must lie from 0 to 64": lambda: kvq.layers(cache, jnp.asarray([65, 4])),
-        "66 tokens; the cache was made for 64": lambda: kvq.layers(kvq.commit_layers(views), jnp.asarray([62, 4])),
+        r"mask of shape \[3, 4\]; wanted \[2, 4\]": lambda: kvq.layers(
+            cache, valid=jnp.ones((3, 4), bool)
+        ),
+        r"counts=\[65, 4\]; each must lie from 0 to 64": lambda: kvq.layers(
+            cache, jnp.asarray([65, 4])
+        ),
+        "66 tokens; the cache was made for 64": lambda: kvq.layers(
+            kvq.commit_layers(views), jnp.asarray([62, 4])
+        ),
         r"counts=\[4, 4\]; each must lie from 0 to the 3": lambda: fresh[0].attend(
             q[0, :, :3], k[0, :, :3], v[0, :, :3]
         ),
         "the view of layer 0 has attended": lambda: views[0].attend(q[0], k[0], v[0]),
-        "the view of layer 1 stands above that of layer 0, not that of layer 1": lambda: fresh[1].above(fresh[1]),
+        "the view of layer 1 stands above that of layer 0, not that of layer 1": lambda: fresh[
+            1
+        ].above(fresh[1]),
         "the view of layer 0 has not attended": lambda: fresh[1].above(fresh[0]),
         "layer 1 has not attended": lambda: kvq.commit_layers([views[0], fresh[1]]),
         "view 0 is that of layer 1": lambda: kvq.commit_layers(views[::-1]),
         "views of 1 layers given, the cache has 2": lambda: kvq.commit_layers(views[:1]),
         "views of 0 layers given": lambda: kvq.commit_layers([]),
-        "layer 1 is of another cache": lambda: kvq.commit_layers([views[0], later[1].attend(q[1], k[1], v[1])[1]]),
-        "stored as 2 stacks": lambda: kvq.layers(mixed, counts, stack=4),
-        "4 new tokens, the view was made with stack=5": lambda: kvq.layers(cache, counts, stack=5).attend(
-            q[0], k[0], v[0]
+        "layer 1 is of another cache": lambda: kvq.commit_layers(
+            [views[0], later[1].attend(q[1], k[1], v[1])[1]]
         ),
+        "stored as 2 stacks": lambda: kvq.layers(mixed, counts, stack=4),
+        "4 new tokens, the view was made with stack=5": lambda: kvq.layers(
+            cache, counts, stack=5
+        ).attend(q[0], k[0], v[0]),
         "stack, the number of new tokens=True": lambda: kvq.layers(cache, counts, stack=True),
     }
     for words, call in refused.items():
@@ -266,6 +323,10 @@ def test_wrong_use_is_one_line():
 
 
 def test_a_scan_that_leaves_layers_out_raises_the_flags():
-    cache, mask, given = kvq.init_cache(SHAPE, "exact", ROWS, 64), jnp.ones((ROWS, 4), bool), inputs(0, 4)
+    cache, mask, given = (
+        kvq.init_cache(SHAPE, "exact", ROWS, 64),
+        jnp.ones((ROWS, 4), bool),
+        inputs(0, 4),
+    )
     assert not jax.jit(scanned)(cache, *given, mask)[1].overflow.any()
     assert jax.jit(scanned)(cache, *(x[:1] for x in given), mask)[1].overflow.all()

@@ -1,7 +1,8 @@
-"""Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row. It reads every body
-on every chip, and is the last line of the table in kvqjax/cache/layout.py.
+"""Reader `blocks`: the body is decoded block by block, in one loop that ends with the longest row.
+It reads every body on every chip, and is the last line of the table in kvqjax/cache/layout.py.
 
-`body_blocks` makes the function that reads a block. Other readers use it too, for blocks of other sizes."""
+`body_blocks` makes the function that reads a block. Other readers use it too, for blocks of other
+sizes."""
 
 from collections.abc import Callable
 
@@ -9,19 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from kvqjax.cache.layout import MANY_QUERIES, MOST_ROWS, few_block
-from kvqjax.cache.view import BodyCall, Carry, LayerView, NewTokens, body_view, expanded, payload_of, seen
+from kvqjax.cache.view import (
+    BodyCall,
+    Carry,
+    LayerView,
+    NewTokens,
+    body_view,
+    expanded,
+    payload_of,
+    seen,
+)
 from kvqjax.methods.layer_cache import MixedKeys, SharedValues
 from kvqjax.ops.attention import Partial, blockwise_attention
 from kvqjax.ops.finite import saturated
-
-__all__ = ["attend_by_blocks", "body_blocks", "put_into_carry"]
 
 
 def _meets_all_lanes(call: BodyCall) -> bool:
     """Say whether the queries meet the channels of all heads in one product.
 
-    That takes K times the multiplications, K being the number of KV heads. In return, decoded keys and values need not
-    be split into heads (`RunLayout.lanes`)."""
+    That takes K times the multiplications, K being the number of KV heads. In return, decoded keys
+    and values need not be split into heads (`RunLayout.lanes`)."""
     lanes = call.view.run.lanes
     rows = call.q.shape[1] * call.q.shape[2]  # T * H
     return lanes > 0 and (call.shared is None or lanes > 1) and rows <= MOST_ROWS
@@ -40,7 +48,8 @@ def attend_by_blocks(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     # Few queries read several blocks at a time where operations between blocks cost much.
     size = few_block(run, batch, length * heads) if length < MANY_QUERIES else run.reading
     lanes = _meets_all_lanes(call)
-    # Queries that meet the channels of all heads take the keys' transform between heads in the same product.
+    # Queries that meet the channels of all heads take the keys' transform between heads in the same
+    # product.
     mixed = run.wiring.fast.mixed if lanes and run.lanes > 1 else None
     return blockwise_attention(
         call.q,
@@ -68,33 +77,47 @@ def body_blocks(
         tokens: The new tokens.
         size: Tokens of every row that a block has.
         shared: If given, values are read as it says, and the caller maps their sum to heads.
-        mixed: If given, keys are read before their heads are mixed, and the caller mixes the queries instead.
+        mixed: If given, keys are read before their heads are mixed, and the caller mixes the
+            queries instead.
 
     Returns:
-        (read, first, last). `read(j, carry)` gives keys [B, size, K, D], values [B, size, K, D] (or [B, size, 1, N] of
-        `shared`), mask [B, T, size] and the whole carry, of which block j is this layer's. Blocks `first` to
-        `last` - 1 hold tokens that some query sees."""
+        (read, first, last). `read(j, carry)` gives keys [B, size, K, D], values [B, size, K, D] (or
+        [B, size, 1, N] of `shared`), mask [B, T, size] and the whole carry, of which block j is
+        this layer's. Blocks `first` to `last` - 1 hold tokens that some query sees."""
     run, body = view.run, body_view(view, tokens)
     constants = run.wiring.maps.prepare(view.constants)
-    # Of consecutive positions, a CPU makes cosines and sines of a block from those of its first position.
+    # Of consecutive positions, a CPU makes cosines and sines of a block from those of its first
+    # position.
     waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
 
     def read(j, carry):
         slot = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, slot, size, view.pages)
         # The layer below's carry of the block goes in, this layer's comes out.
-        part = {name: jax.lax.dynamic_slice_in_dim(array, slot, size, 1) for name, array in carry.items()}
+        part = {
+            name: jax.lax.dynamic_slice_in_dim(array, slot, size, 1)
+            for name, array in carry.items()
+        }
         sources, part = run.wiring.maps.decode(constants, payload, part)
-        if mixed is not None:  # nothing uses the decoded keys then, so that XLA leaves their decoding out
+        if (
+            mixed is not None
+        ):  # nothing uses the decoded keys then, so that XLA leaves their decoding out
             sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
-        # Where the body is not whole blocks of `size`, the last one begins earlier, within the one before it.
+        # Where the body is not whole blocks of `size`, the last one begins earlier, within the one
+        # before it.
         start = j * size if run.slots_here % size else slot
-        carry = {name: put_into_carry(array, part[name], slot, start) for name, array in carry.items()}
+        carry = {
+            name: put_into_carry(array, part[name], slot, start) for name, array in carry.items()
+        }
         positions, valid = body.places(j, size)
         k, v = expanded(view, sources, positions if waves is None else waves(positions), body=True)
-        if shared is not None:  # nothing uses the decoded values then, so that XLA leaves their decoding out
-            v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], v.dtype)
+        if (
+            shared is not None
+        ):  # nothing uses the decoded values then, so that XLA leaves their decoding out
+            v = saturated(
+                shared.read(view.weights, view.constants, payload, sources)[:, :, None], v.dtype
+            )
         return k, v, seen(view, tokens, positions, valid), carry
 
     return read, *body.blocks(size)
@@ -103,15 +126,16 @@ def body_blocks(
 def put_into_carry(carry, part, slot, start):
     """Put this layer's carry of a block into the carry of all tokens.
 
-    The last block of a body may begin within the one before it. Slots of both already have this layer's carry. What is
-    decoded for them again took that for the layer below's carry, and is dropped.
+    The last block of a body may begin within the one before it. Slots of both already have this
+    layer's carry. What is decoded for them again took that for the layer below's carry, and is
+    dropped.
 
     Args:
         carry: The carry of all slots, [B, S, W].
         part: The carry of the block, [B, size, W].
         slot: The block's first slot.
-        start: The block's first slot that has not been written yet. It is the very object `slot` where that is so of
-            all blocks.
+        start: The block's first slot that has not been written yet. It is the very object `slot`
+            where that is so of all blocks.
 
     Returns:
         The carry with the block's."""

@@ -1,10 +1,12 @@
-"""Reader `decoded`: the body is decoded a large part at a time, on GPUs. The loops have a static number of turns: the
-host decides on every turn of any other loop, which takes longer than the turn itself.
+"""Reader `decoded`: the body is decoded a large part at a time, on GPUs. The loops have a static
+number of turns: the host decides on every turn of any other loop, which takes longer than the turn
+itself.
 
-A part holds either the same slots of every row, or spans. A span is some consecutive slots of one row. Its row and its
-first slot are data. A batch then costs what its rows hold, each rounded up to whole spans. Spans are taken where the
-rows are promised to hold fewer tokens together (`LengthBound.total`) than as many rows of the longest one's length.
-Parts are merged by log-sum-exp."""
+A part holds either the same slots of every row, or spans. A span is some consecutive slots of one
+row. Its row and its first slot are data. A batch then costs what its rows hold, each rounded up to
+whole spans. Spans are taken where the rows are promised to hold fewer tokens together
+(`LengthBound.total`) than as many rows of the longest one's length. Parts are merged by
+log-sum-exp."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +19,17 @@ from jaxtyping import Array, Bool, Int
 from kvqjax.cache.layout import MOST_ROWS, RunLayout, few_block
 from kvqjax.cache.readers.blocks import put_into_carry
 from kvqjax.cache.state import Run, body_tokens
-from kvqjax.cache.view import BodyCall, Carry, LayerView, NewTokens, body_view, expanded, payload_of, reached, seen
+from kvqjax.cache.view import (
+    BodyCall,
+    Carry,
+    LayerView,
+    NewTokens,
+    body_view,
+    expanded,
+    payload_of,
+    reached,
+    seen,
+)
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
@@ -34,9 +46,8 @@ from kvqjax.ops.xla_workarounds import (
     row_major,
 )
 
-__all__ = ["attend_decoded", "read_at_a_time"]
-
-# Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of its tokens.
+# Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of
+# its tokens.
 SMALLEST_PART = 3 * 2**16  # a body of at most so many tokens is one part
 LARGEST_PART = 3 * 2**17  # no part has more tokens
 PARTS = 2  # of a larger body, unless they would exceed LARGEST_PART
@@ -44,7 +55,8 @@ MOST_SPAN = 1024  # tokens of a span, at most: the tokens of a row are rounded u
 
 
 class Part(NamedTuple):
-    """Body slots that are attended to together. P parts of equal sizes are one value, with an axis of P in front.
+    """Body slots that are attended to together. P parts of equal sizes are one value, with an axis
+    of P in front.
 
     Attributes:
         first: The first slot, of every row, or of span i.
@@ -62,8 +74,8 @@ class Part(NamedTuple):
 def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     """Attend to the body part by part.
 
-    Where layers feed each other, the carry of all tokens is passed through this layer first. Keys and values are then
-    made of the carry.
+    Where layers feed each other, the carry of all tokens is passed through this layer first. Keys
+    and values are then made of the carry.
 
     Args:
         call: The layer's queries on its body.
@@ -74,14 +86,16 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     run, (batch, length, heads, _) = call.view.run, call.q.shape
     if not run.wiring.chain.carry:
         return _attend_parts(call, {}), carry
-    carry = _carry_through(call.view, call.tokens, few_block(run, batch, length * heads), carry, call.q)
+    carry = _carry_through(
+        call.view, call.tokens, few_block(run, batch, length * heads), carry, call.q
+    )
     return _attend_parts(call, carry), carry
 
 
 def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     """Attend to the body, a part at a time. A `carry` that is not empty is the decoded body."""
-    # Sinks, window and new tokens are multiplied by the same weight matrices. XLA would make one product of them and of
-    # the body, and copy all of the carry for it.
+    # Sinks, window and new tokens are multiplied by the same weight matrices. XLA would make one
+    # product of them and of the body, and copy all of the carry for it.
     if carry:
         call = call._replace(view=call.view._replace(weights=kept_apart(call.view.weights)))
     view, tokens, q = call.view, call.tokens, call.q
@@ -89,7 +103,9 @@ def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     spans = None if carry else _spans(view, tokens, q.shape[0])
     parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
     call = call._replace(q=scaled(q))
-    partial = _attend_in_turn(lambda part, after: _attend_part(call, constants, part, carry, after), parts, q)
+    partial = _attend_in_turn(
+        lambda part, after: _attend_part(call, constants, part, carry, after), parts, q
+    )
     if spans is None:
         return Partial(combined(partial.lse, partial.out), jax.nn.logsumexp(partial.lse, axis=0))
     return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial)), spans)
@@ -98,13 +114,16 @@ def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
 def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
     """Attend to one part after the other.
 
-    Each part waits for those before it, because XLA would decode all of them at once. Several parts take a loop,
-    because the time to compile straight code grows with their number.
+    Each part waits for those before it, because XLA would decode all of them at once. Several parts
+    take a loop, because the time to compile straight code grows with their number.
 
     Returns:
         The partial results, with an axis of parts in front."""
     count = parts.mask.shape[0]
-    part = lambda j: jax.tree.map(lambda x: x[j], parts)  # noqa: E731
+
+    def part(j):
+        return jax.tree.map(lambda x: x[j], parts)
+
     if count == 1:
         return jax.tree.map(lambda x: x[None], attend(part(0), q))
 
@@ -131,13 +150,15 @@ def read_at_a_time(tokens: int) -> int:
 def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> Partial:
     """Attend to one part, which is not read before `after` has been computed.
 
-    Keys are decoded into memory, in the queries' dtype, and a product reads them. To sum the scores of the few queries
-    in the kernel that decodes the keys would spare these bytes. An H100 took six times as long for that.
+    Keys are decoded into memory, in the queries' dtype, and a product reads them. To sum the scores
+    of the few queries in the kernel that decodes the keys would spare these bytes. An H100 took six
+    times as long for that.
     """
     q, view, shared = call.q, call.view, call.shared
     run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
-    # Queries that take the keys' transform between heads meet the keys of all heads. A product then has as many times
-    # the query rows as there are KV heads. A GPU's matrix units pad few rows to as many anyway.
+    # Queries that take the keys' transform between heads meet the keys of all heads. A product then
+    # has as many times the query rows as there are KV heads. A GPU's matrix units pad few rows to
+    # as many anyway.
     mixed = run.wiring.fast.mixed if q.shape[1] * q.shape[2] <= MOST_ROWS and not carry else None
     if part.rows is not None:
         q = q[part.rows]
@@ -145,17 +166,23 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     def decode_part(after):
         """Decode the part once `after` has been computed: (payload, sources, (keys, values))."""
         if carry:
-            payload, sources = {}, {name: cut_along(c, part.first, size, 1) for name, c in carry.items()}
+            payload, sources = (
+                {},
+                {name: cut_along(c, part.first, size, 1) for name, c in carry.items()},
+            )
         else:
             payload = _payload(view, part, after)
             sources, _ = run.wiring.maps.decode(constants, payload, {})
-            if mixed is not None:  # nothing uses the decoded keys then, so that XLA leaves their decoding out
+            if (
+                mixed is not None
+            ):  # nothing uses the decoded keys then, so that XLA leaves their decoding out
                 sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         return payload, sources, expanded(view, sources, part.positions, body=True)
 
     def scores(rows, _):
-        """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X, size]."""
+        """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X,
+        size]."""
         k = decode_part(after)[2][0]
         if mixed is not None:
             rows = all_lanes(rows[:, :, :, None], mixed.mix).reshape(*rows.shape[:3], -1)
@@ -169,14 +196,19 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
         # The part is decoded anew, not before the weights have been computed.
         payload, sources, (_, v) = decode_part(weights[0])
         if shared is not None:
-            v = saturated(shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype)
-        # Values that heads share are those of a single head, so that the query rows of all heads are its rows.
+            v = saturated(
+                shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype
+            )
+        # Values that heads share are those of a single head, so that the query rows of all heads
+        # are its rows.
         rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])
         return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
 
     piece = math.gcd(PIECE, run.slots_here // 2)
     direct = Direct(scores, values)
-    return attend_whole(q, {"k": {}, "v": {}}, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap)
+    return attend_whole(
+        q, {"k": {}, "v": {}}, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap
+    )
 
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:
@@ -188,7 +220,9 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
     first, slots = depending_on(after, part.first), run.slots_here
     body = {
         source: {
-            name: field.packing.spans(view.state.body[source][name], slots, view.layer, part.rows, first, size)
+            name: field.packing.spans(
+                view.state.body[source][name], slots, view.layer, part.rows, first, size
+            )
             for name, field in codec.fields.items()
         }
         for source, codec in run.wiring.storage.codecs.items()
@@ -197,19 +231,21 @@ def _payload(view: LayerView, part: Part, after: Array) -> dict:
 
 
 def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
-    """Give `state`, whose body is read `size` tokens at a time, and not before `after` has been computed.
+    """Give `state`, whose body is read `size` tokens at a time, and not before `after` has been
+    computed.
 
-    A slice of a part waits because its first slot is made to depend on `after` (`known_after`). A slice of the whole
-    body has no first slot that XLA must know. Then the body itself is made to depend on `after`."""
+    A slice of a part waits because its first slot is made to depend on `after` (`known_after`). A
+    slice of the whole body has no first slot that XLA must know. Then the body itself is made to
+    depend on `after`."""
     return state if size < run.slots_here else state.replace(body=depending_on(after, state.body))
 
 
 def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
     """Cut a body into parts of the same slots of every row.
 
-    Parts are as few as `read_at_a_time` allows, because every part takes kernels and seconds of compilation. All have
-    the same size, so that the last one may begin within the part before it. Tokens of both are seen in the earlier
-    one only."""
+    Parts are as few as `read_at_a_time` allows, because every part takes kernels and seconds of
+    compilation. All have the same size, so that the last one may begin within the part before it.
+    Tokens of both are seen in the earlier one only."""
     run = view.run
     blocks = min(-(-reached(view) // run.block), run.slots_here // run.block)
     tokens_total = blocks * run.block * batch
@@ -242,9 +278,11 @@ class Spans(NamedTuple):
 
 
 def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
-    """Cut a body into spans of what its rows hold. None where that is no less than the same slots of every row.
+    """Cut a body into spans of what its rows hold. None where that is no less than the same slots
+    of every row.
 
-    How many spans there are is static: as many as rows that keep the promise (`LengthBound`) can have."""
+    How many spans there are is static: as many as rows that keep the promise (`LengthBound`) can
+    have."""
     run = view.run
     if view.bound is None or view.bound.total is None:
         return None
@@ -256,14 +294,17 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     # Each row's last span may be filled in part, so that a span for every row is added.
     span_count = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
     part_count = -(-span_count * size // read_at_a_time(span_count * size))
-    span_count = part_count * -(-span_count // part_count)  # rounded up, so that all parts have as many
+    span_count = part_count * -(
+        -span_count // part_count
+    )  # rounded up, so that all parts have as many
     if span_count >= row_spans * batch:
         return None
     counts = -(-run.deal.share(body_tokens(run, view.state)) // size)
     span_ends = jnp.cumsum(counts)
     numbers = jnp.arange(span_count)
-    # The number of span n's row is how many rows have all their spans before it: `span_ends` is at most n. Spans after
-    # the last row's get a valid row and slot too. They are read for nothing, and `_by_rows` leaves them out.
+    # The number of span n's row is how many rows have all their spans before it: `span_ends` is at
+    # most n. Spans after the last row's get a valid row and slot too. They are read for nothing,
+    # and `_by_rows` leaves them out.
     rows = jnp.minimum((span_ends[None] <= numbers[:, None]).sum(1), batch - 1)
     first = jnp.minimum((numbers - (span_ends - counts)[rows]) * size, (row_spans - 1) * size)
     rows, first = given_to_gpus((rows, first))
@@ -271,12 +312,20 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     mask = seen(view, tokens, positions, valid)
 
     def cut_spans(x):
-        """Cut the last axis of an array into spans: [B, .., row_spans * size] to [P, n, .., size]."""
+        """Cut the last axis of an array into spans: [B, .., row_spans * size] to [P, n, ..,
+        size]."""
         shape = (1, *x.shape[1:-1], size)
-        spans = jax.vmap(lambda row, slot: cut_at(x, (row, *[0] * (x.ndim - 2), slot), shape)[0])(rows, first)
+        spans = jax.vmap(lambda row, slot: cut_at(x, (row, *[0] * (x.ndim - 2), slot), shape)[0])(
+            rows, first
+        )
         return spans.reshape(part_count, -1, *spans.shape[1:])
 
-    parts = Part(first.reshape(part_count, -1), cut_spans(positions), cut_spans(mask), rows.reshape(part_count, -1))
+    parts = Part(
+        first.reshape(part_count, -1),
+        cut_spans(positions),
+        cut_spans(mask),
+        rows.reshape(part_count, -1),
+    )
     return Spans(parts, span_ends - counts, counts, row_spans)
 
 
@@ -291,11 +340,13 @@ def _by_rows(partials: Partial, spans: Spans) -> Partial:
     return Partial(combined(lse, out), jax.nn.logsumexp(lse, axis=0))
 
 
-def _carry_through(view: LayerView, tokens: NewTokens, size: int, carry: Carry, after: jax.Array) -> Carry:
+def _carry_through(
+    view: LayerView, tokens: NewTokens, size: int, carry: Carry, after: jax.Array
+) -> Carry:
     """Pass the carry of all body tokens through this layer, `size` tokens of every row at a time.
 
-    It begins when `after` has been computed. The layer below reads the carry, and XLA would copy it if this layer could
-    write it earlier."""
+    It begins when `after` has been computed. The layer below reads the carry, and XLA would copy it
+    if this layer could write it earlier."""
     run, body = view.run, body_view(view, tokens)
     state = _read_after(run, view.state, after, size)
     constants = run.wiring.maps.prepare(view.constants)

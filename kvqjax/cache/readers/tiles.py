@@ -1,5 +1,5 @@
-"""Reader `tiles`: many queries meet large tiles of decoded tokens. A tile is the tokens that are decoded together, the
-same slots of every row.
+"""Reader `tiles`: many queries meet large tiles of decoded tokens. A tile is the tokens that are
+decoded together, the same slots of every row.
 
 `RunLayout.tiles`, here `kind`, says how the queries of a run attend to a tile:
 
@@ -24,8 +24,6 @@ from kvqjax.ops.attention import Partial, blockwise_attention, merged, segment_a
 from kvqjax.ops.large_tiles import tile_attention
 from kvqjax.pallas_kernels import splash
 
-__all__ = ["SPLASH_KINDS", "attend_in_tiles", "attend_segment", "by_splash", "large_block"]
-
 SPLASH_KINDS = ("splash", "interpret")
 SCORES = 2**31  # bytes of one tile's softmax weights on a GPU, at most
 DECODED = 2**13  # tokens of one tile on a TPU, those of all rows counted together
@@ -46,19 +44,24 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     kind = run.tiles
     batch, length, _, dim = q.shape
     same_mask = sees_all(call.view, call.tokens)  # for all queries of a row
-    # `_attend_whole_body` puts tile j at slot j * size. A carry that tiles without overlap go through needs no select
-    # (`put_into_carry`).
+    # `_attend_whole_body` puts tile j at slot j * size. A carry that tiles without overlap go
+    # through needs no select (`put_into_carry`).
     disjoint = bool(run.wiring.chain.carry) or kind in SPLASH_KINDS
     size = large_block(q, run.reading, run.slots_here, kind, disjoint)
     read, first, last = body_blocks(call.view, call.tokens, size, call.shared)
     width = None if call.shared is None else call.shared.width
-    # `tile_attention` has no place for what changes a score before its exponential: a cap, or a mask that differs
-    # between queries. Neither it nor splash attention takes values that heads share.
+    # `tile_attention` has no place for what changes a score before its exponential: a cap, or a
+    # mask that differs between queries. Neither it nor splash attention takes values that heads
+    # share.
     if width is not None or (kind == "tiles" and (softcap is not None or not same_mask)):
-        return blockwise_attention(q, call.kv_heads, read, first, last, carry, width, softcap=softcap)
+        return blockwise_attention(
+            q, call.kv_heads, read, first, last, carry, width, softcap=softcap
+        )
     if kind == "tiles":
         return tile_attention(q, call.kv_heads, read, first, last, carry)
-    decoded_bytes = 2 * q.dtype.itemsize * batch * call.kv_heads * run.slots_here * dim  # keys and values
+    decoded_bytes = (
+        2 * q.dtype.itemsize * batch * call.kv_heads * run.slots_here * dim
+    )  # keys and values
     if same_mask and decoded_bytes <= WHOLE and splash.fits(length, run.slots_here, dim):
         return _attend_whole_body(call, read, first, last, carry)
 
@@ -72,15 +75,19 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     return jax.lax.fori_loop(first, last, step, (blank, carry))
 
 
-def large_block(q: Float[Array, "B T H D"], reading: int, slots: int, kind: str, disjoint: bool) -> int:
-    """Choose how many tokens of every row a tile has: as many as memory allows, so that few programs run.
+def large_block(
+    q: Float[Array, "B T H D"], reading: int, slots: int, kind: str, disjoint: bool
+) -> int:
+    """Choose how many tokens of every row a tile has: as many as memory allows, so that few
+    programs run.
 
     Args:
         q: The queries.
         reading: What a tile is a multiple of, in tokens; it divides `slots`.
         slots: How many slots the body has.
         kind: How queries attend to a tile (see the module).
-        disjoint: Whether tiles must divide the body. Otherwise the last tile may begin within the one before it.
+        disjoint: Whether tiles must divide the body. Otherwise the last tile may begin within the
+            one before it.
 
     Returns:
         The tokens of a tile, at least `reading`."""
@@ -116,9 +123,16 @@ def by_splash(kind: str, kernel: Callable, plain: Callable, *arrays):
 
 
 def _row_by_row(
-    q, k, v, newest: Int[Array, "B T"], oldest: Int[Array, "B T"] | None, interpret: bool, softcap: float | None
+    q,
+    k,
+    v,
+    newest: Int[Array, "B T"],
+    oldest: Int[Array, "B T"] | None,
+    interpret: bool,
+    softcap: float | None,
 ) -> Partial:
-    """Attend by splash attention, a call for each row: the heads of one call share a mask, and rows have their own.
+    """Attend by splash attention, a call for each row: the heads of one call share a mask, and rows
+    have their own.
 
     Args:
         q: The queries, [B, T, H, D].
@@ -139,8 +153,11 @@ def _row_by_row(
     return Partial(*(jnp.concatenate(parts) for parts in zip(*rows, strict=True)))
 
 
-def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kind: str, softcap: float | None = None) -> Partial:
-    """Attend as `segment_attention` does, by splash attention where there is a kernel for these sizes.
+def attend_segment(
+    q, k, v, mask: Bool[Array, "B T S"], kind: str, softcap: float | None = None
+) -> Partial:
+    """Attend as `segment_attention` does, by splash attention where there is a kernel for these
+    sizes.
 
     Args:
         q: The queries, [B, T, H, D].
@@ -170,10 +187,13 @@ def attend_segment(q, k, v, mask: Bool[Array, "B T S"], kind: str, softcap: floa
     return by_splash(kind, kernel, plain, q, k, v, newest, oldest)
 
 
-def _attend_whole_body(call: BodyCall, read: Callable, first, last, carry: Carry) -> tuple[Partial, Carry]:
+def _attend_whole_body(
+    call: BodyCall, read: Callable, first, last, carry: Carry
+) -> tuple[Partial, Carry]:
     """Attend to the whole body by one call of splash attention for each row.
 
-    Tiles are decoded one after the other into the keys and values of all slots, [B, K, S, D]. All queries of a row see
+    Tiles are decoded one after the other into the keys and values of all slots, [B, K, S, D]. All
+    queries of a row see
     the same tokens: all that the body holds of the row, which are the first.
 
     Args:
@@ -194,7 +214,9 @@ def _attend_whole_body(call: BodyCall, read: Callable, first, last, carry: Carry
         row_mask = mask[:, 0]  # [B, size]; all queries of a row have the same
         # Tokens that are not valid may hold infinities, and 0 x inf is NaN.
         by_head = (jnp.swapaxes(jnp.where(row_mask[:, :, None, None], x, 0), 1, 2) for x in (k, v))
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * k.shape[1], axis=2)
+        put = functools.partial(
+            jax.lax.dynamic_update_slice_in_dim, start_index=j * k.shape[1], axis=2
+        )
         body_k, body_v = (put(x, part) for x, part in zip((body_k, body_v), by_head, strict=True))
         return (body_k, body_v, filled + row_mask.sum(-1, dtype=jnp.int32)), carry
 

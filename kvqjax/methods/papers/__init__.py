@@ -1,1 +1,2 @@
-"""Published methods, a file a paper, or a few that share their layers. `kvqjax.methods` has their names."""
+"""Published methods, a file a paper, or a few that share their layers. `kvqjax.methods` has their
+names."""

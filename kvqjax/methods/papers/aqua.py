@@ -3,16 +3,17 @@
     K_pred = f_k(Kr_prev)              Kr = K_pred + Q^-1(Q(K - K_pred))
     V_pred = f_v([Kr, Vr_prev])        Vr = V_pred + Q^-1(Q(V - V_pred))        (Algorithm 1; keys first)
 
-Kr and Vr are the reconstructions, of this layer and of the layer below (`_prev`), all before RoPE and over all KV
-heads. They are the carry. The first layer has no predictor and a codec of its own. Q is any codec: HIGGS, transform
-coding (kvqjax.codecs.klt), per token, per channel.
+Kr and Vr are the reconstructions, of this layer and of the layer below (`_prev`), all before RoPE
+and over all KV heads. They are the carry. The first layer has no predictor and a codec of its own.
+Q is any codec: HIGGS, transform coding (kvqjax.codecs.klt), per token, per channel.
 
-Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row, rounded to the carry's
-dtype. So they agree bit for bit, and the chain does not drift with depth. GPUs and TPUs decode all tiles of a block at
-once, by the same function. If their matrix products sum in another order, a number may round to its neighbour.
+Encoder and decoder reconstruct with one function on one fixed tile, `unit` tokens of one row,
+rounded to the carry's dtype. So they agree bit for bit, and the chain does not drift with depth.
+GPUs and TPUs decode all tiles of a block at once, by the same function. If their matrix products
+sum in another order, a number may round to its neighbour.
 
-A predictor maps a vector x of I numbers to a vector y of O numbers of the same token (sections 3.1 and 4.3). Its kinds
-and their constants, with rank R and groups of g inputs:
+A predictor maps a vector x of I numbers to a vector y of O numbers of the same token (sections 3.1
+and 4.3). Its kinds and their constants, with rank R and groups of g inputs:
 
     linear    y = x W + b                                    {"weight": [I,O], "bias": [O]}
     int4      the same with W in 4 bits, decoded at use      {"codes": uint32 [I/8,O], "scale", "low": [I/g,O], "bias"}
@@ -49,19 +50,6 @@ from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.predicted import Maps as PredictorMaps
 from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 
-__all__ = [
-    "CONSTANT_DTYPES",
-    "AquaLayer",
-    "aqua",
-    "encode_source",
-    "missed",
-    "predict",
-    "predictor_inputs",
-    "predictor_shapes",
-    "reconstruct",
-    "unpack_weight",
-]
-
 UNIT = 128  # tokens that leave the window together
 BACKBONES = ("higgs", "klt", "token", "channel")
 INPUTS = ("k", "v", "kv", "none")
@@ -80,7 +68,8 @@ CONSTANT_DTYPES = {
     "into": "float32",
     "back": "float32",
 }
-# Multiply-accumulates per stored element of a constant, when one token is read. A word of "codes" holds 8 weights.
+# Multiply-accumulates per stored element of a constant, when one token is read. A word of "codes"
+# holds 8 weights.
 MULTIPLIED = {"weight": 1, "down": 1, "up": 1, "back": 1, "codes": 8}
 NORM_EPS = 1e-5  # added to the variance in the MLP's layer norm
 
@@ -110,24 +99,30 @@ def aqua(
     sinks: int = 4,
     centre: str = "auto",
 ) -> Method:
-    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): a small calibrated model predicts a layer's keys and values from
-    those of the layer below. The error of the prediction is stored, in codes of `backbone`.
+    """AQUA-KV (arXiv 2501.19392, sections 3 and 4.1): a small calibrated model predicts a layer's
+    keys and values from those of the layer below. The error of the prediction is stored, in codes
+    of `backbone`.
 
-    - `bits` per number of the error (`key_bits` and `value_bits` override it). `backbone` is "higgs" (in `dim`
-      dimensions), "token" or "channel" (uniform codes), with one scale for `group` channels or tokens; `seed` as in
-      `higgs`. `backbone="klt"` is transform coding as in `klt`, of any number of bits from 0.125 to 6.
-    - `first_bits` of the first layer, which has no predictor; 16 means exact. Its codec is transform coding if
-      `backbone` is "klt", else HIGGS.
-    - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and `value_inputs` ("k", "v", "kv" or
-      "none") and `rope` ("pre" or "post") give the paper's ablations.
-    - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above predicts from them.
-    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
-    - `centre="auto"` subtracts the model's key bias, where it has one, from the keys of every layer (before RoPE).
-      "mean" subtracts a calibrated mean from the first layer's keys (the layers above have the predictors' biases for
-      it, and transform coding subtracts a mean by itself). "none" subtracts nothing.
+    - `bits` per number of the error (`key_bits` and `value_bits` override it). `backbone` is
+      "higgs" (in `dim` dimensions), "token" or "channel" (uniform codes), with one scale for
+      `group` channels or tokens; `seed` as in `higgs`. `backbone="klt"` is transform coding as in
+      `klt`, of any number of bits from 0.125 to 6.
+    - `first_bits` of the first layer, which has no predictor; 16 means exact. Its codec is
+      transform coding if `backbone` is "klt", else HIGGS.
+    - `predictor`: "linear", "int4", "low_rank" (of `rank`) or "mlp". `key_inputs` and
+      `value_inputs` ("k", "v", "kv" or "none") and `rope` ("pre" or "post") give the paper's
+      ablations.
+    - Layers in `exact` ("3+7"; or by a policy, `aqua;3=exact`) stay exact, and the layer above
+      predicts from them.
+    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens
+      stay exact.
+    - `centre="auto"` subtracts the model's key bias, where it has one, from the keys of every layer
+      (before RoPE). "mean" subtracts a calibrated mean from the first layer's keys (the layers
+      above have the predictors' biases for it, and transform coding subtracts a mean by itself).
+      "none" subtracts nothing.
 
-    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that are not listed
-    here.
+    With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that
+    are not listed here.
     """
     shared = {"rope": rope, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
@@ -140,12 +135,15 @@ def aqua(
     inputs = {"key_inputs": key_inputs, "value_inputs": value_inputs}
     # Layers are compared by their fields, so a rank that no predictor uses stays at its default.
     low_rank = {"rank": rank} if predictor == "low_rank" else {}
-    layer = AquaLayer(key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared)
+    layer = AquaLayer(
+        key=key, value=value, predictor=predictor, unbiased=unbiased, **low_rank, **inputs, **shared
+    )
 
     # The first layer
     first_codec = codec
     if not transformed:
-        # The group of a uniform backbone is one of its own codes, and says nothing of HIGGS's blocks.
+        # The group of a uniform backbone is one of its own codes, and says nothing of HIGGS's
+        # blocks.
         higgs_group = group if backbone == "higgs" else None
         first_codec = functools.partial(_backbone, "higgs", dim=2, group=higgs_group, seed=seed)
     # Transform coding subtracts the mean by itself.
@@ -213,12 +211,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 class AquaLayer:
     """One layer of AQUA-KV.
 
-    During a decode step the carry is in memory: one layer's keys and values, 2 S K D numbers of S body tokens."""
+    During a decode step the carry is in memory: one layer's keys and values, 2 S K D numbers of S
+    body tokens."""
 
     key: CodecSpec
     value: CodecSpec
-    # What the predictors see: "k", "v", "kv", or "none" for no predictor. The predictor of keys sees keys and values of
-    # the layer below. The predictor of values sees keys of this layer and values of the layer below.
+    # What the predictors see: "k", "v", "kv", or "none" for no predictor. The predictor of keys
+    # sees keys and values of the layer below. The predictor of values sees keys of this layer and
+    # values of the layer below.
     key_inputs: str = "k"
     value_inputs: str = "kv"
     predictor: str = "linear"
@@ -236,16 +236,24 @@ class AquaLayer:
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values with other codecs, or exact ones, into the chain.
 
-        The layer gets no predictor, and this layer's window, unit and `rope`. The layer above predicts from its
-        reconstruction. A rotated layer stays as it is: it is no part of the chain, and the carry passes it by."""
-        if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {"none"}:
+        The layer gets no predictor, and this layer's window, unit and `rope`. The layer above
+        predicts from its reconstruction. A rotated layer stays as it is: it is no part of the
+        chain, and the carry passes it by."""
+        if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {
+            "none"
+        }:
             return other
-        return dataclasses.replace(self, key=other.key, value=other.value, predictor="linear", rank=0, **NO_INPUTS)
+        return dataclasses.replace(
+            self, key=other.key, value=other.value, predictor="linear", rank=0, **NO_INPUTS
+        )
 
     def sized(self, config: KVShape) -> "AquaLayer":
-        """Fill in the sizes that codecs of an admitted layer leave open until the model is known."""
+        """Fill in the sizes that codecs of an admitted layer leave open until the model is
+        known."""
         heads = config.num_kv_heads, config.head_dim
-        return dataclasses.replace(self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads))
+        return dataclasses.replace(
+            self, key=for_heads(self.key, *heads), value=for_heads(self.value, *heads)
+        )
 
     def codec(self, source: str) -> CodecSpec:
         """Give the codec of "k" or "v"."""
@@ -262,12 +270,15 @@ class AquaLayer:
     def build(self, config: KVShape) -> Wiring:
         layer, width = self.sized(config), config.kv_width
         if self.predictor == "low_rank" and not 1 <= self.rank <= width:
-            raise UserError(f"rank={self.rank}; predictors of {width} channels have a rank from 1 to {width}")
+            raise UserError(
+                f"rank={self.rank}; predictors of {width} channels have a rank from 1 to {width}"
+            )
         codecs = {source: layer.codec(source).build(width) for source in SPEC_FIELDS}
         return _wired(layer, config, codecs)
 
     def packed(self, config: KVShape) -> Packed | None:
-        """Name the kernel for layers with the paper's linear predictors, or with none. None for other layers."""
+        """Name the kernel for layers with the paper's linear predictors, or with none. None for
+        other layers."""
         inputs = (self.key_inputs, self.value_inputs)
         predicted = inputs == ("k", "kv")
         if self.predictor != "linear" or not (predicted or inputs == ("none", "none")):
@@ -292,14 +303,19 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
     def encode(constants, tile, carry):
         # Keys come first: the predictor of values sees their reconstruction.
         keys, keys_recon = encode_source(layer, codecs["k"], "k", constants, tile["k"], carry, None)
-        values, values_recon = encode_source(layer, codecs["v"], "v", constants, tile["v"], carry, keys_recon)
+        values, values_recon = encode_source(
+            layer, codecs["v"], "v", constants, tile["v"], carry, keys_recon
+        )
         payload = {"k": keys, "v": values}
         recon = {"k": keys_recon, "v": values_recon}
         return payload, recon, recon
 
     def decode_tile(constants, payload, carry):
         k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
-        return {"k": k, "v": reconstruct(layer, codecs["v"], "v", constants, payload["v"], carry, k)}
+        return {
+            "k": k,
+            "v": reconstruct(layer, codecs["v"], "v", constants, payload["v"], carry, k),
+        }
 
     def decode_tile_on_tpu(constants, payload, carry):
         k = reconstruct(layer, codecs["k"], "k", constants, payload["k"], carry, None)
@@ -309,7 +325,9 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
 
     def decode(constants, payload, carry):
         shape = carry["k"].shape  # [B, n, KD]
-        tiles = {source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")}
+        tiles = {
+            source: _tiles(codecs[source], payload[source], layer.unit) for source in ("k", "v")
+        }
         below = {source: x.reshape(-1, layer.unit, width) for source, x in carry.items()}
         step = functools.partial(decode_tile, constants)
         step_on_tpu = functools.partial(decode_tile_on_tpu, constants)
@@ -317,14 +335,19 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
         def loop(tiles, below):
             return jax.lax.map(lambda tile: step(*tile), (tiles, below))
 
-        # On a GPU or a TPU a loop over tiles would take longer to start its operations than to run them.
-        recon = jax.lax.platform_dependent(tiles, below, cuda=jax.vmap(step), tpu=jax.vmap(step_on_tpu), default=loop)
+        # On a GPU or a TPU a loop over tiles would take longer to start its operations than to run
+        # them.
+        recon = jax.lax.platform_dependent(
+            tiles, below, cuda=jax.vmap(step), tpu=jax.vmap(step_on_tpu), default=loop
+        )
         recon = {source: x.reshape(shape) for source, x in recon.items()}
         return recon, recon
 
     needs = {source: layer.needs(source, width) for source in ("k", "v")}
     needs = {source: shapes for source, shapes in needs.items() if shapes}
-    kinds = {name: CONSTANT_DTYPES.get(name, "compute") for shapes in needs.values() for name in shapes}
+    kinds = {
+        name: CONSTANT_DTYPES.get(name, "compute") for shapes in needs.values() for name in shapes
+    }
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
@@ -336,13 +359,14 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
 
 
 def _tiles(codec: Codec, payload: dict, unit: int) -> dict:
-    """Reshape a payload [B, ...] of n tokens a row to [B * n / unit, ...] tiles of `unit` tokens. A tile has the shape
-    that `encode` makes."""
+    """Reshape a payload [B, ...] of n tokens a row to [B * n / unit, ...] tiles of `unit` tokens. A
+    tile has the shape that `encode` makes."""
     return {name: field.split_tiles(payload[name], unit) for name, field in codec.fields.items()}
 
 
 def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
-    """Count the operations that these constants take to read one token. A multiply-accumulate counts as two."""
+    """Count the operations that these constants take to read one token. A multiply-accumulate
+    counts as two."""
     multiplied = 0
     for shapes in needs.values():
         for name, shape in shapes.items():
@@ -355,7 +379,8 @@ def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
 
     Args:
         form: how kernels read the codes themselves; None where they cannot.
-        mapped: whether the codes are errors of linear predictors, or else keys and values themselves.
+        mapped: whether the codes are errors of linear predictors, or else keys and values
+            themselves.
 
     Returns:
         The kernel's form; None for codes other than HIGGS.
@@ -377,13 +402,17 @@ def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
 # ---- One source of one tile: its prediction, its codes, its reconstruction ----
 
 
-def predictor_inputs(names: str, keys: Float[Array, "u W"], values: Float[Array, "u W"]) -> Float[Array, "u I"]:
+def predictor_inputs(
+    names: str, keys: Float[Array, "u W"], values: Float[Array, "u W"]
+) -> Float[Array, "u I"]:
     """Concatenate `keys` and `values` as `names` asks, keys first as in the released predictors."""
     parts = [x for name, x in (("k", keys), ("v", values)) if name in names]
     return jnp.concatenate(parts, axis=-1)
 
 
-def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, keys) -> Float[Array, "u W"]:
+def _prediction(
+    layer: AquaLayer, source: str, constants: dict, carry: dict, keys
+) -> Float[Array, "u W"]:
     """Predict one source's tile, float32. The arguments are those of `reconstruct`."""
     if layer.inputs(source) == "none":
         return jnp.zeros(carry[source].shape, jnp.float32)
@@ -392,13 +421,17 @@ def _prediction(layer: AquaLayer, source: str, constants: dict, carry: dict, key
     return predict(layer.predictor, constants.get(source, {}), x)
 
 
-def missed(layer: AquaLayer, source: str, constants: dict, x, carry: dict, keys) -> Float[Array, "u W"]:
-    """Compute the predictor's error, source minus prediction, for one source's tile `x` [u, W]; float32. The other
-    arguments are those of `reconstruct`."""
+def missed(
+    layer: AquaLayer, source: str, constants: dict, x, carry: dict, keys
+) -> Float[Array, "u W"]:
+    """Compute the predictor's error, source minus prediction, for one source's tile `x` [u, W];
+    float32. The other arguments are those of `reconstruct`."""
     return wide(x) - _prediction(layer, source, constants, carry, keys)
 
 
-def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys):
+def reconstruct(
+    layer: AquaLayer, codec: Codec, source: str, constants: dict, payload: dict, carry: dict, keys
+):
     """Reconstruct one source's tile. Encoder and decoder both use this one function.
 
     Args:
@@ -419,7 +452,9 @@ def reconstruct(layer: AquaLayer, codec: Codec, source: str, constants: dict, pa
     return saturated(rounded(total, dtype), dtype)
 
 
-def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys):
+def encode_source(
+    layer: AquaLayer, codec: Codec, source: str, constants: dict, x, carry: dict, keys
+):
     """Encode one source's tile `x` [u, W]. The other arguments are those of `reconstruct`.
 
     Returns:
@@ -433,7 +468,9 @@ def encode_source(layer: AquaLayer, codec: Codec, source: str, constants: dict, 
 # ---- Predictors ----
 
 
-def predictor_shapes(kind: str, inputs: int, outputs: int, rank: int = 0) -> dict[str, tuple[int, ...]]:
+def predictor_shapes(
+    kind: str, inputs: int, outputs: int, rank: int = 0
+) -> dict[str, tuple[int, ...]]:
     """Give the shapes of one predictor's constants by name, without the layer axis.
 
     Args:
@@ -475,7 +512,9 @@ def unpack_weight(constants: dict[str, Array]) -> Float[Array, "I O"]:
 
 def _times(x: Float[Array, "u I"], weight: Float[Array, "I O"]) -> Float[Array, "u O"]:
     """Multiply in the weight's dtype, with float32 sums."""
-    return jnp.einsum("ti,io->to", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "ti,io->to", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32
+    )
 
 
 def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> Float[Array, "u O"]:
@@ -490,10 +529,17 @@ def predict(kind: str, constants: dict[str, Array], x: Float[Array, "u I"]) -> F
         # Layer norm
         numbers = x.astype(jnp.float32)
         deviation = numbers - numbers.mean(-1, keepdims=True)
-        normed = deviation * jax.lax.rsqrt((deviation * deviation).mean(-1, keepdims=True) + NORM_EPS)
-        normed = normed * constants["gain"].astype(jnp.float32)[None] + constants["offset"].astype(jnp.float32)[None]
+        normed = deviation * jax.lax.rsqrt(
+            (deviation * deviation).mean(-1, keepdims=True) + NORM_EPS
+        )
+        normed = (
+            normed * constants["gain"].astype(jnp.float32)[None]
+            + constants["offset"].astype(jnp.float32)[None]
+        )
         inner = _times(normed, constants["down"]) + constants["inner"].astype(jnp.float32)[None]
         y = _times(jax.nn.silu(inner), constants["up"])
     else:
-        raise UserError(f"predictor={kind!r} cannot be evaluated; known: {', '.join(PREDICTORS[:-1])}")
+        raise UserError(
+            f"predictor={kind!r} cannot be evaluated; known: {', '.join(PREDICTORS[:-1])}"
+        )
     return y + constants["bias"].astype(jnp.float32)[None]

@@ -1,11 +1,12 @@
-"""CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned additive codes.
+"""CommVQ (arXiv 2506.18879): keys before RoPE in a RoPE-commutative codebook, values in learned
+additive codes.
 
-Attention reads keys block by block: it gathers C_A + j C_B once per KV head, rotates, and takes one product for all
-query heads. The commuted form of section 4.3 would gather once per *query* head.
+Attention reads keys block by block: it gathers C_A + j C_B once per KV head, rotates, and takes one
+product for all query heads. The commuted form of section 4.3 would gather once per *query* head.
 
-Values v_n = gain_n (bits_n @ E) are summed as bits, which all heads share, and multiplied by E once per query: N W
-multiplications per cached token become H N. With T new tokens at once decoding costs N W + T H D and summing bits
-T H N, so long chunks decode.
+Values v_n = gain_n (bits_n @ E) are summed as bits, which all heads share, and multiplied by E once
+per query: N W multiplications per cached token become H N. With T new tokens at once decoding costs
+N W + T H D and summing bits T H N, so long chunks decode.
 """
 
 import dataclasses
@@ -25,9 +26,6 @@ from kvqjax.ops.packing.base import PLANE
 from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
 from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
-__all__ = ["CommVQLayer", "commvq"]
-
-
 # ---- The method and its options ----
 
 
@@ -44,26 +42,31 @@ def commvq(
     sinks: int = 0,
     centre: str = "auto",
 ) -> Method:
-    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2). Keys before RoPE are sums of vectors of a codebook, which RoPE
-    can rotate in place of keys. Values are sums of learned vectors. Codebooks and the values' encoder are calibrated.
+    """CommVQ (arXiv 2506.18879, sections 4.1 and 4.2). Keys before RoPE are sums of vectors of a
+    codebook, which RoPE can rotate in place of keys. Values are sums of learned vectors. Codebooks
+    and the values' encoder are calibrated.
 
     - `bits` per channel, 1 to 4 (1 and 2 in the paper).
-    - `rounds` of the key codebook. None: round(bits * g / log2(levels)), which is 11 and 21 at head dimension 128, 5
-      and 11 at 64.
-    - `levels` of each round, a power of two up to 256. `group` rotation pairs share a code (0: a whole head).
+    - `rounds` of the key codebook. None: round(bits * g / log2(levels)), which is 11 and 21 at head
+      dimension 128, 5 and 11 at 64.
+    - `levels` of each round, a power of two up to 256. `group` rotation pairs share a code (0: a
+      whole head).
     - `hidden` units of the value encoder (0: one per logit, 4096 at most).
-    - `window` newest and `sinks` first tokens stay exact, and `unit` tokens leave the window together. `window=0` is
+    - `window` newest and `sinks` first tokens stay exact, and `unit` tokens leave the window
+      together. `window=0` is
       the published rule: the whole buffer is encoded when it holds 128 tokens.
     - `centre="auto"` codes keys without the model's key bias, where it has one; "none" with it.
 
-    With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises UserError for values that are not listed
-    here.
+    With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises UserError for values that
+    are not listed here.
     """
     if centre not in ("auto", "none"):
         raise UserError(f"centre={centre!r}; known: auto, none")
     options = {"bits": bits, "rounds": rounds, "levels": levels, "group": group, "hidden": hidden}
     options["unbiased"] = centre == "auto"
-    return Method(name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks)
+    return Method(
+        name="commvq", layer=CommVQLayer(**options, window=window, unit=unit), sinks=sinks
+    )
 
 
 # ---- One layer ----
@@ -85,7 +88,8 @@ class CommVQLayer:
     def __post_init__(self):
         if self.unit % PLANE or self.unit < PLANE:
             raise UserError(f"unit={self.unit}; tokens leave the window in multiples of {PLANE}")
-        # The codecs refuse what no model can have; the head dimension, which groups divide, is the model's.
+        # The codecs refuse what no model can have; the head dimension, which groups divide, is the
+        # model's.
         CommVQKeys(head_dim=2, rounds=value_or(self.rounds, 1), levels=self.levels)
         self.value()
 
@@ -93,23 +97,33 @@ class CommVQLayer:
         """Choose the key codec: R rounds with R log2(levels) / g as near to `bits` as possible."""
         pairs = self.group or config.head_dim // 2
         rounds = value_or(self.rounds, max(1, round(self.bits * pairs / math.log2(self.levels))))
-        return CommVQKeys(head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group)
+        return CommVQKeys(
+            head_dim=config.head_dim, rounds=rounds, levels=self.levels, group=self.group
+        )
 
     def value(self) -> CommVQValues:
         """Choose the value codec."""
         return CommVQValues(bits=self.bits, hidden=self.hidden)
 
     def build(self, config: KVShape) -> Wiring:
-        codecs = {"k": self.key(config).build(config.kv_width), "v": self.value().build(config.kv_width)}
-        wiring = keys_and_values(config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased)
+        codecs = {
+            "k": self.key(config).build(config.kv_width),
+            "v": self.value().build(config.kv_width),
+        }
+        wiring = keys_and_values(
+            config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased
+        )
         shared = _summed_bits(self.bits * config.kv_width, config)
-        biasless = self.unbiased and config.known_key_bias  # no kernel reads keys without their bias
+        biasless = (
+            self.unbiased and config.known_key_bias
+        )  # no kernel reads keys without their bias
         packed = None if biasless else _packed(self.key(config), self.value(), config)
         return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
 
 
 def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
-    """Say how kernels read codes that all rotation pairs of a head share. None for groups of fewer pairs."""
+    """Say how kernels read codes that all rotation pairs of a head share. None for groups of fewer
+    pairs."""
     if (
         key.pairs != config.head_dim // 2
         or not turns_alike(config)
@@ -120,11 +134,17 @@ def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | N
     width = value.bits * config.kv_width
 
     def body(weights, constants, stored, positions) -> CommVQBody:
-        (prescale,), (bits,), (gain,) = stored["k"]["prescale"], stored["v"]["bits"], stored["v"]["gain"]
+        (prescale,), (bits,), (gain,) = (
+            stored["k"]["prescale"],
+            stored["v"]["bits"],
+            stored["v"]["gain"],
+        )
         matrix = decoding_matrix(constants["k"]["codebook"])
         return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
 
-    return Packed(CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body)
+    return Packed(
+        CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body
+    )
 
 
 def _prepare(constants):
@@ -133,12 +153,17 @@ def _prepare(constants):
 
 
 def _summed_bits(count: int, config: KVShape) -> SharedValues:
-    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then multiply."""
+    """Reorder the value product (section 4.3, equation 22): sum N = `count` bits per token, then
+    multiply."""
 
     def read(weights, constants, payload, sources):
-        return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(payload["v"]["gain"], -1, -2).astype(jnp.float32)
+        return payload["v"]["bits"].astype(jnp.float32) * jnp.swapaxes(
+            payload["v"]["gain"], -1, -2
+        ).astype(jnp.float32)
 
     def finish(weights, constants, means):
-        return through_heads(means, constants["v"]["codebook"].astype(jnp.float32), config, precision="highest")
+        return through_heads(
+            means, constants["v"]["codebook"].astype(jnp.float32), config, precision="highest"
+        )
 
     return SharedValues(count, shared_until(count, count * config.kv_width, config), read, finish)

@@ -4,8 +4,6 @@ from kvqjax.codecs.klt import KEY_SLOPE, VALUE_SLOPE, Klt
 from kvqjax.methods.keys_values import KeysAndValues
 from kvqjax.methods.spec import Method, method_factory, value_or
 
-__all__ = ["klt"]
-
 
 @method_factory
 def klt(
@@ -21,16 +19,19 @@ def klt(
     buffer: int = 128,
     sinks: int = 4,
 ) -> Method:
-    """Transform coding (as KVTC, arXiv 2511.01815, does for stored caches): keys before RoPE and values are turned into
-    uncorrelated coefficients, and those of more variance get more bits.
+    """Transform coding (as KVTC, arXiv 2511.01815, does for stored caches): keys before RoPE and
+    values are turned into uncorrelated coefficients, and those of more variance get more bits.
 
-    - `bits` per channel on average, any number from 0.125 to 6; `key_bits` and `value_bits` override it.
-    - `key_slope` and `value_slope` say how fast bits fall from the first coefficient to the last (kvqjax.codecs.klt).
+    - `bits` per channel on average, any number from 0.125 to 6; `key_bits` and `value_bits`
+      override it.
+    - `key_slope` and `value_slope` say how fast bits fall from the first coefficient to the last
+      (kvqjax.codecs.klt).
     - `scale="token"` stores a scale of the dtype `scales` for each token, "none" does not.
-    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens stay exact.
+    - `buffer` tokens leave the window together, beyond the newest `window`; `sinks` first tokens
+      stay exact.
 
-    Calibration measures means and covariances. With the defaults, Llama-3.1-8B stores 2.016 bits per channel. Raises
-    UserError for values that are not listed here.
+    Calibration measures means and covariances. With the defaults, Llama-3.1-8B stores 2.016 bits
+    per channel. Raises UserError for values that are not listed here.
     """
     shared = {"scale": scale, "dtype": scales}
     key = Klt(bits=value_or(key_bits, bits), slope=key_slope, **shared)

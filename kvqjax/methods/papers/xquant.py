@@ -4,17 +4,19 @@
     GQA (section 3.3):  cache X U_k and X U_v, with W = U S B^T the economy SVD and F = S B^T fused offline;
                         K = (X U_k) F_k + b_k,  V = (X U_v) F_v + b_v;  S is not applied before quantisation
 
-X [l, E] is the input of a layer after the attention norm, for l tokens. Bias, QK-norm and RoPE, in this order, come
-after rematerialisation, so quantised vectors never depend on the position. X and X U_v are quantised per token, X U_k
-per channel (section 3.3.1). Every head reads the same X.
+X [l, E] is the input of a layer after the attention norm, for l tokens. Bias, QK-norm and RoPE, in
+this order, come after rematerialisation, so quantised vectors never depend on the position. X and X
+U_v are quantised per token, X U_k per channel (section 3.3.1). Every head reads the same X.
 
-Attention is linear in the values, and softmax weights p_t add up to 1. So a step of few new tokens first sums the
-stored vectors x_t, and then multiplies the sum by W_v once, instead of every token's vector (layer_cache.SharedValues):
+Attention is linear in the values, and softmax weights p_t add up to 1. So a step of few new tokens
+first sums the stored vectors x_t, and then multiplies the sum by W_v once, instead of every token's
+vector (layer_cache.SharedValues):
 
     sum_t p_t (x_t W_v + b_v) = (sum_t p_t x_t) W_v + b_v
 
-Constants of one layer for GQA are {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, with KD = kv_width and
-the rank R = min(E, KD). kvqjax.calibrate.xquant makes them from the weights alone. MHA needs none.
+Constants of one layer for GQA are {"k": {"down": U_k [E,R], "up": F_k [R,KD]}, "v": likewise}, with
+KD = kv_width and the rank R = min(E, KD). kvqjax.calibrate.xquant makes them from the weights
+alone. MHA needs none.
 """
 
 import dataclasses
@@ -50,21 +52,6 @@ from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec, uniform_body
 
-__all__ = [
-    "FIT",
-    "UNIT",
-    "LayerInput",
-    "attended",
-    "input_width",
-    "latents",
-    "layer_input",
-    "prefers_latents",
-    "quantiser",
-    "summed_first",
-    "times",
-    "xquant",
-]
-
 FIT = Fit("kvqjax.calibrate.xquant", source="weights")
 UNIT = 128  # tokens that leave the window together
 
@@ -86,21 +73,29 @@ def xquant(
     latent: bool | None = None,
     scales: str = "bfloat16",
 ) -> Method:
-    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of a layer's input, or with grouped queries of
-    two smaller projections of it (the latents). Every read computes keys and values anew (kvqjax.methods.roofline).
+    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3): uniform codes of a layer's input, or with
+    grouped queries of two smaller projections of it (the latents). Every read computes keys and
+    values anew (kvqjax.methods.roofline).
 
-    - `bits` of a code, 1 to 6 or 8, 16 for the identity. With latents `value_bits` overrides it for values, and the
-      first `outliers` channels of the keys' latent stay at 16 bits. `latent` None chooses by size.
+    - `bits` of a code, 1 to 6 or 8, 16 for the identity. With latents `value_bits` overrides it for
+      values, and the first `outliers` channels of the keys' latent stay at 16 bits. `latent` None
+      chooses by size.
     - The first `protected` layers have `high_bits` (Table 4: 3 layers of 4 bits).
-    - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens leave the window
-      together, beyond the newest `window`; `sinks` first tokens stay exact. By default it is 128, and 64 or 32 channels
-      where the width is no multiple of that.
+    - `group` channels (of keys' latents: tokens) share a scale of dtype `scales`. `group` tokens
+      leave the window together, beyond the newest `window`; `sinks` first tokens stay exact. By
+      default it is 128, and 64 or 32 channels where the width is no multiple of that.
 
-    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises UserError for values that are not
-    listed here, and for value bits or outliers where there is no latent.
+    With the defaults, Llama-3.1-8B stores 4.25 bits per key or value channel. Raises UserError for
+    values that are not listed here, and for value bits or outliers where there is no latent.
     """
     layer = LayerInput(
-        bits=bits, value_bits=value_bits, outliers=outliers, group=group, window=window, latent=latent, scales=scales
+        bits=bits,
+        value_bits=value_bits,
+        outliers=outliers,
+        group=group,
+        window=window,
+        latent=latent,
+        scales=scales,
     )
     first = dataclasses.replace(layer, bits=high_bits, value_bits=None)
     overrides = tuple((i, first) for i in first_layers("protected", protected))
@@ -129,17 +124,22 @@ class LayerInput:
         unit = value_or(self.group, UNIT)
         clock = Clock(("x",), self.window, unit)
         full = input_width(config)
-        width = min(full, config.kv_width) if self.uses_latents(config) else full  # of a stored vector
+        width = (
+            min(full, config.kv_width) if self.uses_latents(config) else full
+        )  # of a stored vector
         channels = value_or(self.group, fitting_group(width))
         per_token = {"along": "channels", "group": channels, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
             if self.outliers or self.value_bits not in (None, self.bits):
                 options = f"value_bits={self.value_bits}, outliers={self.outliers}"
-                raise UserError(f"xquant caches X itself here, of one width and without a first latent; got {options}")
+                raise UserError(
+                    f"xquant caches X itself here, of one width and without a first latent; got {options}"
+                )
             return layer_input(config, quantiser(self.bits, **per_token).build(width), clock)
         key = quantiser(self.bits, along="tokens", group=unit, scales=self.scales, width=width)
         if self.outliers:
-            # The SVD orders channels by size: the first channels of X U_k hold the outliers (Table B.1).
+            # The SVD orders channels by size: the first channels of X U_k hold the outliers (Table
+            # B.1).
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(value_or(self.value_bits, self.bits), **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
@@ -167,7 +167,9 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
         Maps(capture, *codec_maps(codecs), expand),
         fast=Fast(shared=shared, before_rope=True),
         calibration=Calibration(fit=FIT),
-        cost=Cost(operations=4 * width * config.kv_width),  # two products, each multiply-accumulate two operations
+        cost=Cost(
+            operations=4 * width * config.kv_width
+        ),  # two products, each multiply-accumulate two operations
     )
 
 
@@ -179,10 +181,15 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     codecs = {name: codec._replace(needs=codec.needs | needs) for name, codec in codecs.items()}
 
     def capture(weights, constants, projected, positions):
-        return {name: times(projected.x, constants[name]["down"], projected.x.dtype) for name in ("k", "v")}
+        return {
+            name: times(projected.x, constants[name]["down"], projected.x.dtype)
+            for name in ("k", "v")
+        }
 
     def expand(weights, constants, sources, positions):
-        k, v = (times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v"))
+        k, v = (
+            times(sources[name], constants[name]["up"], weights[name].dtype) for name in ("k", "v")
+        )
         return attended(k, v, weights, positions, config)
 
     def read(weights, constants, payload, sources):
@@ -195,13 +202,15 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         fast=Fast(shared=shared, before_rope=True),
         # The constants stand for weights, and have their dtype.
         calibration=Calibration(kinds=dict.fromkeys(needs, "compute"), fit=FIT),
-        # The latents of new tokens and of cached tokens are made with U and F, so a decode step does not read W_k, W_v.
+        # The latents of new tokens and of cached tokens are made with U and F, so a decode step
+        # does not read W_k, W_v.
         cost=Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width),
     )
 
 
 def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
-    """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None for others."""
+    """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None
+    for others."""
     if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
         return None
     if not turns_alike(config):
@@ -235,14 +244,16 @@ def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | 
 def input_width(shape: KVShape) -> int:
     """Give E, the width of the layer input. Raises UserError for a shape that does not know it."""
     if shape.width is None:
-        raise UserError("its keys and values are computed from a layer's input and weights; use a kvqjax model")
+        raise UserError(
+            "its keys and values are computed from a layer's input and weights; use a kvqjax model"
+        )
     return shape.width
 
 
 def prefers_latents(config: KVShape) -> bool:
     """Say whether two latents of kv_width numbers take no more room than X."""
-    # So it is in the usual models from two query heads per KV head on. Widths decide, not head counts: Qwen3-0.6B has
-    # GQA, and still 2*kv_width > E.
+    # So it is in the usual models from two query heads per KV head on. Widths decide, not head
+    # counts: Qwen3-0.6B has GQA, and still 2*kv_width > E.
     return 2 * config.kv_width <= input_width(config)
 
 
@@ -265,15 +276,16 @@ def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exa
     if bits == 16:
         return Exact()
     if along == "channels":
-        # `group` is also the number of tokens that leave the window together, at least those of one PLANE of words.
+        # `group` is also the number of tokens that leave the window together, at least those of one
+        # PLANE of words.
         check_group(group, width, least=PLANE)
     return Uniform(bits=bits, along=along, group=group, dtype=scales)
 
 
 def times(x: Float[Array, "B n W"], matrix: Float[Array, "W N"], dtype) -> Float[Array, "B n N"]:
     """Multiply x by a matrix in the compute dtype `dtype`."""
-    # Without `row_major` XLA would compute the transposed product, which suits the operations after it, and would
-    # transpose the matrices of all layers for that.
+    # Without `row_major` XLA would compute the transposed product, which suits the operations after
+    # it, and would transpose the matrices of all layers for that.
     return row_major(jnp.einsum("bne,ef->bnf", x.astype(dtype), matrix.astype(dtype)))
 
 
@@ -325,8 +337,12 @@ def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
         if not config.qkv_bias:
             return out
         # Softmax weights add up to 1, so the bias is added to a mean once.
-        bias = weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
+        bias = (
+            weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
+        )
         queries_per_head = config.num_heads // config.num_kv_heads
-        return out + jnp.repeat(bias, queries_per_head, 0).reshape(1, 1, *out.shape[2:])  # out: [B, T, H, D]
+        return out + jnp.repeat(bias, queries_per_head, 0).reshape(
+            1, 1, *out.shape[2:]
+        )  # out: [B, T, H, D]
 
     return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)

@@ -1,18 +1,22 @@
-"""XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2): cache each layer's input as its difference from the layers below.
+"""XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2): cache each layer's input as its difference
+from the layers below.
 
     base layer b:   Xhat_b = Q(X_b)                                      (more bits, full width)
     MHA, i > b:     D_i = Q(X_i - Xhat_{i-1})            Xhat_i = Xhat_{i-1} + D_i
     GQA, i > b:     Z_i = Q((X_i - Xhat_{i-1}) U_i)      Xhat_i = Xhat_{i-1} + Z_i U_i^T,   [W_k|W_v]_i = U_i S_i B_i^T
     every layer:    [K|V]_i = Xhat_i [W_k|W_v]_i, then bias, QK-norm and RoPE
 
-X_i is the input of layer i after the attention norm. Xhat_i is the accumulator, which flows from layer to layer.
+X_i is the input of layer i after the attention norm. Xhat_i is the accumulator, which flows from
+layer to layer.
 
-The loop is closed: the encoder subtracts the decoder's Xhat_{i-1}, not X_{i-1}. So the error of layer i is that of its
-own quantiser alone. For GQA, Xhat_i keeps stale values in the directions that U_i does not span. W_k and W_v of layer i
-ignore these directions, so [K|V]_i is exact when Q is the identity.
+The loop is closed: the encoder subtracts the decoder's Xhat_{i-1}, not X_{i-1}. So the error of
+layer i is that of its own quantiser alone. For GQA, Xhat_i keeps stale values in the directions
+that U_i does not span. W_k and W_v of layer i ignore these directions, so [K|V]_i is exact when Q
+is the identity.
 
-Constants of one layer for GQA are {"x": {"down": U_i [E, R]}}, with R = min(E, 2*KD). kvqjax.calibrate.xquant makes
-them from the weights alone; with differences of the residual stream from diag(gain) [W_k|W_v]_i. MHA needs none.
+Constants of one layer for GQA are {"x": {"down": U_i [E, R]}}, with R = min(E, 2*KD).
+kvqjax.calibrate.xquant makes them from the weights alone; with differences of the residual stream
+from diag(gain) [W_k|W_v]_i. MHA needs none.
 """
 
 import dataclasses
@@ -46,11 +50,12 @@ from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.base import PLANE
 from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
-__all__ = ["CrossLayer", "xquant_cl"]
-
 # How the sum of differences is stored between layers: a dtype, or the bits of uniform codes.
 ACCUMULATORS = ("float32", "bfloat16", "2", "3", "4", "5", "6", "8")
-SPACES = ("norm", "residual")  # differences of inputs after the attention norm, or of the residual stream
+SPACES = (
+    "norm",
+    "residual",
+)  # differences of inputs after the attention norm, or of the residual stream
 
 
 # ---- The method and its options ----
@@ -72,20 +77,20 @@ def xquant_cl(
     latent: bool | None = None,
     scales: str = "bfloat16",
 ) -> Method:
-    """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): a layer stores by how much its input differs from the
-    sum of the differences that the layers below have stored. Layer `base` begins the sum; layers
-    below it are stored as in `xquant`.
+    """XQuant-CL (arXiv 2508.10395, sections 3.2, 3.3.2 and 4.3): a layer stores by how much its
+    input differs from the sum of the differences that the layers below have stored. Layer `base`
+    begins the sum; layers below it are stored as in `xquant`.
 
-    - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have `high_bits` (section 4.3:
-      the third layer is the base).
+    - `bits` of a code, 1 to 6 or 8, 16 for the identity; the first `protected` layers have
+      `high_bits` (section 4.3: the third layer is the base).
     - `group`, `window`, `sinks`, `latent` and `scales` as in `xquant`.
-    - Three options decide what the paper leaves open. `axis`: a scale of the differences belongs to a "token" or to a
-      "channel". `accumulator`: the sum is stored between layers as "bfloat16", as "float32" (the default for the
-      identity) or in a number of bits. `space`: differences are taken of inputs after the norm ("norm") or of the
-      residual stream ("residual").
+    - Three options decide what the paper leaves open. `axis`: a scale of the differences belongs to
+      a "token" or to a "channel". `accumulator`: the sum is stored between layers as "bfloat16", as
+      "float32" (the default for the identity) or in a number of bits. `space`: differences are
+      taken of inputs after the norm ("norm") or of the residual stream ("residual").
 
-    With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for values that are not
-    listed here.
+    With the defaults, Llama-3.1-8B stores 2.57 bits per key or value channel. Raises UserError for
+    values that are not listed here.
     """
     store = value_or(accumulator, "float32" if bits == 16 else "bfloat16")
     shared = {"group": group, "window": window, "latent": latent, "scales": scales}
@@ -99,14 +104,17 @@ def xquant_cl(
     higher = first_layers("protected", protected)[base + 1 :]
     above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in higher]
     layer = CrossLayer(start=False, bits=bits, **loop)
-    return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above))
+    return Method(
+        name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above)
+    )
 
 
 # ---- Differences, and the accumulator that flows upwards ----
 
 
 class Difference(NamedTuple):
-    """How a layer's input is stored: the base layer's as it is, others as differences from the layer below."""
+    """How a layer's input is stored: the base layer's as it is, others as differences from the
+    layer below."""
 
     start: bool  # the base layer
     latent: bool  # as coordinates in U instead of at full width
@@ -116,7 +124,8 @@ class Difference(NamedTuple):
 
     @property
     def read_in(self) -> tuple[str, ...] | None:
-        """Name the dtypes in which keys and values are made of the accumulator as it is stored (`Chain.read_in`)."""
+        """Name the dtypes in which keys and values are made of the accumulator as it is stored
+        (`Chain.read_in`)."""
         return None if self.accumulator == "float32" else (self.accumulator,)
 
     def add(
@@ -124,8 +133,8 @@ class Difference(NamedTuple):
     ) -> tuple[Float[Array, "u E"], Float[Array, "u E"]]:
         """Add one tile's decoded difference to the accumulator of the layer below.
 
-        Encoder and decoder both call this with one unit of tokens, as a matrix product of another shape would round
-        differently.
+        Encoder and decoder both call this with one unit of tokens, as a matrix product of another
+        shape would round differently.
 
         Args:
             constants: {"down": U}, where differences are latents.
@@ -140,23 +149,27 @@ class Difference(NamedTuple):
         x = step if self.start else below.astype(jnp.float32) + step
         return x, saturated(_stored_accumulator(x, self.accumulator, self.group), below.dtype)
 
-    def take(self, constants: dict, x: Float[Array, "u E"], below: Float[Array, "u E"]) -> Float[Array, "u R"]:
-        """Subtract the accumulator of the layer below from one tile of inputs: the float32 difference to encode. The
-        arguments are those of `add`."""
+    def take(
+        self, constants: dict, x: Float[Array, "u E"], below: Float[Array, "u E"]
+    ) -> Float[Array, "u R"]:
+        """Subtract the accumulator of the layer below from one tile of inputs: the float32
+        difference to encode. The arguments are those of `add`."""
         delta = wide(x) if self.start else wide(x) - below.astype(jnp.float32)
         if self.latent:
             delta = jnp.einsum("te,er->tr", delta, constants["down"].astype(jnp.float32))
         return delta
 
     def cost(self, width: int, kv_width: int) -> Cost:
-        """Count the operations of reading one token, and the bits of the accumulator that are loaded for it.
+        """Count the operations of reading one token, and the bits of the accumulator that are
+        loaded for it.
 
         Args:
             width: E, of the layer's input.
             kv_width: KD, of keys and of values.
 
         Returns:
-            The cost. A multiply-accumulate counts as two operations (section 3.4, kvqjax.methods.roofline).
+            The cost. A multiply-accumulate counts as two operations (section 3.4,
+            kvqjax.methods.roofline).
         """
         products = 4 * width * kv_width  # Xhat [W_k|W_v]
         if self.start:
@@ -168,9 +181,11 @@ class Difference(NamedTuple):
         return Cost(operations=operations, bits=bits * width)
 
 
-def _stored_accumulator(x: Float[Array, "u E"], accumulator: str, group: int) -> Float[Array, "u E"]:
-    """Round Xhat to what the layer above will read: not at all, to bfloat16, or to uniform codes per token. The result
-    is float32."""
+def _stored_accumulator(
+    x: Float[Array, "u E"], accumulator: str, group: int
+) -> Float[Array, "u E"]:
+    """Round Xhat to what the layer above will read: not at all, to bfloat16, or to uniform codes
+    per token. The result is float32."""
     if accumulator == "float32":
         return x
     if accumulator == "bfloat16":
@@ -198,16 +213,23 @@ class CrossLayer:
     scales: str = "bfloat16"
 
     def __post_init__(self):
-        for name, values in (("axis", ("token", "channel")), ("accumulator", ACCUMULATORS), ("space", SPACES)):
+        for name, values in (
+            ("axis", ("token", "channel")),
+            ("accumulator", ACCUMULATORS),
+            ("space", SPACES),
+        ):
             if getattr(self, name) not in values:
                 raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(values)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
-        """Take a layer of keys and values among those of the loop, with their window and unit. The accumulator passes
+        """Take a layer of keys and values among those of the loop, with their window and unit. The
+        accumulator passes
         that layer by: the layer above stores its difference from the layer below."""
         if not isinstance(other, KeysAndValues):
             return other
-        return dataclasses.replace(other, window=self.window, unit=value_or(self.group, UNIT), clocks=())
+        return dataclasses.replace(
+            other, window=self.window, unit=value_or(self.group, UNIT), clocks=()
+        )
 
     def uses_latents(self, config: KVShape) -> bool:
         return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
@@ -216,8 +238,11 @@ class CrossLayer:
         latent = self.uses_latents(config)
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
         if config.window is not None:
-            # A layer that skips what it no longer sees would leave a gap in the accumulator of the layers above.
-            raise UserError(f"xquant_cl needs full attention in every layer; its window is {config.window}")
+            # A layer that skips what it no longer sees would leave a gap in the accumulator of the
+            # layers above.
+            raise UserError(
+                f"xquant_cl needs full attention in every layer; its window is {config.window}"
+            )
         full = input_width(config)
         accumulator_group = value_or(self.group, fitting_group(full))
         if self.accumulator.isdecimal():
@@ -235,9 +260,11 @@ class CrossLayer:
 
 
 def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) -> Wiring:
-    """Wire one layer of the loop, whose difference `codec` stores. The carry "x" is the accumulator.
+    """Wire one layer of the loop, whose difference `codec` stores. The carry "x" is the
+    accumulator.
 
-    With differences of the residual stream, a second source holds 1 / RMS of every token for the norm at reading."""
+    With differences of the residual stream, a second source holds 1 / RMS of every token for the
+    norm at reading."""
     residual, width = difference.space == "residual", input_width(config)
     codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
     sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
@@ -256,9 +283,9 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
         # [B, n, W] -> [B * n / unit, unit, W]: the tiles in which the tokens were encoded
         steps, below = (a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"]))
 
-        # A loop also where there is no matrix product. XLA would compute a plain sum once more inside the users of
-        # Xhat, from the accumulator that it is about to overwrite, and would copy the whole accumulator for that at
-        # every block.
+        # A loop also where there is no matrix product. XLA would compute a plain sum once more
+        # inside the users of Xhat, from the accumulator that it is about to overwrite, and would
+        # copy the whole accumulator for that at every block.
         def tile_by_tile(steps, below):
             return jax.lax.map(lambda tile: difference.add(basis, *tile), (steps, below))
 
@@ -271,7 +298,9 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
                 return carried.astype(jnp.float32), carried
             return kept_apart((x, carried))
 
-        x, carried = jax.lax.platform_dependent(steps, below, cuda=at_once, tpu=at_once, default=tile_by_tile)
+        x, carried = jax.lax.platform_dependent(
+            steps, below, cuda=at_once, tpu=at_once, default=tile_by_tile
+        )
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 
@@ -303,7 +332,8 @@ def _scalar_codec() -> Codec:
     """Build the codec of one number per token in the compute dtype."""
     field = Field(kind="token", width=1, role="scales", dtype="compute")
 
-    # Fields of one row per token have their tokens on the last axis: [.., n, 1] is stored as [.., 1, n].
+    # Fields of one row per token have their tokens on the last axis: [.., n, 1] is stored as [..,
+    # 1, n].
     def encode(_, x):
         return {"x": jnp.swapaxes(x, -1, -2)}
 
@@ -318,11 +348,14 @@ def _normed(weights, sources, config: KVShape, space: str):
     x, dtype = sources["x"], weights["k"].dtype
     if space == "norm":
         return x
-    # The norm divides by the RMS of the exact token. The RMS of Xhat would contain Xhat's stale directions.
+    # The norm divides by the RMS of the exact token. The RMS of Xhat would contain Xhat's stale
+    # directions.
     x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
     gain = weights["attn_norm"][None, None]
     if config.norm_offset:
-        return (x.astype(jnp.float32) * (gain.astype(jnp.float32) + config.norm_offset)).astype(dtype)
+        return (x.astype(jnp.float32) * (gain.astype(jnp.float32) + config.norm_offset)).astype(
+            dtype
+        )
     return x * gain
 
 

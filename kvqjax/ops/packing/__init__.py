@@ -1,4 +1,5 @@
-"""Packings: where the numbers of a field lie in its arrays. Each has a file, and a name in `PACKINGS`."""
+"""Packings: where the numbers of a field lie in its arrays. Each has a file, and a name in
+`PACKINGS`."""
 
 from kvqjax.ops.packing.base import Packing, Rows, Stored, Tokens, convert
 from kvqjax.ops.packing.heads import by_head

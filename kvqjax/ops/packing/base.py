@@ -1,12 +1,15 @@
 """The protocol of packings: how the arrays of a field are laid out, written and read.
 
-A packing is a value. It knows the sizes of a field, and where the number of (layer, row, token, channel) lies. The
-arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. Tokens are written and read as tiles. A tile's shape depends
-on the field's kind (`kvqjax.ops.layout.Field`) and not on the packing, so every packing gives back equal tiles.
+A packing is a value. It knows the sizes of a field, and where the number of (layer, row, token,
+channel) lies. The arrays of a field are `Stored`, a tuple of `[L, B, *axes]`. Tokens are written
+and read as tiles. A tile's shape depends on the field's kind (`kvqjax.ops.layout.Field`) and not on
+the packing, so every packing gives back equal tiles.
 
-What packings and kernels alike know of stored numbers: plane sets, words of codes, the bits of 16-bit floats.
+What packings and kernels alike know of stored numbers: plane sets, words of codes, the bits of
+16-bit floats.
 
-Plain numbers, unpacked: rows of channels, as vectors and groups' scales have them, and rows of tokens.
+Plain numbers, unpacked: rows of channels, as vectors and groups' scales have them, and rows of
+tokens.
 
 16-bit floats are stored as the integers that hold their bits (`kvqjax.ops.packing.base`)."""
 
@@ -49,11 +52,14 @@ def unpack(words: UInt[Array, "*B R W"], bits: int, plane: int = PLANE) -> UInt[
     lead, (rows, width) = words.shape[:-2], words.shape[-2:]
     blocks = words.reshape(*lead, rows // plane, 1, plane, width)
     shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape((1,) * (blocks.ndim - 3) + (-1, 1, 1))
-    return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(*lead, rows * 32 // bits, width)
+    return ((blocks >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(
+        *lead, rows * 32 // bits, width
+    )
 
 
-# 16-bit floats are stored as the integers that hold their bits. XLA's CPU backend has no 16-bit float operations: it
-# would convert a whole array to float32 and back around every slice and every update of it.
+# 16-bit floats are stored as the integers that hold their bits. XLA's CPU backend has no 16-bit
+# float operations: it would convert a whole array to float32 and back around every slice and every
+# update of it.
 
 
 def is_half(dtype) -> bool:
@@ -67,21 +73,24 @@ def to_bits(x: Shaped[Array, "*S"]) -> Shaped[Array, "*S"]:
 
 
 def from_bits(x: Shaped[Array, "*S"], dtype: str) -> Shaped[Array, "*S"]:
-    """Give the numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a copy."""
+    """Give the numbers of `dtype` that `to_bits` stored. For slices: of a whole array it may make a
+    copy."""
     return jax.lax.bitcast_convert_type(x, dtype) if is_half(dtype) else x
 
 
 def slot_rows(count: int, dtype: str) -> int:
-    """Count the rows of 16-bit words that `count` slots take per token, each a number of `dtype` and a channel.
+    """Count the rows of 16-bit words that `count` slots take per token, each a number of `dtype`
+    and a channel.
 
-    One array holds both. XLA for TPUs lays it out anew around a decode loop unless its rows are a multiple of 8;
-    12 slots are 24.
+    One array holds both. XLA for TPUs lays it out anew around a decode loop unless its rows are a
+    multiple of 8; 12 slots are 24.
     """
     return count * (jnp.dtype(dtype).itemsize // 2 + 1)
 
 
 def number_bits(dtype) -> int:
-    """Count the bits of one stored number. XLA packs numbers narrower than a byte; `itemsize` says a byte for each."""
+    """Count the bits of one stored number. XLA packs numbers narrower than a byte; `itemsize` says
+    a byte for each."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
@@ -89,9 +98,11 @@ def number_bits(dtype) -> int:
 
 
 def array_bytes(tree) -> int:
-    """Count the bytes of an array, or of all arrays of a pytree, live or abstract, on all devices together.
+    """Count the bytes of an array, or of all arrays of a pytree, live or abstract, on all devices
+    together.
 
-    Two int4 numbers share a byte, whatever an array's `nbytes` says: this is what the device's memory holds.
+    Two int4 numbers share a byte, whatever an array's `nbytes` says: this is what the device's
+    memory holds.
     """
     return sum(-(-math.prod(x.shape) * number_bits(x.dtype) // 8) for x in jax.tree.leaves(tree))
 
@@ -113,8 +124,8 @@ class Packing(abc.ABC):
         group: tokens that share a number.
         dtype: of plain numbers; "compute" until a cache's compute dtype is known.
         heads: KV heads, where they are stored apart, else 0.
-        axes: what the axes of a stored array behind [L, B] count: TOKENS, CHANNELS, or None for an axis that a mesh
-            never splits.
+        axes: what the axes of a stored array behind [L, B] count: TOKENS, CHANNELS, or None for an
+            axis that a mesh never splits.
         scatters: whether the packing has `scatter`.
     """
 
@@ -130,7 +141,8 @@ class Packing(abc.ABC):
     @property
     @abc.abstractmethod
     def token_bits(self) -> float:
-        """Stored bits per token, without padding; the compute dtype counts as 16 bits until it is known."""
+        """Stored bits per token, without padding; the compute dtype counts as 16 bits until it is
+        known."""
 
     @property
     def block(self) -> int:
@@ -139,12 +151,14 @@ class Packing(abc.ABC):
 
     @property
     def token_axis(self) -> int:
-        """The axis of the stored arrays that counts tokens. All its entries have the same number of slots."""
+        """The axis of the stored arrays that counts tokens. All its entries have the same number of
+        slots."""
         return 2 + self.axes.index(TOKENS)
 
     @property
     def in_bits(self) -> "Packing":
-        """A packing of the same arrays whose tiles are the stored integers: for moving numbers without converting."""
+        """A packing of the same arrays whose tiles are the stored integers: for moving numbers
+        without converting."""
         return self
 
     @abc.abstractmethod
@@ -166,8 +180,8 @@ class Packing(abc.ABC):
             stored: the arrays.
             index: (layer, row).
             token: the slot of the tile's first token.
-            tile: of u tokens, shaped as the field's kind says. For codes u is 1, or u and `token` are multiples of 32;
-                a tile of at most FEW tokens begins at a multiple of u.
+            tile: of u tokens, shaped as the field's kind says. For codes u is 1, or u and `token`
+                are multiples of 32; a tile of at most FEW tokens begins at a multiple of u.
             write_mask: whether to store it; None is always.
 
         Returns:
@@ -175,8 +189,11 @@ class Packing(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, stored: Stored, layer: Number, token: Number, count: int) -> Shaped[Array, "B rows lanes"]:
-        """Read `count` tokens of every row of one layer from slot `token`, both whole blocks, as a tile of each row."""
+    def read(
+        self, stored: Stored, layer: Number, token: Number, count: int
+    ) -> Shaped[Array, "B rows lanes"]:
+        """Read `count` tokens of every row of one layer from slot `token`, both whole blocks, as a
+        tile of each row."""
 
     def scatter(
         self,
@@ -186,19 +203,30 @@ class Packing(abc.ABC):
         tile: Num[Array, "_ _"],
         write_mask: Bool[Array, " B"],
     ) -> Stored:
-        """Store one token of each row that `write_mask` marks, in the slot of `slots`, by one scatter per array. `tile`
-        has a token of each row. The result is the same as that of `write` row by row."""
+        """Store one token of each row that `write_mask` marks, in the slot of `slots`, by one
+        scatter per array. `tile` has a token of each row. The result is the same as that of `write`
+        row by row."""
         raise NotImplementedError(f"{type(self).__name__} has no scatter")
 
     def first_slots(self, stored: Stored, slots: int, count: int) -> Stored:
-        """Take the first `count` of a body's `slots` slots, both static and whole blocks, as they are stored."""
+        """Take the first `count` of a body's `slots` slots, both static and whole blocks, as they
+        are stored."""
         axis = self.token_axis
-        return tuple(jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored)
+        return tuple(
+            jax.lax.slice_in_dim(x, 0, x.shape[axis] * count // slots, axis=axis) for x in stored
+        )
 
     def spans(
-        self, stored: Stored, slots: int, layer: Number, rows: Int[Array, " n"], first: Int[Array, " n"], size: int
+        self,
+        stored: Stored,
+        slots: int,
+        layer: Number,
+        rows: Int[Array, " n"],
+        first: Int[Array, " n"],
+        size: int,
     ) -> Stored:
-        """Cut `size` of a body's `slots` slots out of each of `rows`, from slot `first` on, both whole blocks.
+        """Cut `size` of a body's `slots` slots out of each of `rows`, from slot `first` on, both
+        whole blocks.
 
         Returns:
             Arrays as they are stored, [1, n, ...].
@@ -220,8 +248,8 @@ class Packing(abc.ABC):
         return tuple(map(cut, stored))
 
     def resized(self, stored: Stored, slots: int, new_slots: int) -> Stored:
-        """Change the number of slots from `slots` to `new_slots`. New slots are zero. If nothing changes, the arrays
-        themselves are returned."""
+        """Change the number of slots from `slots` to `new_slots`. New slots are zero. If nothing
+        changes, the arrays themselves are returned."""
         axis = self.token_axis
 
         def resize(x):
@@ -243,8 +271,8 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: i
         new: the packing of the result; its tiles have the same shape.
         stored: arrays [1, B, ...].
         slots: of `stored`.
-        new_slots: of the result. The two differ where the packings have blocks of different sizes; slots that only one
-            of them has hold no token.
+        new_slots: of the result. The two differ where the packings have blocks of different sizes;
+            slots that only one of them has hold no token.
 
     Returns:
         Arrays [1, B, ...] of the new packing.
@@ -261,8 +289,10 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordPacking(Packing):
-    """Codes in uint32 words. A number of bits that is no power of two is stored as several plane sets, each in an array
-    of its own: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane set lie."""
+    """Codes in uint32 words. A number of bits that is no power of two is stored as several plane
+    sets, each in an array
+    of its own: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane
+    set lie."""
 
     @property
     def token_bits(self) -> float:
@@ -273,8 +303,8 @@ class WordPacking(Packing):
         return math.lcm(BLOCK, *(self.plane(bits) * 32 // bits for bits in split_bits(self.bits)))
 
     def plane(self, bits: int) -> int:
-        """Count the tokens of a plane: the tokens of a block whose codes of `bits` bits are in the same bits of
-        neighbouring words."""
+        """Count the tokens of a plane: the tokens of a block whose codes of `bits` bits are in the
+        same bits of neighbouring words."""
         return PLANE
 
     @abc.abstractmethod
@@ -282,7 +312,9 @@ class WordPacking(Packing):
         """Give the shape of one row's words of a plane set."""
 
     @abc.abstractmethod
-    def write_set(self, words, codes: UInt[Array, "u W"], bits: int, index, token, write_mask) -> UInt[Array, "..."]:
+    def write_set(
+        self, words, codes: UInt[Array, "u W"], bits: int, index, token, write_mask
+    ) -> UInt[Array, "..."]:
         """Put codes of `bits` bits into the words of their plane set; the rest is as in `write`."""
 
     @abc.abstractmethod
@@ -290,9 +322,14 @@ class WordPacking(Packing):
         """Read codes of `bits` bits from the words of their plane set; the rest is as in `read`."""
 
     def allocate(self, lead, slots):
-        return tuple(jnp.zeros((*lead, *self.words_shape(slots, bits)), jnp.uint32) for bits in split_bits(self.bits))
+        return tuple(
+            jnp.zeros((*lead, *self.words_shape(slots, bits)), jnp.uint32)
+            for bits in split_bits(self.bits)
+        )
 
-    def by_set(self, stored: Stored, codes: UInt[Array, "u W"]) -> Iterator[tuple[Array, Array, int]]:
+    def by_set(
+        self, stored: Stored, codes: UInt[Array, "u W"]
+    ) -> Iterator[tuple[Array, Array, int]]:
         """Yield each plane set's words, its part of the codes and the bits of that part."""
         shift = 0
         for words, bits in zip(stored, split_bits(self.bits), strict=True):
@@ -301,7 +338,10 @@ class WordPacking(Packing):
 
     def write(self, stored, index, token, tile, write_mask=None):
         parts = self.by_set(stored, tile.astype(jnp.uint32))
-        return tuple(self.write_set(words, part, bits, index, token, write_mask) for words, part, bits in parts)
+        return tuple(
+            self.write_set(words, part, bits, index, token, write_mask)
+            for words, part, bits in parts
+        )
 
     def read(self, stored, layer, token, count):
         codes, shift = jnp.uint32(0), 0
@@ -319,7 +359,9 @@ def chosen(write_mask: Bool[Array, ""] | None, new: Array, old: Array) -> Array:
     return new if write_mask is None else jnp.where(write_mask, new, old)
 
 
-def cut_tokens(array: Shaped[Array, "L B ..."], layer: Number, start: Number, count: int, axis: int) -> Array:
+def cut_tokens(
+    array: Shaped[Array, "L B ..."], layer: Number, start: Number, count: int, axis: int
+) -> Array:
     """Cut `count` entries from `start` on along `axis` out of one layer, all batch rows."""
     starts = [layer, *[0] * (array.ndim - 1)]
     sizes = [1, *array.shape[1:]]
@@ -341,8 +383,11 @@ def pieces(tokens: int, piece: int, step: int) -> int:
     return -(-(tokens + piece - step) // piece)
 
 
-def placed(codes: Num[Array, "u W"], offset: Number, count: int) -> tuple[Num[Array, "n W"], Bool[Array, " n"]]:
-    """Put the codes of u tokens from place `offset` on among `count` tokens of code 0. Also mark these u places."""
+def placed(
+    codes: Num[Array, "u W"], offset: Number, count: int
+) -> tuple[Num[Array, "n W"], Bool[Array, " n"]]:
+    """Put the codes of u tokens from place `offset` on among `count` tokens of code 0. Also mark
+    these u places."""
     place = jnp.arange(count)
     blank = jnp.zeros((count, codes.shape[1]), codes.dtype)
     return put_at(blank, codes, (offset, 0)), (place >= offset) & (place < offset + len(codes))
@@ -351,8 +396,9 @@ def placed(codes: Num[Array, "u W"], offset: Number, count: int) -> tuple[Num[Ar
 def entry_index(array: Array, layer: Number, place: Int[Array, " B"], lanes: bool) -> tuple:
     """Make the index of one entry of every row, [B, W].
 
-    With `lanes` entries are on the last axis. Then every single number is indexed: XLA would transpose an array of
-    which whole entries are scattered along an axis that is not among the first."""
+    With `lanes` entries are on the last axis. Then every single number is indexed: XLA would
+    transpose an array of which whole entries are scattered along an axis that is not among the
+    first."""
     rows = jnp.arange(array.shape[1])
     if not lanes:
         return layer, rows, place
@@ -396,7 +442,9 @@ class Rows(Packing):
         return floor_divide(token, self.group), 0
 
     def allocate(self, lead, slots):
-        return (jnp.zeros((*lead, *self.shape(slots)), "uint16" if is_half(self.dtype) else self.dtype),)
+        return (
+            jnp.zeros((*lead, *self.shape(slots)), "uint16" if is_half(self.dtype) else self.dtype),
+        )
 
     def write(self, stored, index, token, tile, write_mask=None):
         start = (*index, *self.start(token))
@@ -407,12 +455,15 @@ class Rows(Packing):
 
     def read(self, stored, layer, token, count):
         start = floor_divide(token, self.group)
-        return from_bits(cut_tokens(stored[0], layer, start, count // self.group, self.token_axis), self.dtype)
+        return from_bits(
+            cut_tokens(stored[0], layer, start, count // self.group, self.token_axis), self.dtype
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens(Rows):
-    """W numbers of each token, tokens on the lanes, `[L, B, W, S]`: a last axis of 1 would be padded to 128."""
+    """W numbers of each token, tokens on the lanes, `[L, B, W, S]`: a last axis of 1 would be
+    padded to 128."""
 
     axes = (CHANNELS, TOKENS)
     scatters = True

@@ -1,12 +1,15 @@
-"""Fields stored head by head, `[L, B, K, rows, D]`: the form that XLA reads best on GPUs, straight into its products.
+"""Fields stored head by head, `[L, B, K, rows, D]`: the form that XLA reads best on GPUs, straight
+into its products.
 
-Codes c are stored as signed integers n. XLA for GPUs fuses the conversion of signed integers into a product, but hardly
-any other unpacking:
+Codes c are stored as signed integers n. XLA for GPUs fuses the conversion of signed integers into a
+product, but hardly any other unpacking:
 
-- 3 or 4 bits: int4, n = c - 8. 3 bits take the room of 4: packed by itself, the third bit would be read twice.
-- 1 or 2 bits: int4 with the codes c0 and c1 of two tokens, n = 4 c1 - 8 + (c0, or 3 - c0 where c1 is even). So
-  c1 - 2 = floor(n / 4), and c0 + 0.5 = ||n + 0.5| - 4|. Each code is read by a single chain of operations, which XLA
-  fuses, too. Of 256 consecutive tokens the first 128 are the c0 of 128 rows, the others the c1 of the same rows.
+- 3 or 4 bits: int4, n = c - 8. 3 bits take the room of 4: packed by itself, the third bit would be
+  read twice.
+- 1 or 2 bits: int4 with the codes c0 and c1 of two tokens, n = 4 c1 - 8 + (c0, or 3 - c0 where c1
+  is even). So c1 - 2 = floor(n / 4), and c0 + 0.5 = ||n + 0.5| - 4|. Each code is read by a single
+  chain of operations, which XLA fuses, too. Of 256 consecutive tokens the first 128 are the c0 of
+  128 rows, the others the c1 of the same rows.
 - 5 to 8 bits: int8, n = c - 128.
 
 Floats are stored as they are.
@@ -19,10 +22,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num, Shaped
 
 from kvqjax.ops.finite import saturated
-from kvqjax.ops.packing.base import BLOCK, CHANNELS, PLANE, TOKENS, Packing, chosen, pieces, placed, split_bits
+from kvqjax.ops.packing.base import (
+    BLOCK,
+    CHANNELS,
+    PLANE,
+    TOKENS,
+    Packing,
+    chosen,
+    pieces,
+    placed,
+    split_bits,
+)
 from kvqjax.ops.xla_workarounds import cut_at, floor_divide, modulo, put_at, row_major
-
-__all__ = ["HALF", "Heads", "IntegersByHead", "NibblesByHead", "by_head", "offset", "tokens_per_row"]
 
 HALF = 128  # consecutive tokens of one plane (c0 or c1); groups have 32, 64 or 128 tokens, so these are whole groups
 
@@ -33,12 +44,14 @@ def tokens_per_row(bits: int) -> int:
 
 
 def offset(bits: int) -> int:
-    """Give the number that is subtracted from a code to make it signed, where no two codes share a stored number."""
+    """Give the number that is subtracted from a code to make it signed, where no two codes share a
+    stored number."""
     return 128 if bits > 4 else 8
 
 
 def by_head(**sizes) -> "Heads":
-    """Make the packing of codes or vectors that are stored head by head; `sizes` are the fields of `Packing`."""
+    """Make the packing of codes or vectors that are stored head by head; `sizes` are the fields of
+    `Packing`."""
     bits = sizes.get("bits", 0)
     if not bits:
         return Heads(**sizes)
@@ -83,7 +96,9 @@ class Heads(Packing):
         return numbers
 
     def allocate(self, lead, slots):
-        return (jnp.zeros((*lead, self.heads, self.rows(slots), self.width // self.heads), self.number),)
+        return (
+            jnp.zeros((*lead, self.heads, self.rows(slots), self.width // self.heads), self.number),
+        )
 
     def write(self, stored, index, token, tile, write_mask=None):
         tile, (array,) = _split(tile, self.heads), stored
@@ -157,7 +172,9 @@ class NibblesByHead(IntegersByHead):
         if tile.shape[1] > 2 * HALF:
             return (self._write_blocks(array, index, token, tile, write_mask),)
         for first in range(0, tile.shape[1], HALF):
-            array = self._write_half(array, index, token + first, tile[:, first : first + HALF], write_mask)
+            array = self._write_half(
+                array, index, token + first, tile[:, first : first + HALF], write_mask
+            )
         return (array,)
 
     def _write_half(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
@@ -168,19 +185,22 @@ class NibblesByHead(IntegersByHead):
         old = cut_at(array, start, shape)
         codes = tile.astype(jnp.int32).reshape(shape)
         lower, upper = _split_pair(old.astype(jnp.int32))
-        new = _as_pair(jnp.where(is_lower, codes, lower), jnp.where(is_lower, upper, codes)).astype(array.dtype)
+        new = _as_pair(jnp.where(is_lower, codes, lower), jnp.where(is_lower, upper, codes)).astype(
+            array.dtype
+        )
         return put_at(array, row_major(chosen(write_mask, new, old)), start)
 
     def _write_blocks(self, array, index, token, tile: Num[Array, "K u D"], write_mask):
-        """Put many tokens into the array. All blocks of 2 * HALF tokens that hold some of them are read, changed and
-        written as one piece."""
+        """Put many tokens into the array. All blocks of 2 * HALF tokens that hold some of them are
+        read, changed and written as one piece."""
         heads, tokens, dim = tile.shape
         block, blocks = 2 * HALF, array.shape[-2] // HALF
         count = min(pieces(tokens, block, PLANE), blocks)  # blocks of the piece
         first = jnp.minimum(floor_divide(token, block), blocks - count)
         flat = jnp.swapaxes(tile, 0, 1).reshape(tokens, heads * dim).astype(jnp.int32)
         codes, token_mask = placed(flat, token - first * block, count * block)
-        # By plane: new codes [2, K, count, HALF, D], and the mask of the tokens that get them, [2, 1, count, HALF, 1].
+        # By plane: new codes [2, K, count, HALF, D], and the mask of the tokens that get them, [2,
+        # 1, count, HALF, 1].
         codes = jnp.moveaxis(codes.reshape(count, 2, HALF, heads, dim), (1, 3), (0, 1))
         token_mask = jnp.moveaxis(token_mask.reshape(count, 2, HALF), 1, 0)[:, None, ..., None]
         start = (*index, 0, first * HALF, 0)

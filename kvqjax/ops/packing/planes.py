@@ -1,19 +1,22 @@
-"""Codes in planes of words, as TPU kernels read them and CPUs decode them; and the same words on the lanes.
+"""Codes in planes of words, as TPU kernels read them and CPUs decode them; and the same words on
+the lanes.
 
-A block is 1024/b tokens with codes of b bits, in 32 rows of words. Row t % 32 has the code of the block's token t, in
-the b bits from bit b*(t//32) on. So one shift and one mask turn 32 rows into 32 consecutive tokens, and no data moves.
+A block is 1024/b tokens with codes of b bits, in 32 rows of words. Row t % 32 has the code of the
+block's token t, in the b bits from bit b*(t//32) on. So one shift and one mask turn 32 rows into 32
+consecutive tokens, and no data moves.
 
 Codes in lines of words: the order in which a CPU's vector unit multiplies keys by queries.
 
-A word has the b-bit codes of 32/b neighbouring channels of one token, the first channel in its lowest bits. A stretch
-is 32 tokens, whose words of the same channels lie side by side. So a head's words are consecutive in memory, a vector
-instruction multiplies a query's channel by that channel of 32 tokens, and no word is shared by two tokens.
+A word has the b-bit codes of 32/b neighbouring channels of one token, the first channel in its
+lowest bits. A stretch is 32 tokens, whose words of the same channels lie side by side. So a head's
+words are consecutive in memory, a vector instruction multiplies a query's channel by that channel
+of 32 tokens, and no word is shared by two tokens.
 
 Codes in stripes of words: the order in which a CPU's vector unit sums values over tokens.
 
-A block is 1024 tokens, whose codes of b bits are 32*b words for each channel. The words of a channel lie side by side.
-Word t % (32*b) has the code of the block's token t, in the b bits from bit b*(t // (32*b)) on. This is a block of
-`Planes` with planes of 32*b tokens, transposed."""
+A block is 1024 tokens, whose codes of b bits are 32*b words for each channel. The words of a
+channel lie side by side. Word t % (32*b) has the code of the block's token t, in the b bits from
+bit b*(t // (32*b)) on. This is a block of `Planes` with planes of 32*b tokens, transposed."""
 
 import dataclasses
 import math
@@ -49,15 +52,18 @@ class Planes(WordPacking):
         return slots * bits // 32, self.width
 
     def start(self, block, token, plane: int) -> tuple:
-        """Give the place, in a row's words, of the word of `token` in a block; `plane` is a plane's tokens."""
+        """Give the place, in a row's words, of the word of `token` in a block; `plane` is a plane's
+        tokens."""
         return block * plane + modulo(token, plane), 0
 
     def entries(self, bits: int) -> tuple[int, int]:
-        """Give a number of tokens, and the number of entries that they take along the axis of tokens."""
+        """Give a number of tokens, and the number of entries that they take along the axis of
+        tokens."""
         return 32, bits
 
     def turned(self, words: UInt[Array, "R W"], plane: int) -> Array:
-        """Bring rows of words into the stored order of axes. They are a part of one block, or whole blocks."""
+        """Bring rows of words into the stored order of axes. They are a part of one block, or whole
+        blocks."""
         return words
 
     def upright(self, words: Array) -> UInt[Array, "B R W"]:
@@ -69,12 +75,14 @@ class Planes(WordPacking):
             return self._write_blocks(words, codes, bits, index, token, write_mask)
         size = math.gcd(len(codes), self.plane(bits) * 32 // bits)
         for first in range(0, len(codes), size):
-            words = self._write_planes(words, codes[first : first + size], bits, index, token + first, write_mask)
+            words = self._write_planes(
+                words, codes[first : first + size], bits, index, token + first, write_mask
+            )
         return words
 
     def _write_planes(self, words, codes, bits, index, token, write_mask):
-        """Put the codes of u tokens into their words. The first token is a multiple of u. The tokens are whole planes
-        of one block, or a part of one plane."""
+        """Put the codes of u tokens into their words. The first token is a multiple of u. The
+        tokens are whole planes of one block, or a part of one plane."""
         plane = self.plane(bits)
         block_tokens = plane * 32 // bits
         count = max(1, len(codes) // plane)  # planes
@@ -83,7 +91,9 @@ class Planes(WordPacking):
         shift = jnp.asarray(floor_divide(modulo(token, block_tokens), plane) * bits, jnp.uint32)
         shifts = np.arange(0, count * bits, bits, dtype=np.uint32).reshape(-1, 1, 1)
         # Planes have no bits in common, so that their sum has the bits of all.
-        codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(0, dtype=jnp.uint32) << shift
+        codes = (codes.reshape(count, -1, codes.shape[-1]) << shifts).sum(
+            0, dtype=jnp.uint32
+        ) << shift
         codes = self.turned(codes, plane)
         old = cut_at(words, start, (1,) * len(index) + codes.shape)
         # Old bits are cleared first, so that a slot can be written again (docs/design.md, idea 8).
@@ -92,8 +102,8 @@ class Planes(WordPacking):
         return put_at(words, row_major(new), start)
 
     def _write_blocks(self, words, codes, bits, index, token, write_mask):
-        """Put the codes of many tokens into their words. All blocks that hold the tokens are read, changed and written
-        as one piece."""
+        """Put the codes of many tokens into their words. All blocks that hold the tokens are read,
+        changed and written as one piece."""
         plane = self.plane(bits)
         block_tokens = plane * 32 // bits
         blocks = math.prod(words.shape[len(index) :]) // (self.width * plane)  # of a row
@@ -129,9 +139,11 @@ class Planes(WordPacking):
         for words, part, bits in self.by_set(stored, tile.astype(jnp.uint32)):
             block_tokens = PLANE * 32 // bits
             place = jnp.asarray(floor_divide(slots, block_tokens) * PLANE + modulo(slots, PLANE))
-            shift = jnp.asarray(floor_divide(modulo(slots, block_tokens), PLANE) * bits, jnp.uint32)[:, None]
-            # The old words are read by a kernel of their own: a kernel that also wrote the array in place would need a
-            # copy of it.
+            shift = jnp.asarray(
+                floor_divide(modulo(slots, block_tokens), PLANE) * bits, jnp.uint32
+            )[:, None]
+            # The old words are read by a kernel of their own: a kernel that also wrote the array in
+            # place would need a copy of it.
             old = kept_apart(words[entry_index(words, layer, place, lanes)])
             new = (old & ~(jnp.uint32((1 << bits) - 1) << shift)) | part << shift
             arrays.append(with_entries(words, layer, place, new, write_mask, lanes))
@@ -140,9 +152,10 @@ class Planes(WordPacking):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns(Planes):
-    """The same words transposed, `[L, B, W, S*b/32]`, with tokens on a TPU's lanes: for a width that is no multiple of
-    128. XLA for TPUs stores arrays of such widths in this order anyway. Declared as `Planes`, they would be transposed
-    before and after every decode loop."""
+    """The same words transposed, `[L, B, W, S*b/32]`, with tokens on a TPU's lanes: for a width
+    that is no multiple of
+    128. XLA for TPUs stores arrays of such widths in this order anyway. Declared as `Planes`, they
+    would be transposed before and after every decode loop."""
 
     axes = (CHANNELS, TOKENS)
 
@@ -163,7 +176,8 @@ STRETCH = 32  # tokens side by side
 
 
 def words_shape(heads: int, dim: int, bits: int, slots: int) -> tuple[int, ...]:
-    """Give the shape of one row's words for `slots` tokens; a word's codes must divide a head's `dim` channels."""
+    """Give the shape of one row's words for `slots` tokens; a word's codes must divide a head's
+    `dim` channels."""
     return heads, slots // STRETCH, dim * bits // 32, STRETCH
 
 
@@ -174,7 +188,9 @@ def _places(bits: int, ndim: int) -> UInt[np.ndarray, "*_ P"]:
 
 def unpack_lines(words: UInt[Array, "*B n R 32"], bits: int) -> UInt[Array, "*B n*32 D"]:
     """Unpack whole stretches to the codes of their tokens."""
-    turned = jnp.swapaxes(words, -1, -2)[..., None]  # words are transposed, not codes, which are more
+    turned = jnp.swapaxes(words, -1, -2)[
+        ..., None
+    ]  # words are transposed, not codes, which are more
     codes = (turned >> _places(bits, turned.ndim)) & jnp.uint32((1 << bits) - 1)
     return codes.reshape(*words.shape[:-3], words.shape[-3] * STRETCH, -1)
 
@@ -192,7 +208,9 @@ class Lines(WordPacking):
         heads, _, rows, _ = words.shape[-4:]
         # [stretches, tokens, K, words, codes of a word] -> [K, stretches, words, tokens]
         by_word = codes.reshape(-1, min(len(codes), STRETCH), heads, rows, 32 // bits)
-        new = (by_word << _places(bits, by_word.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
+        new = (
+            (by_word << _places(bits, by_word.ndim)).sum(-1, dtype=jnp.uint32).transpose(2, 0, 3, 1)
+        )
         new = new.reshape((1,) * len(index) + new.shape)
         start = (*index, 0, floor_divide(token, STRETCH), 0, modulo(token, STRETCH))
         if write_mask is not None:
