@@ -2,6 +2,5 @@
 imported before it is used.
 
     kvqjax.adapters.tunix        the cache that tunix's `Sampler` carries, with beams
-    kvqjax.adapters.jetstream    an engine of JetStream's interface: prefill, insert, generate
     kvqjax.adapters.tpu_inference    the paged attention of vLLM's TPU engine: flat tokens and block tables
 """

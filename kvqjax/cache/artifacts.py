@@ -190,10 +190,9 @@ def _require_files(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError unless every file of the arrays is as the folder's description says.
 
     Orbax does not notice changed numbers. At a missing file it raises while its other readers still
-    run, whose tracebacks would follow our one line. Folders that an earlier version wrote have no
-    checksums. They are read unchecked.
+    run, whose tracebacks would follow our one line.
     """
-    written = description.get("files", {})
+    written = description.get("files")
     if not isinstance(written, dict):
         raise UserError(f"{path}: description.json has no usable 'files'")
     try:

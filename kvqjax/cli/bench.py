@@ -38,7 +38,7 @@ from kvqjax.methods import Method, exact
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import commit, forward
 from kvqjax.step.new_cache import init_cache, planned_layout
-from kvqjax.step.prompt import prefill
+from kvqjax.step.prompt import prefill_donated
 
 CHUNK = 512
 
@@ -59,9 +59,6 @@ def _fill(model: Model, cache: Cache, key) -> Cache:
             sources[name] = x.astype(cache.layout.dtype)
         pending.append(sources)
     return commit(model, cache, tuple(pending), jnp.full((cache.batch,), CHUNK, jnp.int32))
-
-
-_prefill = jax.jit(prefill, donate_argnames="cache")
 
 
 @functools.partial(jax.jit, static_argnames="steps", donate_argnames="cache")
@@ -135,7 +132,7 @@ def first_token_milliseconds(
     )
 
     def run():
-        return _prefill(
+        return prefill_donated(
             model, prompt, counts, init_cache(model, method, batch, tokens, kernels=kernels)
         )
 

@@ -171,7 +171,6 @@ def generate(
             "--prompts", help="a file with a prompt a line; .jsonl: strings, prompt or messages"
         ),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", hidden=True)] = None,
     model: ModelName = "demo",
     cache: OneCache = "exact",
     artifact: Artifacts = [],  # noqa: B006
@@ -214,11 +213,6 @@ def generate(
     """Continue one or more prompts through a compressed cache, on one device or on a mesh of
     them."""
     method = methods_of([cache])[0]
-    if prompt_file is not None:
-        announce(
-            "warning: --prompt-file is now --prompts (a prompt a line); -f reads a file as one prompt"
-        )
-        prompts_file = prompts_file or prompt_file
     prompts, chat = read_prompts(words or [], prompt, file, prompts_file, chat)
     asked = read_generate_options(options)
     if in_chunks and chunk is not None:

@@ -31,7 +31,7 @@ from kvqjax.methods import MethodLike
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prompt import prefill
+from kvqjax.step.prompt import prefill_donated
 
 # Score of a hypothesis that does not exist; finite, so that `jax_debug_infs` finds nothing in what
 # a program returns.
@@ -156,9 +156,6 @@ def _begin(cache: Cache, logits, eos, penalty, *, beams: int, new: int) -> _Stat
     return _extend(state, log_probs, eos, penalty)[0]
 
 
-_prefill = jax.jit(prefill, donate_argnames="cache")
-
-
 @functools.partial(named_options, elsewhere=GENERATE)
 def beam_search(
     model: Model,
@@ -191,7 +188,7 @@ def beam_search(
     tokens = padded(ids, bucket(int(counts.max())))
     capacity = capacity_for(model, ids, max_new_tokens, None)
     cache = init_cache(model, method, len(ids), capacity, kernels=kernels)
-    logits, cache = _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
+    logits, cache = prefill_donated(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
     penalty = jnp.float32(length_penalty)
     state = _begin(cache, logits, eos, penalty, beams=beams, new=bucket(max_new_tokens))
     state = _search(model, state, eos, penalty, jnp.int32(max_new_tokens))

@@ -20,7 +20,7 @@ from kvqjax.generation.prompt_ids import bucket, padded
 from kvqjax.generation.sampling import History, RowSampling, Sampling, history_of, sample, split_key
 from kvqjax.model.loading import Model
 from kvqjax.step.forward import forward
-from kvqjax.step.prompt import prefill
+from kvqjax.step.prompt import prefill_donated
 
 Progress = Callable[[float], None]
 STRIDE = 16  # tokens between looks at the text: stop strings and streaming
@@ -53,7 +53,6 @@ class Scores(struct.PyTreeNode):
     likeliest: Leaf  # Float[B, S, N]
 
 
-_prefill = jax.jit(prefill, donate_argnames="cache")
 feed = jax.jit(forward, static_argnames=("last",), donate_argnames="cache")
 
 
@@ -247,7 +246,7 @@ def start(
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = padded(prompts, bucket(int(counts.max())))
     if chunk is None and held is None:
-        logits, cache = _prefill(model, *shared(model, (tokens, counts)), cache)
+        logits, cache = prefill_donated(model, *shared(model, (tokens, counts)), cache)
     else:
         if not isinstance(chunk, int):  # "auto"
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())

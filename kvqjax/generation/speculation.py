@@ -38,7 +38,7 @@ from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_model
 from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prompt import prefill
+from kvqjax.step.prompt import prefill_donated
 
 MOST_NGRAM = 64  # tokens that are looked up; every number adds to the program
 
@@ -173,12 +173,9 @@ def _rounds(
     return jax.lax.while_loop(lambda state: ~state.done.all(), step, state)
 
 
-_prefill = jax.jit(prefill, donate_argnames="cache")
-
-
 def _begin(model: Model, method: MethodLike, tokens, counts, capacity: int, kernels: str):
     cache = init_cache(model, method, len(counts), capacity, kernels=kernels)
-    return _prefill(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
+    return prefill_donated(model, jnp.asarray(tokens), jnp.asarray(counts), cache)
 
 
 @functools.partial(named_options, elsewhere=GENERATE)

@@ -32,7 +32,7 @@ from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
 from kvqjax.step.forward import forward
-from kvqjax.step.prompt import prefill
+from kvqjax.step.prompt import prefill_donated
 
 
 class Compiled(NamedTuple):
@@ -146,7 +146,7 @@ def lower_prompt(
     the cache donated."""
     rules = rules_for(config, method, ALONE, chip_devices(chip))
     arguments = prompt_arguments(config, method, context, context, batch, rules, chip)
-    return jax.jit(prefill, donate_argnames="cache").lower(*arguments)
+    return prefill_donated.lower(*arguments)
 
 
 def lower_chunk(

@@ -47,35 +47,10 @@ from kvqjax.step.checks import (
 )
 from kvqjax.step.new_cache import ITS_OWN_PLACE
 
-# Fields that are younger than the format, with the value that they have in older files.
-_LATER = {
-    "chunked": False,
-    "norm_offset": 0.0,
-    "recurrent": None,
-    "fraction": 1.0,
-    "pairs": "halves",
-    "latent": None,
-}
-
-
-def _without_later(value):
-    """Leave out the fields of a shape, of its ropes and of its recurrent layers that are younger
-    than the format and have the value which older files imply. The digest of an old file then still
-    fits."""
-    if isinstance(value, tuple):
-        return tuple(map(_without_later, value))
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: _without_later(x)
-        for name, x in value.items()
-        if name not in _LATER or x != _LATER[name]
-    }
-
 
 def _digest(shape: KVShape) -> str:
     """Digest what a cache must know of a model."""
-    fields = _without_later(dataclasses.asdict(shape))
+    fields = dataclasses.asdict(shape)
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 

@@ -509,6 +509,10 @@ def prefill(
     return run_step(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
 
+# For loops that made the cache themselves: one program for all of them.
+prefill_donated = jax.jit(prefill, donate_argnames="cache")
+
+
 def _prefill(model: Model, cache: Cache, tokens, counts):
     """Do `prefill` after its checks, on one device's part."""
     layout, runs = cache.layout, runs_of(cache.layout)

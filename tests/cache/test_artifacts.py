@@ -107,18 +107,6 @@ def test_every_damaged_file_is_named(saved):
     assert kvq.load_artifact(folder).fingerprint == "config=1,headers=2"
 
 
-def test_a_folder_without_checksums_is_read(saved):
-    """As versions before this one wrote it."""
-    artifact, folder = saved
-    text = json.loads((folder / "description.json").read_text())
-    assert all("crc32" in mark for mark in text.pop("files").values())
-    (folder / "description.json").write_text(json.dumps(text))
-    assert kvq.load_artifact(folder).fingerprint == artifact.fingerprint
-    (folder / "description.json").write_text(json.dumps(text | {"files": 1}))
-    with pytest.raises(kvq.UserError, match="no usable 'files'"):
-        kvq.load_artifact(folder)
-
-
 def test_a_method_without_its_constants_is_refused():
     with pytest.raises(kvq.UserError, match="calibrated constant"):
         kvq.generate(tiny(), [[1, 2, 3]], kvq.parse("kvquant:bits=3"), max_new_tokens=2)

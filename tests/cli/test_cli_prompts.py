@@ -88,15 +88,6 @@ def test_a_file_of_prompts_is_a_batch(call, tmp_path, name, text):
     assert [row["prompt"] for row in json.loads(out)] == ["ab12,cd34,?cd", "ef56,gh78,?ef"]
 
 
-def test_the_old_name_of_a_batch_says_the_new_one(call, tmp_path):
-    (tmp_path / "p.txt").write_text("ab12,cd34,?cd\nef56,gh78,?ef\n")
-    code, out, err = call(
-        "generate", "-m", "recall", "-n", "2", "--prompt-file", str(tmp_path / "p.txt")
-    )
-    assert (code, out.count("\n")) == (0, 2)
-    assert err.count("--prompt-file is now --prompts") == 1
-
-
 def test_a_word_is_a_prompt(call):
     code, out, err = call("generate", "ab12,cd34,?cd", "-m", "recall", "-n", "2")
     assert code == 0, err

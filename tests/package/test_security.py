@@ -48,9 +48,9 @@ def offences(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(file.parts[-2:]))
-def test_no_pickle_no_eval_no_remote_code(file):
-    assert offences(file.read_text(encoding="utf-8")) == []
+def test_no_pickle_no_eval_no_remote_code():
+    by_file = {file: offences(file.read_text(encoding="utf-8")) for file in FILES}
+    assert {file: lines for file, lines in by_file.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
