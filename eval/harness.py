@@ -114,7 +114,8 @@ class CacheLM(TemplateLM):
         return chat_text(self.model, chat_history, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once."""
+        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once.
+        `loglikelihood_rolling` puts the begin token before these ids."""
         if add_special_tokens is None:
             add_special_tokens = not (self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token))
         return self.model.encode(string, add_special_tokens)
@@ -154,7 +155,8 @@ class CacheLM(TemplateLM):
         return [scores[number] for number in range(len(rows))]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in disjoint windows of `max_length` tokens."""
+        """Log-probability of each whole text, in disjoint windows of `max_length` tokens. As in the harness's own
+        models, a text is scored behind the begin token. Where the tokenizer writes one itself, it is scored too."""
         options = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
         totals = []
         for (text,) in (request.args for request in requests):
