@@ -1,9 +1,10 @@
 """Tasks of lm-evaluation-harness through a compressed cache, in one process.
 
-`CacheLM` shows a model and a cache to the harness as one of its models: every scored token has passed through the
-cache. The harness's own models score a whole text in one forward pass, which no cache takes part in; here the text
-enters the cache a chunk at a time, and later chunks see earlier ones compressed. Answers are generated through the
-cache, behind a prompt that enters it in chunks too or, as KIVI's authors evaluate, is prefilled exactly.
+`CacheLM` shows a model and a cache to the harness as one of its models: every scored token has
+passed through the cache. The harness's own models score a whole text in one forward pass, which no
+cache takes part in; here the text enters the cache a chunk at a time, and later chunks see earlier
+ones compressed. Answers are generated through the cache, behind a prompt that enters it in chunks
+too or, as KIVI's authors evaluate, is prefilled exactly.
 """
 
 import functools
@@ -45,10 +46,15 @@ EXAMPLE = '{"gsm8k": [0, 1, 2]}'
 
 @functools.partial(jax.jit, static_argnames=("layout", "chunk"))
 def score_rows(
-    model: Model, tokens: Int[Array, "B T"], counts: Int[Array, " B"], layout: CacheLayout, chunk: int
+    model: Model,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+    layout: CacheLayout,
+    chunk: int,
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
-    """Log-probability (nats) of the token after each position of each row, and whether it is the likeliest. N is T
-    rounded up to whole chunks; entries from position `counts[b] - 1` on mean nothing."""
+    """Log-probability (nats) of the token after each position of each row, and whether it is the
+    likeliest. N is T rounded up to whole chunks; entries from position `counts[b] - 1` on mean
+    nothing."""
 
     def score(logits, targets, valid):
         return -negative_log_likelihood(logits[0], targets), logits[0].argmax(-1) == targets
@@ -62,10 +68,11 @@ def score_rows(
 class CacheLM(TemplateLM):
     """Show a model and a cache to the harness as one of its models.
 
-    chunk: tokens that enter the cache at a time; None: prompts of answers are prefilled exactly, and scored texts,
-    which no other way would pass through the cache, enter SCORED_CHUNK at a time. batch: rows at a time. max_length:
-    longest text in tokens, answer included (default: the model's positions). cut: what a longer one loses, its
-    beginning ("left", what the harness's own models do) or its "middle" (LongBench); `cut_texts` of `texts` were cut.
+    chunk: tokens that enter the cache at a time; None: prompts of answers are prefilled exactly,
+    and scored texts, which no other way would pass through the cache, enter SCORED_CHUNK at a time.
+    batch: rows at a time. max_length: longest text in tokens, answer included (default: the model's
+    positions). cut: what a longer one loses, its beginning ("left", what the harness's own models
+    do) or its "middle" (LongBench); `cut_texts` of `texts` were cut.
     kernels: as in `init_cache`."""
 
     def __init__(
@@ -90,7 +97,8 @@ class CacheLM(TemplateLM):
         self.tokenizer = model.tokenizer
 
     def mode(self, output_type: str) -> str:
-        """Name how the tokens of tasks of one of the harness's output types pass through the cache."""
+        """Name how the tokens of tasks of one of the harness's output types pass through the
+        cache."""
         exact = self.chunk is None and output_type == "generate_until"
         return "prefill-exact" if exact else f"in-the-loop-chunk{self.chunk or SCORED_CHUNK}"
 
@@ -109,15 +117,21 @@ class CacheLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.model.folder.replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict], add_generation_prompt: bool = True
+    ) -> str:
         """Put a conversation through the tokenizer's chat template."""
         return chat_text(self.model, chat_history, add_generation_prompt)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does, once.
-        `loglikelihood_rolling` puts the begin token before these ids."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does,
+        once. `loglikelihood_rolling` puts the begin token before these ids."""
         if add_special_tokens is None:
-            add_special_tokens = not (self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token))
+            add_special_tokens = not (
+                self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token)
+            )
         return self.model.encode(string, add_special_tokens)
 
     def _fitted(self, ids: list[int], room: int) -> list[int]:
@@ -128,9 +142,12 @@ class CacheLM(TemplateLM):
         self.cut_texts += 1
         return truncate_tokens(ids, room, self.cut)
 
-    def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
-        """(log-probability, whether greedy decoding gives it) of each continuation; requests are (texts, context ids,
-        continuation ids). Rows of like length share a batch, and a batch is always full: few programs."""
+    def _loglikelihood_tokens(
+        self, requests: Sequence, disable_tqdm: bool = False, **_: Any
+    ) -> list:
+        """(log-probability, whether greedy decoding gives it) of each continuation; requests are
+        (texts, context ids, continuation ids). Rows of like length share a batch, and a batch is
+        always full: few programs."""
         most, rows = self.max_length + 1, []  # the last token is only predicted
         for _, context, goal in requests:
             goal = goal[-most + 1 :]
@@ -155,9 +172,14 @@ class CacheLM(TemplateLM):
         return [scores[number] for number in range(len(rows))]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in disjoint windows of `max_length` tokens. As in the harness's own
-        models, a text is scored behind the begin token. Where the tokenizer writes one itself, it is scored too."""
-        options = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        """Log-probability of each whole text, in disjoint windows of `max_length` tokens. As in the
+        harness's own models, a text is scored behind the begin token. Where the tokenizer writes
+        one itself, it is scored too."""
+        options = {
+            "prefix_token": self.prefix_token_id,
+            "max_seq_len": self.max_length,
+            "context_len": 1,
+        }
         totals = []
         for (text,) in (request.args for request in requests):
             cut = get_rolling_token_windows(token_list=self.tok_encode(text), **options)
@@ -166,25 +188,35 @@ class CacheLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
-        """Continue each prompt up to a stop string, greedily unless the task samples. A prompt that leaves no room for
-        the answer is cut."""
+        """Continue each prompt up to a stop string, greedily unless the task samples. A prompt that
+        leaves no room for the answer is cut."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts: dict[int, str] = {}
         for key, members in groups.items():
             options, stops, new = _generation(json.loads(key))
-            options |= {"kernels": self.kernels, "beyond_trained": True}  # up to max_length, which was asked for
+            options |= {
+                "kernels": self.kernels,
+                "beyond_trained": True,
+            }  # up to max_length, which was asked for
             room = self.max_length - new
             if room < 1:
-                raise UserError(f"{new} new tokens leave no room for a prompt within {self.max_length}")
-            ids = {number: self._fitted(self.tok_encode(requests[number].args[0]), room) for number in members}
+                raise UserError(
+                    f"{new} new tokens leave no room for a prompt within {self.max_length}"
+                )
+            ids = {
+                number: self._fitted(self.tok_encode(requests[number].args[0]), room)
+                for number in members
+            }
             order = sorted(members, key=lambda number: -len(ids[number]))
             for start in range(0, len(order), self.batch):
                 part = order[start : start + self.batch]
                 prompts = [ids[number] for number in part]
                 # Only the text is kept: a result holds its cache.
-                answers = generate(self.model, prompts, self.method, chunk=self.chunk, stop=stops, **options).text
+                answers = generate(
+                    self.model, prompts, self.method, chunk=self.chunk, stop=stops, **options
+                ).text
                 texts |= dict(zip(part, answers, strict=True))
         return [texts[number] for number in range(len(requests))]
 
@@ -197,7 +229,11 @@ def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     new = next((int(arguments[name]) for name in aliases if name in arguments), 256)
     options: dict[str, Any] = {"max_new_tokens": new}
     if arguments.get("do_sample"):
-        options |= {name: arguments[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in arguments}
+        options |= {
+            name: arguments[name]
+            for name in ("temperature", "top_k", "top_p", "min_p")
+            if name in arguments
+        }
     return options, tuple(stop for stop in stops if stop), new
 
 
@@ -205,8 +241,8 @@ def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, .
 
 
 def read_metadata(texts: Iterable[str]) -> dict[str, Any]:
-    """What tasks are told, from JSON objects and from "key=value", as lm-eval's own option takes them; a value is JSON
-    where it can be read as such. Raises UserError."""
+    """What tasks are told, from JSON objects and from "key=value", as lm-eval's own option takes
+    them; a value is JSON where it can be read as such. Raises UserError."""
     metadata: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -224,15 +260,20 @@ def read_metadata(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def read_samples(text: str | None) -> dict[str, list[int]] | None:
-    """Which samples of which task, from the JSON that lm-eval's option of this name takes. Raises UserError."""
+    """Which samples of which task, from the JSON that lm-eval's option of this name takes. Raises
+    UserError."""
     if text is None:
         return None
     try:
         samples = json.loads(text)
     except ValueError as error:
-        raise UserError(f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N") from error
+        raise UserError(
+            f"samples={text!r}: not JSON such as {EXAMPLE}; so many of every task are limit=N"
+        ) from error
     if isinstance(samples, int | float):
-        raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}")
+        raise UserError(
+            f"samples={text}: wanted JSON such as {EXAMPLE}; so many of every task are limit={text}"
+        )
     valid = isinstance(samples, dict) and all(
         isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
         for numbers in samples.values()
@@ -255,25 +296,33 @@ def _check_limit(limit: int | float | None) -> int | float | None:
 
 
 def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, list[int]] | None):
-    """The harness's tasks. One whose data cannot be had, or that has fewer samples than asked for, is one line."""
+    """The harness's tasks. One whose data cannot be had, or that has fewer samples than asked for,
+    is one line."""
     from lm_eval.tasks import TaskManager
 
     class Manager(TaskManager):
         def load(self, task_list):
             try:
                 loaded = super().load(task_list)
-            # Tasks are programs and data of others: errors of the hub, of `datasets`, of packages that they need.
+            # Tasks are programs and data of others: errors of the hub, of `datasets`, of packages
+            # that they need.
             except Exception as error:
                 names = ", ".join(map(str, task_list))[:100]
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 hint = "download the data where there is a network, or name a task of your own with --include"
-                raise UserError(f"the harness cannot load the data of {names}: {reason}; {hint}") from error
+                raise UserError(
+                    f"the harness cannot load the data of {names}: {reason}; {hint}"
+                ) from error
             for name, numbers in (samples or {}).items():
                 task = loaded["tasks"].get(name)
                 if task is None:
-                    raise UserError(f"samples: {name!r} is none of the tasks {', '.join(loaded['tasks'])}")
+                    raise UserError(
+                        f"samples: {name!r} is none of the tasks {', '.join(loaded['tasks'])}"
+                    )
                 if max(numbers) >= (size := len(task.eval_docs)):
-                    raise UserError(f"samples: {name} has {size} samples, numbered from 0; {max(numbers)} was wanted")
+                    raise UserError(
+                        f"samples: {name} has {size} samples, numbered from 0; {max(numbers)} was wanted"
+                    )
             return loaded
 
     return Manager(include_path=None if include is None else str(include), metadata=metadata)
@@ -282,7 +331,11 @@ def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, 
 def _leaves(task: str, groups: dict[str, list[str]]) -> list[str]:
     """List the tasks that a group and its groups are made of; a task is its own."""
     children = groups.get(task)
-    return [task] if children is None else [leaf for name in children for leaf in _leaves(name, groups)]
+    return (
+        [task]
+        if children is None
+        else [leaf for name in children for leaf in _leaves(name, groups)]
+    )
 
 
 def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -296,7 +349,10 @@ def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
         for name, value in scores.items():
             metric, _, filter_name = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
-                rows.append(about | {"metric": metric, "filter": filter_name, "samples": samples, "score": value})
+                rows.append(
+                    about
+                    | {"metric": metric, "filter": filter_name, "samples": samples, "score": value}
+                )
     return [row | {"cut": lm.cut_texts, "texts": lm.texts} for row in rows]
 
 
@@ -323,11 +379,12 @@ def run_harness(
         seed: of everything that is drawn.
         include: a folder with YAML files of more tasks.
         chat: put prompts through the model's chat template.
-        metadata: what tasks are told beside where the model's tokenizer is (RULER makes prompts of `max_seq_lengths`
-            tokens).
+        metadata: what tasks are told beside where the model's tokenizer is (RULER makes prompts of
+            `max_seq_lengths` tokens).
 
     Returns:
-        A row for each task or group, filter and metric. `cut` of a row is how many of the run's `texts` were too long.
+        A row for each task or group, filter and metric. `cut` of a row is how many of the run's
+        `texts` were too long.
 
     Raises:
         UserError: for tasks that are not known, or whose data cannot be had.
@@ -342,15 +399,24 @@ def run_harness(
     missing = [name for name in tasks if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"the harness does not know the tasks {', '.join(missing)}")
-    seeds = {f"{name}_random_seed": seed for name in ("numpy", "torch", "fewshot")} | {"random_seed": seed}
+    seeds = {f"{name}_random_seed": seed for name in ("numpy", "torch", "fewshot")} | {
+        "random_seed": seed
+    }
     options = {"num_fewshot": shots, "limit": limit, "samples": samples, "bootstrap_iters": 0}
     options |= {"apply_chat_template": chat, **seeds}
-    return _rows(lm, simple_evaluate(model=lm, tasks=task_names, task_manager=manager, log_samples=False, **options))
+    return _rows(
+        lm,
+        simple_evaluate(
+            model=lm, tasks=task_names, task_manager=manager, log_samples=False, **options
+        ),
+    )
 
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:
     """What a report says first where more than a tenth of a run's texts were cut, else ""."""
-    shares = ((row["cut"], row["texts"]) for row in rows)  # none where no metric of a task is a number
+    shares = (
+        (row["cut"], row["texts"]) for row in rows
+    )  # none where no metric of a task is a number
     cut, texts = max(shares, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
     if cut * 10 <= texts:
         return ""

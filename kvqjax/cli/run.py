@@ -59,7 +59,8 @@ New = Annotated[int, number("--max-new-tokens", "-n", help="tokens to make, at m
 
 
 def _print_stream(model: Model, prompts: list[Any], method: Method, options: dict) -> None:
-    """Print the only row token by token. What a later token may still change comes with a later piece."""
+    """Print the only row token by token. What a later token may still change comes with a later
+    piece."""
     with compiling_seconds() as compiling:
         pieces = stream(model, prompts, method, stride=1, **options)
         for piece in pieces:
@@ -79,7 +80,8 @@ def _figures(result: Generated) -> dict[str, Any]:
 
 
 def _announce_figures(result: Generated, compiling: float) -> None:
-    """Say on stderr what a generation took, `compiling` seconds of it for programs that are now kept."""
+    """Say on stderr what a generation took, `compiling` seconds of it for programs that are now
+    kept."""
     new, fed = sum(map(len, result.tokens)), sum(result.prompt_tokens)
     announce(
         f"{fed} tokens read, first token after {result.seconds_to_first_token:.2f} s, {new} made at "
@@ -90,10 +92,22 @@ def _announce_figures(result: Generated, compiling: float) -> None:
 
 
 def _print_result(
-    prompts: list[Any], result: Generated, method: Method, as_json: bool, chat: bool, compiling: float
+    prompts: list[Any],
+    result: Generated,
+    method: Method,
+    as_json: bool,
+    chat: bool,
+    compiling: float,
 ) -> None:
     if as_json:
-        columns = zip(prompts, result.text, result.tokens, result.finish_reasons, result.prompt_tokens, strict=True)
+        columns = zip(
+            prompts,
+            result.text,
+            result.tokens,
+            result.finish_reasons,
+            result.prompt_tokens,
+            strict=True,
+        )
         rows = [
             {"prompt": p, "text": t, "tokens": len(k), "finish_reason": r, "prompt_tokens": n}
             for p, t, k, r, n in columns
@@ -114,15 +128,23 @@ def _end_ids(model: Model, ends: list[str]) -> list[int] | None:
         number = whole_number(text)
         named = continued_ids(model, text) if number is None else [number]
         if len(named) != 1:
-            raise UserError(f"--end {text!r} is {len(named)} tokens; wanted one, by its id or text; --stop takes text")
+            raise UserError(
+                f"--end {text!r} is {len(named)} tokens; wanted one, by its id or text; --stop takes text"
+            )
         ids.append(check_integer("--end", named[0], 0, model.config.vocab_size - 1))
     return ids or None
 
 
 def _announce_long(
-    model: Model, prompts: list[Any], chat: bool, new: int, capacity: int | None, beyond_trained: bool
+    model: Model,
+    prompts: list[Any],
+    chat: bool,
+    new: int,
+    capacity: int | None,
+    beyond_trained: bool,
 ) -> None:
-    """Say how long prompts take at least, where that may be seconds. Raises UserError for those that are too long."""
+    """Say how long prompts take at least, where that may be seconds. Raises UserError for those
+    that are too long."""
     most = room_of(model, capacity, beyond_trained)
     counts = [len(ids) for ids in encode_prompts(model, prompts, chat, most=most)]
     require_trained(model, counts, new, beyond_trained)
@@ -132,21 +154,31 @@ def _announce_long(
 
 
 def _keep_stdout_ours() -> None:
-    """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections there."""
+    """Send what libraries write to file descriptor 1 to stderr: gloo reports its connections
+    there."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(stdout, "w")
 
 
 def generate(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]", help="text to continue")] = None,
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="the same as an option; repeatable")] = [],  # noqa: B006
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]", help="text to continue")
+    ] = None,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="the same as an option; repeatable")
+    ] = [],  # noqa: B006
     file: Annotated[
         list[Path],
-        typer.Option("--file", "-f", help="a file whose text is one prompt; - is standard input; repeatable"),
+        typer.Option(
+            "--file", "-f", help="a file whose text is one prompt; - is standard input; repeatable"
+        ),
     ] = [],  # noqa: B006
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", help="a file with a prompt a line; .jsonl: strings, prompt or messages")
+        Path | None,
+        typer.Option(
+            "--prompts", help="a file with a prompt a line; .jsonl: strings, prompt or messages"
+        ),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", hidden=True)] = None,
     model: ModelName = "demo",
@@ -154,11 +186,13 @@ def generate(
     artifact: Artifacts = [],  # noqa: B006
     max_new_tokens: New = 64,
     capacity: Annotated[
-        int | None, token_number(help="most tokens a row may hold, also as 32k; default: what is needed")
+        int | None,
+        token_number(help="most tokens a row may hold, also as 32k; default: what is needed"),
     ] = None,
     chunk: PromptChunk = None,
     in_chunks: Annotated[
-        bool, typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory")
+        bool,
+        typer.Option("--in-chunks", help="like --chunk, with N chosen for the chip and its memory"),
     ] = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -168,10 +202,15 @@ def generate(
     seed: Seed = 0,
     stop: Stop = [],  # noqa: B006
     end: Annotated[
-        list[str], typer.Option(help="end at this token, an id or its text, not at the model's own; repeatable")
+        list[str],
+        typer.Option(
+            help="end at this token, an id or its text, not at the model's own; repeatable"
+        ),
     ] = [],  # noqa: B006
     beyond_trained: BeyondTrained = False,
-    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the chat template")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="put the prompt through the chat template")
+    ] = False,
     show_stream: Annotated[bool, typer.Option("--stream", help="print text as it is made")] = False,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
@@ -179,15 +218,22 @@ def generate(
     text_only: TextOnly = False,
     rope_length: RopeLength = None,
     mesh: Mesh = "",
-    coordinator: Annotated[str, typer.Option(help="host:port of process 0, for several hosts")] = "",
+    coordinator: Annotated[
+        str, typer.Option(help="host:port of process 0, for several hosts")
+    ] = "",
     processes: Annotated[int, number(most=MOST_HOSTS, help="how many hosts run this command")] = 1,
-    process: Annotated[int, number(least=0, most=MOST_HOSTS, help="which of them this is; 0 prints")] = 0,
+    process: Annotated[
+        int, number(least=0, most=MOST_HOSTS, help="which of them this is; 0 prints")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue one or more prompts through a compressed cache, on one device or on a mesh of them."""
+    """Continue one or more prompts through a compressed cache, on one device or on a mesh of
+    them."""
     method = methods_of([cache])[0]
     if prompt_file is not None:
-        announce("warning: --prompt-file is now --prompts (a prompt a line); -f reads a file as one prompt")
+        announce(
+            "warning: --prompt-file is now --prompts (a prompt a line); -f reads a file as one prompt"
+        )
         prompts_file = prompts_file or prompt_file
     prompts, chat = read_prompts(words or [], prompt, file, prompts_file, chat)
     if "" in stop:

@@ -1,9 +1,10 @@
-"""Tokenizers: of a folder's tokenizer.json or a GGUF file by the `tokenizers` library, of others by transformers.
-Their chat templates are rendered as transformers renders them.
+"""Tokenizers: of a folder's tokenizer.json or a GGUF file by the `tokenizers` library, of others by
+transformers. Their chat templates are rendered as transformers renders them.
 
-Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does with a
-tokenizer.json follows from a few fields. `_read` repeats it for the kinds that it knows, and the tests compare the two.
-Every other folder, and every method that `Tokenizer` lacks, goes to transformers.
+Importing transformers takes seconds, and PyTorch comes with it where it is installed. What it does
+with a tokenizer.json follows from a few fields. `_read` repeats it for the kinds that it knows, and
+the tests compare the two. Every other folder, and every method that `Tokenizer` lacks, goes to
+transformers.
 """
 
 import fnmatch
@@ -34,12 +35,14 @@ READ_FILES = (
     "tokenizer*", "tekken*", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "*.jinja", "chat_template*",
     "special_tokens_map.json", "added_tokens.json", "config.json",
 )  # fmt: skip
-# Threads of a server may ask for a tokenizer at once, and transformers cannot be imported by two at once.
+# Threads of a server may ask for a tokenizer at once, and transformers cannot be imported by two at
+# once.
 _OPENING = threading.RLock()
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Classes that transformers builds anew from the vocabulary, with the special tokens that they have by default.
+# Classes that transformers builds anew from the vocabulary, with the special tokens that they have
+# by default.
 LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 # Models whose tokenizer.json transformers takes as it is, whatever class the folder names.
@@ -47,8 +50,13 @@ AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
 # Classes that take tokenizer.json as it is. The first one stands for all of them.
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
-# Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of the template.
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of a message's reasoning, the usual one first
+# Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of
+# the template.
 FULL_OPTIONS = frozenset({
     "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
     "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
@@ -100,7 +108,9 @@ def _class_of(settings: dict[str, Any], config: dict[str, Any], stored: dict[str
     if not isinstance(named, str) or not isinstance(kind, str):
         raise _Unknown
     named = named.removesuffix("Fast")
-    bytes_level = any('"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder"))
+    bytes_level = any(
+        '"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder")
+    )
     if kind in AS_STORED:
         return PLAIN[0]
     if kind == "qwen2":
@@ -120,8 +130,16 @@ def _without_defaults(part: Any) -> Any:
 
 def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Say whether tokenizer.json holds what transformers builds for Qwen's tokenizers."""
-    split = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False}
-    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    pre_tokenizer = {
+        "type": "Sequence",
+        "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}],
+    }
     model = stored.get("model", {})
     unwanted = (
         "dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges",
@@ -141,23 +159,30 @@ def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Give a tokenizer of SentencePiece's kind the parts that transformers gives it in place of the stored ones."""
+    """Give a tokenizer of SentencePiece's kind the parts that transformers gives it in place of the
+    stored ones."""
     model = stored.get("model", {})
     every_byte = all(f"<0x{byte:02X}>" in model.get("vocab", {}) for byte in range(256))
     _require(model.get("type") == "BPE" and every_byte and bool(model.get("byte_fallback")))
-    _require(bool(model.get("fuse_unk")) and not model.get("dropout") and not model.get("ignore_merges"))
+    _require(
+        bool(model.get("fuse_unk")) and not model.get("dropout") and not model.get("ignore_merges")
+    )
     prefix = settings.get("add_prefix_space")
     prefix = True if prefix is None else bool(prefix)
     use_metaspace(backend, ("always" if settings.get("legacy") else "first") if prefix else "never")
 
 
-def _named_tokens(folder: Path, settings: dict[str, Any], defaults: dict[str, str]) -> dict[str, str]:
+def _named_tokens(
+    folder: Path, settings: dict[str, Any], defaults: dict[str, str]
+) -> dict[str, str]:
     """Special tokens by their names, as the files of a folder give them."""
     tokens = {**defaults, **settings}
     if "added_tokens_decoder" not in settings:
         tokens |= _json(folder / "special_tokens_map.json")
     names = [*NAMED, *(name for name in tokens if name.endswith("_token") and name not in NAMED)]
-    texts = {name: _text_of(tokens[name]) for name in names if isinstance(tokens.get(name), str | dict)}
+    texts = {
+        name: _text_of(tokens[name]) for name in names if isinstance(tokens.get(name), str | dict)
+    }
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -171,11 +196,18 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
     for number, fields in (settings.get("added_tokens_decoder") or {}).items():
         token = stored.get(int(number))
         _require(token is not None and isinstance(fields, dict))
-        _require(all(getattr(token, field) == value for field, value in fields.items() if field != "__type"))
+        _require(
+            all(
+                getattr(token, field) == value
+                for field, value in fields.items()
+                if field != "__type"
+            )
+        )
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the default one."""
+    """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the
+    default one."""
     _require(not (folder / MORE_TEMPLATES).exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
@@ -190,20 +222,31 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _read(folder: Path) -> _Parts:
-    """Read a folder's tokenizer. Raises _Unknown where transformers is needed, UserError for damaged files."""
+    """Read a folder's tokenizer. Raises _Unknown where transformers is needed, UserError for
+    damaged files."""
     from tokenizers import Tokenizer as Backend
 
     file = folder / "tokenizer.json"
     _require(file.is_file() and not (folder / "tekken.json").exists())
-    settings, config, stored = (_json(folder / name) for name in ("tokenizer_config.json", "config.json", file.name))
-    _require(not any(settings.get(key) for key in ("auto_map", "split_special_tokens", "fix_mistral_regex")))
+    settings, config, stored = (
+        _json(folder / name) for name in ("tokenizer_config.json", "config.json", file.name)
+    )
+    _require(
+        not any(
+            settings.get(key) for key in ("auto_map", "split_special_tokens", "fix_mistral_regex")
+        )
+    )
     kind = _class_of(settings, config, stored)
     _require(kind in (PLAIN[0], "LlamaTokenizer", "Qwen2Tokenizer"))
-    cleaned = bool(settings.get("clean_up_tokenization_spaces"))  # transformers leaves BPE's text as it is
+    cleaned = bool(
+        settings.get("clean_up_tokenization_spaces")
+    )  # transformers leaves BPE's text as it is
     _require(stored.get("model", {}).get("type") == "BPE" or not cleaned)
     _require(kind != "Qwen2Tokenizer" or _is_qwen(stored, settings))
     try:
-        backend = Backend.from_str(open_text(file))  # the library's own reader refuses a byte-order mark
+        backend = Backend.from_str(
+            open_text(file)
+        )  # the library's own reader refuses a byte-order mark
     except Exception as error:  # the library raises Exception itself
         raise UserError(f"{folder}: the tokenizer cannot be read: {error}") from error
     if kind == "LlamaTokenizer":
@@ -212,7 +255,9 @@ def _read(folder: Path) -> _Parts:
     backend.no_padding()
     defaults = {"LlamaTokenizer": LLAMA, "Qwen2Tokenizer": QWEN}.get(kind, {})
     padding = stored.get("padding")
-    named = _named_tokens(folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults)
+    named = _named_tokens(
+        folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults
+    )
     _check_added(backend, settings, named)
     return _Parts(backend, named, _template(folder, settings))
 
@@ -226,14 +271,20 @@ def _transformers(folder: str) -> Any:
         options = {"clean_up_tokenization_spaces": False, "model_max_length": 10**12, **named}
         return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **options)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # of the system, of transformers, and of `tokenizers`, which raises Exception itself
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
-    tokenizer.model_max_length = 10**12  # whole texts are encoded here; the cache's capacity is what is checked
+    tokenizer.model_max_length = (
+        10**12
+    )  # whole texts are encoded here; the cache's capacity is what is checked
     template, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
     if isinstance(tokenizer.chat_template, str) and template.is_file():
-        tokenizer.chat_template = open_text(template)  # transformers would keep a byte-order mark in every prompt
+        tokenizer.chat_template = open_text(
+            template
+        )  # transformers would keep a byte-order mark in every prompt
     elif tokenizer.chat_template is None and processor.is_file():
         tokenizer.chat_template = read_object(processor).get("chat_template")
     return tokenizer
@@ -243,7 +294,8 @@ def _transformers(folder: str) -> Any:
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant wrote. The text is what stands inside."""
+    """`{% generation %} … {% endgeneration %}` marks what the assistant wrote. The text is what
+    stands inside."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as a set of the class)
 
@@ -264,7 +316,8 @@ def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    """Compile a template. A checkpoint's template is a stranger's code: it runs in Jinja's sandbox."""
+    """Compile a template. A checkpoint's template is a stranger's code: it runs in Jinja's
+    sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -298,7 +351,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """Render a chat template of messages and variables of JSON's types alone.
 
-    A template that refuses the conversation, or is in error, is refused with its own message or the place of its error.
+    A template that refuses the conversation, or is in error, is refused with its own message or the
+    place of its error.
     """
     context = {"tools": None, "documents": None} | variables
     try:
@@ -335,10 +389,11 @@ def _numbers(ids: Any) -> Any:
 class Tokenizer:
     """A tokenizer with the calls of a Hugging Face tokenizer.
 
-    `tokenizer(text)["input_ids"]`, `encode`, `decode`, `batch_decode`, `apply_chat_template`, `chat_template`, the
-    special tokens (`eos_token`, `eos_token_id` and the like), `len` and `get_vocab` need the `tokenizers` library
-    alone. The first other attribute or option loads transformers' tokenizer of the same folder, which answers
-    everything from then on. So does an attribute that is set.
+    `tokenizer(text)["input_ids"]`, `encode`, `decode`, `batch_decode`, `apply_chat_template`,
+    `chat_template`, the special tokens (`eos_token`, `eos_token_id` and the like), `len` and
+    `get_vocab` need the `tokenizers` library alone. The first other attribute or option loads
+    transformers' tokenizer of the same folder, which answers everything from then on. So does an
+    attribute that is set.
     """
 
     def __init__(self, folder: str, parts: _Parts, files: tuple[FileState, ...] = ()):
@@ -360,28 +415,41 @@ class Tokenizer:
             stem = name.removesuffix("_id")
             if stem in NAMED or stem in self._parts.named:
                 token = self._parts.named.get(stem)
-                return token if name == stem or token is None else self._parts.backend.token_to_id(token)
+                return (
+                    token
+                    if name == stem or token is None
+                    else self._parts.backend.token_to_id(token)
+                )
         return getattr(self._take_substitute(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._take_substitute(), name, value)
 
     def __len__(self) -> int:
-        return len(self._substitute) if self._substitute is not None else self._parts.backend.get_vocab_size()
+        return (
+            len(self._substitute)
+            if self._substitute is not None
+            else self._parts.backend.get_vocab_size()
+        )
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
-        return f"Tokenizer({Path(self._folder).name}: {len(self)} tokens, {self.special_tokens_map})"
+        return (
+            f"Tokenizer({Path(self._folder).name}: {len(self)} tokens, {self.special_tokens_map})"
+        )
 
-    def __call__(self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+    def __call__(
+        self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any
+    ) -> Any:
         """Encode a text, or a list of texts.
 
         Args:
             text: a string or a list of strings.
             arguments: further arguments, for transformers' tokenizer.
-            add_special_tokens: put the tokenizer's own tokens around the text, as models were trained.
+            add_special_tokens: put the tokenizer's own tokens around the text, as models were
+                trained.
             options: further options, for transformers' tokenizer.
 
         Returns:
@@ -390,46 +458,75 @@ class Tokenizer:
         texts = [text] if isinstance(text, str) else text
         readable = isinstance(texts, list) and all(isinstance(item, str) for item in texts)
         if self._substitute is not None or arguments or options or not readable:
-            return self._take_substitute()(text, *arguments, add_special_tokens=add_special_tokens, **options)
+            return self._take_substitute()(
+                text, *arguments, add_special_tokens=add_special_tokens, **options
+            )
         if isinstance(text, list):
-            ids = [item.ids for item in self._parts.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
+            ids = [
+                item.ids
+                for item in self._parts.backend.encode_batch(
+                    text, add_special_tokens=add_special_tokens
+                )
+            ]
             return _Encoded(input_ids=ids, attention_mask=[[1] * len(row) for row in ids])
         ids = self._parts.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return _Encoded(input_ids=ids, attention_mask=[1] * len(ids))
 
-    def encode(self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+    def encode(
+        self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any
+    ) -> list[int]:
         """Token ids of a text."""
         if self._substitute is not None or arguments or options or not isinstance(text, str):
-            return self._take_substitute().encode(text, *arguments, add_special_tokens=add_special_tokens, **options)
+            return self._take_substitute().encode(
+                text, *arguments, add_special_tokens=add_special_tokens, **options
+            )
         return self(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of token ids: an id, a list or an array of them; of a list of lists a list of texts."""
+        """The text of token ids: an id, a list or an array of them; of a list of lists a list of
+        texts."""
         if self._substitute is not None or any(options.values()):
-            return self._take_substitute().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+            return self._take_substitute().decode(
+                token_ids, skip_special_tokens=skip_special_tokens, **options
+            )
         ids = _numbers(token_ids)
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
-            return [self._parts.backend.decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
+            return [
+                self._parts.backend.decode(row, skip_special_tokens=skip_special_tokens)
+                for row in ids
+            ]
         ids = ids if isinstance(ids, list) else [ids]
         return self._parts.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
+    def batch_decode(
+        self, sequences: Any, skip_special_tokens: bool = False, **options: Any
+    ) -> list[str]:
         """The texts of rows of token ids."""
         return [self.decode(row, skip_special_tokens, **options) for row in sequences]
 
     def get_vocab(self) -> dict[str, int]:
         """Every token with its id."""
-        return self._substitute.get_vocab() if self._substitute is not None else self._parts.backend.get_vocab()
+        return (
+            self._substitute.get_vocab()
+            if self._substitute is not None
+            else self._parts.backend.get_vocab()
+        )
 
     @property
     def backend_tokenizer(self) -> Any:
         """The object of the `tokenizers` library."""
-        return self._substitute.backend_tokenizer if self._substitute is not None else self._parts.backend
+        return (
+            self._substitute.backend_tokenizer
+            if self._substitute is not None
+            else self._parts.backend
+        )
 
     @property
     def chat_template(self) -> Any:
         """The folder's chat template, or None."""
-        return self._substitute.chat_template if self._substitute is not None else self._parts.template
+        return (
+            self._substitute.chat_template if self._substitute is not None else self._parts.template
+        )
 
     @chat_template.setter
     def chat_template(self, value: Any) -> None:
@@ -438,7 +535,11 @@ class Tokenizer:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Special tokens by their names, such as eos_token."""
-        return self._substitute.special_tokens_map if self._substitute is not None else dict(self._parts.named)
+        return (
+            self._substitute.special_tokens_map
+            if self._substitute is not None
+            else dict(self._parts.named)
+        )
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -446,7 +547,9 @@ class Tokenizer:
         if self._substitute is not None:
             return self._substitute.all_special_tokens
         added = self._parts.backend.get_added_tokens_decoder().values()
-        return list(dict.fromkeys([*self._parts.named.values(), *(t.content for t in added if t.special)]))
+        return list(
+            dict.fromkeys([*self._parts.named.values(), *(t.content for t in added if t.special)])
+        )
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -469,8 +572,8 @@ class Tokenizer:
             add_generation_prompt: end with what begins the assistant's answer.
             tokenize: give token ids instead of the text.
             return_dict: give the ids as `__call__` does, not as a list.
-            options: the template's own variables, such as enable_thinking. Those that have a meaning in transformers go
-                to its tokenizer.
+            options: the template's own variables, such as enable_thinking. Those that have a
+                meaning in transformers go to its tokenizer.
 
         Returns:
             The text, or its token ids.
@@ -484,8 +587,12 @@ class Tokenizer:
         readable = readable and not FULL_OPTIONS & options.keys()
         if self._substitute is not None or not readable or not isinstance(self.chat_template, str):
             options |= {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
-            return self._take_substitute().apply_chat_template(conversation, return_dict=return_dict, **options)
-        variables = self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
+            return self._take_substitute().apply_chat_template(
+                conversation, return_dict=return_dict, **options
+            )
+        variables = (
+            self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
+        )
         text = _render(self.chat_template, messages or [], **variables)
         if not tokenize:
             return text
@@ -508,7 +615,11 @@ def tokenizer_files(folder: str) -> tuple[FileState, ...]:
             return states_of([path])
         if not any((path / name).exists() for name in TOKENIZER_FILES):
             return ()
-        names = [name for name in os.listdir(path) if any(fnmatch.fnmatch(name, kind) for kind in READ_FILES)]
+        names = [
+            name
+            for name in os.listdir(path)
+            if any(fnmatch.fnmatch(name, kind) for kind in READ_FILES)
+        ]
         templates = (path / MORE_TEMPLATES).glob("*.jinja")
         return states_of([*(path / name for name in sorted(names)), *sorted(templates)])
     except (OSError, ValueError):  # a ValueError is a path with a NUL in it
@@ -518,22 +629,26 @@ def tokenizer_files(folder: str) -> tuple[FileState, ...]:
 def _check_unchanged(folder: str, files: tuple[FileState, ...]) -> None:
     """Raise UserError where the files of a tokenizer are others than they were."""
     if tokenizer_files(folder) != files:
-        raise UserError(f"{folder}: the tokenizer's files changed since the model was loaded; load the model again")
+        raise UserError(
+            f"{folder}: the tokenizer's files changed since the model was loaded; load the model again"
+        )
 
 
 def open_tokenizer(folder: str, files: tuple[FileState, ...] = ()) -> Any:
-    """Open the tokenizer of a model's folder. It is read once, and anew when its files have changed.
+    """Open the tokenizer of a model's folder. It is read once, and anew when its files have
+    changed.
 
     Args:
         folder: the folder, or a GGUF file.
-        files: what `tokenizer_files` gave when the model was loaded: a model keeps its tokenizer when another one is
-            put in its place. (): the files of now.
+        files: what `tokenizer_files` gave when the model was loaded: a model keeps its tokenizer
+            when another one is put in its place. (): the files of now.
 
     Returns:
         A `Tokenizer`, or transformers' own where the folder needs it.
 
     Raises:
-        UserError: for a folder without a tokenizer, with a damaged one, or with other files than `files`.
+        UserError: for a folder without a tokenizer, with a damaged one, or with other files than
+            `files`.
     """
     with _OPENING:
         return _open_once(folder, files or tokenizer_files(folder))

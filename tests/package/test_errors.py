@@ -1,4 +1,5 @@
-"""docs/errors.md: every row of its tables is provoked here, and the message is the one that the page promises."""
+"""docs/errors.md: every row of its tables is provoked here, and the message is the one that the
+page promises."""
 
 import errno
 import json
@@ -53,7 +54,9 @@ def copied(tmp_path: Path, *names: str) -> Path:
 
 
 def whole(tmp_path: Path) -> Path:
-    return copied(tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    return copied(
+        tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    )
 
 
 def offline(tmp_path, monkeypatch, recall):
@@ -89,13 +92,17 @@ def no_json(tmp_path, monkeypatch, recall):
 
 def index_outside(tmp_path, monkeypatch, recall):
     folder = copied(tmp_path, "config.json")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "../x.safetensors"}})
+    )
     kvq.load(folder)
 
 
 def missing_shard(tmp_path, monkeypatch, recall):
     folder = copied(tmp_path, "config.json")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00001.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "model-00001.safetensors"}})
+    )
     kvq.load(folder)
 
 
@@ -117,7 +124,8 @@ def not_fetched(tmp_path, monkeypatch, recall):
 
 
 def gguf_file(change, installed: bool = True):
-    """Load the bundled model `recall` as a GGUF file that was changed, with its decoder or without."""
+    """Load the bundled model `recall` as a GGUF file that was changed, with its decoder or
+    without."""
 
     def provoke(tmp_path, monkeypatch, recall):
         from gguf_files import write_gguf
@@ -165,7 +173,9 @@ def with_template(template):
 
 def over_four() -> jax.sharding.NamedSharding:
     """A matrix whose inputs four devices share out."""
-    return jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
+    return jax.sharding.NamedSharding(
+        jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec(None, "x")
+    )
 
 
 def broken(model: kvq.Model) -> kvq.Model:
@@ -189,16 +199,24 @@ def beyond_capacity(tmp_path, monkeypatch, recall):
 
 def forwarding(tokens, counts, **other):
     """Feed tokens to a cache of 2 rows, made for a model with other changes."""
-    return lambda *_: kvq.forward(tiny(), tokens, counts, kvq.init_cache(tiny(**other), "exact", 2, 8))
+    return lambda *_: kvq.forward(
+        tiny(), tokens, counts, kvq.init_cache(tiny(**other), "exact", 2, 8)
+    )
 
 
 def infinite_activations(tmp_path, monkeypatch, recall):
     params = recall.params | {"embed": recall.params["embed"] * jnp.inf}
-    kvq.calibrate.run(recall.replace(params=params), kvq.parse("kvquant:bits=2"), "ab12" * 99, count=1, length=64)
+    kvq.calibrate.run(
+        recall.replace(params=params), kvq.parse("kvquant:bits=2"), "ab12" * 99, count=1, length=64
+    )
 
 
 def artifact(**changes) -> Artifact:
-    given = {"method": kvq.kivi(), "constants": ({"k": {"low": jnp.ones(2)}},), "fingerprint": "config=1,headers=2"}
+    given = {
+        "method": kvq.kivi(),
+        "constants": ({"k": {"low": jnp.ones(2)}},),
+        "fingerprint": "config=1,headers=2",
+    }
     return Artifact(**(given | changes))
 
 
@@ -209,7 +227,9 @@ def described(**changes):
         artifact().save(tmp_path / "a")
         file = tmp_path / "a" / "description.json"
         text = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({name: value for name, value in text.items() if value is not None}))
+        file.write_text(
+            json.dumps({name: value for name, value in text.items() if value is not None})
+        )
         kvq.load_artifact(tmp_path / "a")
 
     return provoke
@@ -232,7 +252,8 @@ def existing(tmp_path, monkeypatch, recall):
 
 
 def failing(target: str, code: int):
-    """Write while the system refuses `target` with this error (tests may run as root, whom no permission stops)."""
+    """Write while the system refuses `target` with this error (tests may run as root, whom no
+    permission stops)."""
 
     def refuse(*_, **__):
         raise OSError(code, os.strerror(code))
@@ -302,7 +323,9 @@ def config_with(**changes):
     return lambda tmp_path, monkeypatch, recall: parse_config(CONFIG | changes)
 
 
-def tuning(budget: str | float | int = 2.5, methods: str = "higgs", text: str = "ab12 " * 20000, **options):
+def tuning(
+    budget: str | float | int = 2.5, methods: str = "higgs", text: str = "ab12 " * 20000, **options
+):
     return lambda _, __, recall: kvq.tune(recall, text, budget=budget, methods=methods, **options)
 
 
@@ -326,24 +349,36 @@ CASES = {
     "model with a vision part": with_vision,
     "weights as pickles": pickles,
     "shards that are missing": missing_shard,
-    "experts that a mesh cannot share out": lambda *_: kvq.shard(tiny(experts=SIX), "exact", model=4),
-    "4-bit weights that a mesh would cut": lambda *_: place_codes(code_weight(jnp.ones((1, 16, 8)), 4), over_four()),
-    "text longer than a rope by length was told": lambda *_: kvq.init_cache(tiny(rope=BY_LENGTH), "exact", 1, 300),
+    "experts that a mesh cannot share out": lambda *_: kvq.shard(
+        tiny(experts=SIX), "exact", model=4
+    ),
+    "4-bit weights that a mesh would cut": lambda *_: place_codes(
+        code_weight(jnp.ones((1, 16, 8)), 4), over_four()
+    ),
+    "text longer than a rope by length was told": lambda *_: kvq.init_cache(
+        tiny(rope=BY_LENGTH), "exact", 1, 300
+    ),
     "config that is no JSON": no_json,
     "truncated weights": weights(None),
     "weights that are no safetensors": weights(b"\x93" * 999),
-    "header that contradicts itself": weights(header({"dtype": "F32", "shape": [4], "data_offsets": [0, 8]})),
+    "header that contradicts itself": weights(
+        header({"dtype": "F32", "shape": [4], "data_offsets": [0, 8]})
+    ),
     "shard index that leaves the folder": index_outside,
     "model that was not fetched": not_fetched,
     "truncated GGUF file": gguf_file(lambda data: data[:-1000]),
-    "GGUF file of another architecture": gguf_file(lambda data: data.replace(b"\5\0\0\0\0\0\0\0llama", LLAMA4, 1)),
+    "GGUF file of another architecture": gguf_file(
+        lambda data: data.replace(b"\5\0\0\0\0\0\0\0llama", LLAMA4, 1)
+    ),
     "GGUF codes without their decoder": gguf_file(lambda data: data, installed=False),
     "no tokenizer": no_tokenizer,
     "tokenizer of another model": foreign_tokenizer,
     "tokenizer's files that changed behind a loaded model": changed_tokenizer,
     "several chat templates": with_template([{"name": "tool_use", "template": "A"}]),
     "template that fails": with_template("{{ raise_exception('roles must alternate') }}"),
-    "weights that are not finite": lambda *_: kvq.generate(broken(tiny()), [[1, 2, 3]], max_new_tokens=2),
+    "weights that are not finite": lambda *_: kvq.generate(
+        broken(tiny()), [[1, 2, 3]], max_new_tokens=2
+    ),
     "misspelt method": cache_of("kivy"),
     "misspelt option": cache_of("kivi:bit=2"),
     "option of another type": cache_of("kivi:window=wide"),
@@ -354,8 +389,12 @@ CASES = {
     "window beyond any context": cache_of("kivi:window=2000000000"),
     "method that does not fit the model": cache_of("uniform:group=48"),
     "rotation that does not commute with RoPE": cache_of("kvquant:rotate=hadamard"),
-    "head_dim without a Hadamard matrix": lambda *_: kvq.init_cache(tiny(head_dim=100), "turboquant", 1, 256),
-    "exact layers that leave none to compress": lambda *_: kvq.init_cache(tiny(), "turboquant:form=vllm", 1, 256),
+    "head_dim without a Hadamard matrix": lambda *_: kvq.init_cache(
+        tiny(head_dim=100), "turboquant", 1, 256
+    ),
+    "exact layers that leave none to compress": lambda *_: kvq.init_cache(
+        tiny(), "turboquant:form=vllm", 1, 256
+    ),
     "more layers than models have": cache_of("kivi_star:protected=1000000000"),
     "layer that does not exist": cache_of("exact;9=exact"),
     "misspelt kernels": with_kernels("triton"),
@@ -375,7 +414,9 @@ CASES = {
     "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
     "tokens for another batch": forwarding(jnp.ones((1, 3), int), jnp.asarray([3])),
     "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),
-    "mask with a gap": forwarding(jnp.ones((2, 4), int), jnp.asarray([[1, 1, 0, 1], [0, 1, 1, 1]], bool)),
+    "mask with a gap": forwarding(
+        jnp.ones((2, 4), int), jnp.asarray([[1, 1, 0, 1], [0, 1, 1, 1]], bool)
+    ),
     "cache of another model": forwarding(jnp.ones((2, 3), int), jnp.asarray([3, 0]), num_layers=1),
     "tokens beyond the capacity": beyond_capacity,
     "empty batch": generating([]),
@@ -386,21 +427,29 @@ CASES = {
     ),
     "donated cache": donated,
     "gradient through a cache": gradient,
-    "keys and values that are not finite": lambda *_: kvq.generate(spoiling(), [[1, 2]], max_new_tokens=4),
+    "keys and values that are not finite": lambda *_: kvq.generate(
+        spoiling(), [[1, 2]], max_new_tokens=4
+    ),
     "no such file": text_file("absent.txt", None),
     "text that is not UTF-8": text_file("latin.txt", "caf\xe9".encode("latin-1")),
     "UTF-16 without a mark, or no text": text_file("holes.txt", b"abc\0\0"),
     "data without text in them": text_file("data.jsonl", b'{"body": "text"}'),
     "data that are no JSON": text_file("half.jsonl", b'{"text": "a"}\n{"text": '),
-    "folder without data": lambda tmp_path, _, __: read((tmp_path / "empty").mkdir() or tmp_path / "empty"),
+    "folder without data": lambda tmp_path, _, __: read(
+        (tmp_path / "empty").mkdir() or tmp_path / "empty"
+    ),
     "data set by nearly its name": lambda *_: read("wikitext"),
-    "neither text nor tokens": lambda _, __, recall: kvq.eval.perplexity(recall, [0.5, 1.0], "exact"),
+    "neither text nor tokens": lambda _, __, recall: kvq.eval.perplexity(
+        recall, [0.5, 1.0], "exact"
+    ),
     "text that is none": lambda _, __, recall: recall.encode("\udce9t\udce9"),
     "empty text": text_file("empty.txt", b" \n"),
     "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
     "text too short to calibrate": lambda _, __, recall: sequences(recall, ["ab12ab12ab"], 1, 64),
     "method without its constants": generating([[1, 2, 3]], method=kvq.parse("kvquant")),
-    "no sequences to calibrate on": lambda _, __, recall: kvq.calibrate.run(recall, kvq.parse("kvquant"), "a", count=0),
+    "no sequences to calibrate on": lambda _, __, recall: kvq.calibrate.run(
+        recall, kvq.parse("kvquant"), "a", count=0
+    ),
     "method that needs none": lambda _, __, recall: kvq.calibrate.run(recall, kvq.kivi(), "ab12"),
     "activations that are not finite": infinite_activations,
     "artifact of another model": lambda _, __, recall: recall.with_artifact(artifact()),
@@ -431,10 +480,14 @@ CASES = {
     "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
     "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
     "unknown device": lambda *_: kvq.plan("demo", "exact", device="h1000"),
-    "device and mesh that differ": lambda *_: kvq.plan("demo", "exact", device="v5e-16", mesh="model=8"),
+    "device and mesh that differ": lambda *_: kvq.plan(
+        "demo", "exact", device="v5e-16", mesh="model=8"
+    ),
     "number of tokens that is none": lambda *_: kvq.plan("demo", "exact", context="many"),
     "picture of an unknown kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
-    "picture in a folder that does not exist": lambda tmp_path, *_: check_picture(tmp_path / "absent" / "picture.png"),
+    "picture in a folder that does not exist": lambda tmp_path, *_: check_picture(
+        tmp_path / "absent" / "picture.png"
+    ),
 }
 
 

@@ -30,7 +30,9 @@ GREEDY = {"model": NAME, "temperature": 0}
 def engine():
     model = kvq.load("demo")
     before, model.tokenizer.chat_template = model.tokenizer.chat_template, TEMPLATE
-    yield kvq.Engine(model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=4)
+    yield kvq.Engine(
+        model, "kivi:bits=4,window=32", rows=3, capacity=256, chunk=64, stride=4, queue=4
+    )
     model.tokenizer.chat_template = before  # models of one folder share its tokenizer
 
 
@@ -42,7 +44,9 @@ def port(engine):
 
 @pytest.fixture(scope="module")
 def client(port):
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0
+    ) as client:
         yield client
 
 
@@ -70,9 +74,17 @@ def test_a_stream_is_the_answer_piece_by_piece(client):
 
 def test_chat(client, engine):
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "The baker came"}, {"type": "text", "text": " home."}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "The baker came"},
+                {"type": "text", "text": " home."},
+            ],
+        }
     ]
-    wanted = engine.submit([{"role": "user", "content": "The baker came home."}], chat=True, max_new_tokens=10).result()
+    wanted = engine.submit(
+        [{"role": "user", "content": "The baker came home."}], chat=True, max_new_tokens=10
+    ).result()
     made = client.chat.completions.create(messages=messages, max_completion_tokens=10, **GREEDY)
     assert made.choices[0].message.content == wanted.text
     stream = client.chat.completions.create(messages=messages, max_tokens=10, stream=True, **GREEDY)
@@ -80,7 +92,9 @@ def test_chat(client, engine):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
     unlimited = client.chat.completions.create(messages=messages, stop=[wanted.text[4:8]], **GREEDY)
-    assert unlimited.choices[0].message.content == wanted.text[: wanted.text.index(wanted.text[4:8])]
+    assert (
+        unlimited.choices[0].message.content == wanted.text[: wanted.text.index(wanted.text[4:8])]
+    )
     assert unlimited.choices[0].finish_reason == "stop"
 
 
@@ -90,18 +104,25 @@ def test_choices_draw_for_themselves_and_a_seed_repeats(client):
     texts = [choice.text for choice in first.choices]
     assert len(set(texts)) == 3
     assert texts == [choice.text for choice in second.choices]
-    larger = client.completions.create(**options | {"seed": 5 + 2**32, "n": 1})  # of 32 bits, as JAX's
+    larger = client.completions.create(
+        **options | {"seed": 5 + 2**32, "n": 1}
+    )  # of 32 bits, as JAX's
     assert larger.choices[0].text == texts[0]
     client.completions.create(model=NAME, prompt=TEXT, max_tokens=1, seed=2**32 - 1, n=2)
     for seed in (2**31, 2**63 - 1):
         assert client.completions.create(**(options | {"seed": seed})).choices
-    unseeded = {client.completions.create(model=NAME, prompt=TEXT, max_tokens=12).choices[0].text for _ in range(2)}
+    unseeded = {
+        client.completions.create(model=NAME, prompt=TEXT, max_tokens=12).choices[0].text
+        for _ in range(2)
+    }
     assert len(unseeded) == 2
 
 
 def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, engine):
     ids = engine.model.encode(TEXT)
-    made = client.completions.create(prompt=[ids], max_tokens=1, logprobs=1, echo=True, **GREEDY).choices[0]
+    made = client.completions.create(
+        prompt=[ids], max_tokens=1, logprobs=1, echo=True, **GREEDY
+    ).choices[0]
     scores = made.logprobs
     assert len(scores.tokens) == len(ids) + 1
     assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
@@ -112,10 +133,18 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
     assert made.text.startswith(TEXT)
     lengths = [0, *map(len, scores.tokens[1:-1])]  # the text lacks "<s>"
     assert scores.text_offset == [0, *itertools.accumulate(lengths)]
-    prompt = client.completions.create(prompt=[ids], max_tokens=0, logprobs=1, echo=True, **GREEDY).choices[0].logprobs
+    prompt = (
+        client.completions.create(prompt=[ids], max_tokens=0, logprobs=1, echo=True, **GREEDY)
+        .choices[0]
+        .logprobs
+    )
     assert prompt.token_logprobs == scores.token_logprobs[:-1]
     chat = client.chat.completions.create(
-        messages=[{"role": "user", "content": TEXT}], max_tokens=3, logprobs=True, top_logprobs=2, **GREEDY
+        messages=[{"role": "user", "content": TEXT}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+        **GREEDY,
     )
     content = chat.choices[0].logprobs.content
     assert [len(token.top_logprobs) for token in content] == [2, 2, 2]
@@ -200,15 +229,21 @@ def test_who_goes_away_is_not_waited_for(client, port, engine):
     settled(engine, running=0, aborted=aborted + 1)
     connection = http.client.HTTPConnection("127.0.0.1", port)
     body = {"prompt": TEXT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}"}
+    )
     settled(engine, running=1)
     connection.close()
     settled(engine, running=0, aborted=aborted + 2)
 
 
 def events(engine, body: dict, failing: bool = False) -> list[bytes]:
-    """The parts of a stream's answer, without a server between; `failing`: the client has gone before the first."""
-    parts, request = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    """The parts of a stream's answer, without a server between; `failing`: the client has gone
+    before the first."""
+    parts, request = (
+        [],
+        [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}],
+    )
 
     async def receive():
         if request:
@@ -220,8 +255,18 @@ def events(engine, body: dict, failing: bool = False) -> list[bytes]:
             raise OSError("the client has gone")
         parts.append(message.get("body", b""))
 
-    about = {"asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http"}
-    about |= {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    about = {
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "scheme": "http",
+    }
+    about |= {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [],
+    }
     with contextlib.suppress(ClientDisconnect, ZeroDivisionError):  # for the server's log
         asyncio.run(asyncio.wait_for(make_app(engine, NAME)(about, receive, send), 60))
     return parts
@@ -229,15 +274,24 @@ def events(engine, body: dict, failing: bool = False) -> list[bytes]:
 
 def test_a_stream_that_nobody_reads_is_not_made(engine):
     aborted = settled(engine, running=0, waiting=0).aborted
-    events(engine, {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True}, failing=True)
+    events(
+        engine,
+        {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "stream": True},
+        failing=True,
+    )
     settled(engine, running=0, waiting=0, aborted=aborted + 1)
 
 
 def test_a_stream_ends_where_the_engine_fails():
     engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=128, chunk=64)
     engine._batch.step = lambda *_: 1 / 0
-    *_, last = events(engine, {"prompt": "ab12,?ab", "max_tokens": 20, "ignore_eos": True, "stream": True})
-    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server failed: ZeroDivisionError"
+    *_, last = events(
+        engine, {"prompt": "ab12,?ab", "max_tokens": 20, "ignore_eos": True, "stream": True}
+    )
+    assert (
+        json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        == "the server failed: ZeroDivisionError"
+    )
     engine.close()
 
 
@@ -254,7 +308,9 @@ def test_health_metrics_and_the_page(port, engine):
     assert answer(port, "/health", key=None) == (200, {"status": "ok"})
     warmed(port)
     figures = dict(
-        line.split(" ") for line in answer(port, "/metrics", key=None)[1].splitlines() if not line.startswith("#")
+        line.split(" ")
+        for line in answer(port, "/metrics", key=None)[1].splitlines()
+        if not line.startswith("#")
     )
     now = engine.stats()
     assert float(figures["kvqjax_rows"]) == 3
@@ -280,7 +336,9 @@ def test_a_shutdown_says_which_answers_it_cut():
     engine = kvq.Engine(kvq.load("demo"), "exact", rows=1, capacity=2048, chunk=64, prefixes=0)
     body = {"prompt": TEXT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
     with Running(engine) as port, ThreadPoolExecutor() as threads:
-        ask = lambda stream: threads.submit(answer, port, "/v1/completions", body | {"stream": stream}, None)  # noqa: E731
+        ask = lambda stream: threads.submit(
+            answer, port, "/v1/completions", body | {"stream": stream}, None
+        )  # noqa: E731
         warmed(port)
         whole = ask(False)
         settled(engine, running=1)
@@ -293,11 +351,15 @@ def test_a_shutdown_says_which_answers_it_cut():
         status, refused = late.result()
         assert (status, refused["error"]["type"]) == (503, "server_error")
         *_, last = late_stream.result()[1].strip().split("\n\n")
-        assert json.loads(last.removeprefix("data: "))["error"]["message"] == refused["error"]["message"]
+        assert (
+            json.loads(last.removeprefix("data: "))["error"]["message"]
+            == refused["error"]["message"]
+        )
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path):
-    """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one line."""
+    """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one
+    line."""
     words = [
         "serve",
         "-m",
@@ -320,11 +382,18 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         about = json.loads(process.stdout.readline())
         first, second = process.stderr.readline(), process.stderr.readline()
         port = int(re.search(r"http://127.0.0.1:(\d+)/v1", second)[1])
-        assert re.match(r"recall through kivi:bits=4,window=32: \d+ rows of 128 tokens, .* bits a number", first)
+        assert re.match(
+            r"recall through kivi:bits=4,window=32: \d+ rows of 128 tokens, .* bits a number", first
+        )
         assert (about["address"], about["capacity"]) == (f"http://127.0.0.1:{port}/v1", 128)
-        status, made = answer(port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0})
+        status, made = answer(
+            port, "/v1/completions", {"prompt": "ab12,cd34,?cd", "max_tokens": 2, "temperature": 0}
+        )
         process.terminate()
-        assert process.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn ends by the signal once all is closed
+        assert process.wait(timeout=60) in (
+            0,
+            -signal.SIGTERM,
+        )  # uvicorn ends by the signal once all is closed
     assert (status, made["choices"][0]["text"]) == (200, "34")
     assert (tmp_path / "prefixes" / "prefixes-1" / "description.json").exists()
     small = [*command, "--pool", "1K"]

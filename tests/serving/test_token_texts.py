@@ -1,4 +1,5 @@
-"""What answers say of single tokens, through a tokenizer of the SentencePiece kind and one over bytes."""
+"""What answers say of single tokens, through a tokenizer of the SentencePiece kind and one over
+bytes."""
 
 import threading
 
@@ -50,7 +51,8 @@ def joined(tokens):
 
 
 def test_a_token_is_not_named_as_another(engine):
-    """A drawn word and the same with a blank, a byte and its letter, and two parts of one character."""
+    """A drawn word and the same with a blank, a byte and its letter, and two parts of one
+    character."""
     ids = engine.model.tokenizer.get_vocab()
     blank, word = ("▁the", "the") if "▁the" in ids else ("Ġthe", "the")
     texts = AnswerScores(engine.model, [ids["old"]])
@@ -228,7 +230,8 @@ def test_what_is_no_text(port, path, body, status, message):
 
 
 @pytest.mark.parametrize(
-    "template", [[{"name": "rag", "template": "A"}], "{{ 1 // 0 }}", "{{ messages[0].content + 1 }}"]
+    "template",
+    [[{"name": "rag", "template": "A"}], "{{ 1 // 0 }}", "{{ messages[0].content + 1 }}"],
 )
 def test_a_template_that_fails_is_400(tmp_path, template):
     folder = write_model(tmp_path, byte_level(), chat_template=template)
