@@ -128,7 +128,7 @@ class CacheLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does,
-        once."""
+        once. `loglikelihood_rolling` puts the begin token before these ids."""
         if add_special_tokens is None:
             add_special_tokens = not (
                 self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token)
@@ -173,7 +173,9 @@ class CacheLM(TemplateLM):
         return [scores[number] for number in range(len(rows))]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in disjoint windows of `max_length` tokens."""
+        """Log-probability of each whole text, in disjoint windows of `max_length` tokens. As in the
+        harness's own models, a text is scored behind the begin token. Where the tokenizer writes
+        one itself, it is scored too."""
         options = {
             "prefix_token": self.prefix_token_id,
             "max_seq_len": self.max_length,

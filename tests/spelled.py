@@ -1,5 +1,4 @@
-"""A small random model in a folder, whose tokenizer writes blanks as SentencePiece does, or bytes
-as GPT-2 does."""
+"""A small random model in a folder, with a tokenizer of SentencePiece's kind or one over bytes."""
 
 import json
 from pathlib import Path
@@ -63,8 +62,7 @@ def _named(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, **settings) -> Path:
-    """Write a random model of one layer with a tokenizer; `settings` are further ones of
-    tokenizer_config.json."""
+    """Write a random model of one layer with a tokenizer and its `settings`."""
     sizes = {
         "width": 16,
         "mlp_width": 16,

@@ -38,7 +38,7 @@ from kvqjax.cli.prompts import read_prompts
 from kvqjax.generation.decoding import Generated, stream
 from kvqjax.generation.decoding import generate as generate_text
 from kvqjax.generation.prompt_chunks import AUTO
-from kvqjax.generation.prompt_ids import encode_prompts, require_trained, room_of
+from kvqjax.generation.prompt_ids import continued_ids, encode_prompts, require_trained, room_of
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
@@ -116,7 +116,7 @@ def _end_ids(model: Model, ends: list[str]) -> list[int] | None:
     ids = []
     for text in ends:
         number = whole_number(text)
-        named = model.encode(text, add_special_tokens=False) if number is None else [number]
+        named = continued_ids(model, text) if number is None else [number]
         if len(named) != 1:
             raise UserError(
                 f"--end {text!r} is {len(named)} tokens; wanted one, by its id or text; --stop takes text"

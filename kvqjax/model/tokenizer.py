@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +33,9 @@ READ_FILES = (
     "tokenizer*", "tekken*", "vocab*", "merges*", "*.model", "*.spm", "*.tiktoken", "*.jinja", "chat_template*",
     "special_tokens_map.json", "added_tokens.json", "config.json",
 )  # fmt: skip
+# Threads of a server may ask for a tokenizer at once, and transformers cannot be imported by two at
+# once.
+_OPENING = threading.RLock()
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -398,11 +402,12 @@ class Tokenizer:
 
     def _take_substitute(self) -> Any:
         """Transformers' tokenizer of the folder, which answers from now on."""
-        if self._substitute is None:
-            if self._files:
-                _check_unchanged(self._folder, self._files)
-            vars(self)["_substitute"] = _transformers(self._folder)
-        return self._substitute
+        with _OPENING:
+            if self._substitute is None:
+                if self._files:
+                    _check_unchanged(self._folder, self._files)
+                vars(self)["_substitute"] = _transformers(self._folder)
+            return self._substitute
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_folder", "_parts", "_files", "_substitute"):
@@ -646,7 +651,8 @@ def open_tokenizer(folder: str, files: tuple[FileState, ...] = ()) -> Any:
         UserError: for a folder without a tokenizer, with a damaged one, or with other files than
             `files`.
     """
-    return _open_once(folder, files or tokenizer_files(folder))
+    with _OPENING:
+        return _open_once(folder, files or tokenizer_files(folder))
 
 
 @functools.lru_cache(maxsize=8)

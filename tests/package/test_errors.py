@@ -149,6 +149,28 @@ def foreign_tokenizer(tmp_path, monkeypatch, recall):
     kvq.generate(kvq.load(folder), "It was late in the evening")
 
 
+def changed_tokenizer(tmp_path, monkeypatch, recall):
+    folder = whole(tmp_path)
+    model = kvq.load(folder)
+    (folder / "chat_template.jinja").write_text("A")
+    kvq.generate(model, "ab12")
+
+
+def long_text(tmp_path, monkeypatch, recall):
+    kvq.generate(kvq.load("demo"), "the " * 100_000, capacity=64)
+
+
+def with_template(template):
+    """Generate through a chat template that the tokenizer's settings hold."""
+
+    def provoke(tmp_path, monkeypatch, recall):
+        file = whole(tmp_path) / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+        kvq.generate(kvq.load(file.parent), "ab12", chat=True)
+
+    return provoke
+
+
 def over_four() -> jax.sharding.NamedSharding:
     """A matrix whose inputs four devices share out."""
     return jax.sharding.NamedSharding(
@@ -351,6 +373,9 @@ CASES = {
     "GGUF codes without their decoder": gguf_file(lambda data: data, installed=False),
     "no tokenizer": no_tokenizer,
     "tokenizer of another model": foreign_tokenizer,
+    "tokenizer's files that changed behind a loaded model": changed_tokenizer,
+    "several chat templates": with_template([{"name": "tool_use", "template": "A"}]),
+    "template that fails": with_template("{{ raise_exception('roles must alternate') }}"),
     "weights that are not finite": lambda *_: kvq.generate(
         broken(tiny()), [[1, 2, 3]], max_new_tokens=2
     ),
@@ -385,6 +410,7 @@ CASES = {
     "text beyond what the model was trained for": generating([[1, 2, 3]], max_new_tokens=2048),
     "end token that the model lacks": generating([[1]], eos_ids=[64]),
     "empty stop string": generating([[1]], stop=["a", ""]),
+    "text that cannot fit, whatever its tokens are": long_text,
     "prompt beyond the capacity": generating([[1, 2, 3]], capacity=32),
     "tokens for another batch": forwarding(jnp.ones((1, 3), int), jnp.asarray([3])),
     "more tokens counted than given": forwarding(jnp.ones((2, 3), int), jnp.asarray([4, 0])),

@@ -1,7 +1,6 @@
 """What answers say of single tokens, through a tokenizer of the SentencePiece kind and one over
 bytes."""
 
-import json
 import threading
 
 import openai
@@ -230,14 +229,18 @@ def test_what_is_no_text(port, path, body, status, message):
     assert answer(port, path, body, key=None)[0] == 401
 
 
-def test_a_template_that_fails_is_400(port):
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}], "name": {}}]}
-    assert answer(port, "/v1/chat/completions", body | {"max_tokens": 1})[0] == 200
-    with_number = {
-        "messages": [{"role": "user", "content": "the"}, {"role": "user", "content": "\ud800"}]
-    }
-    status, made = answer(port, "/v1/chat/completions", json.dumps(with_number).encode())
-    assert (status, made["error"]["type"]) == (400, "invalid_request_error")
+@pytest.mark.parametrize(
+    "template",
+    [[{"name": "rag", "template": "A"}], "{{ 1 // 0 }}", "{{ messages[0].content + 1 }}"],
+)
+def test_a_template_that_fails_is_400(tmp_path, template):
+    folder = write_model(tmp_path, byte_level(), chat_template=template)
+    engine = kvq.Engine(kvq.load(folder), "exact", rows=2, capacity=128, chunk=32, stride=4)
+    body = {"messages": [{"role": "user", "content": "the"}]}
+    with Running(engine) as port:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            status, made = answer(port, path, body, key=None)
+            assert (status, "chat template" in made["error"]["message"]) == (400, True), made
 
 
 def test_a_prompt_that_is_encoded_for_long_holds_up_no_other(port, engine, monkeypatch):
