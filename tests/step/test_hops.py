@@ -10,15 +10,16 @@ from tiny import tiny
 import kvqjax as kvq
 
 
-def files_of(spec: str) -> set[str]:
-    """The library's files of which a function is called while a step is traced; planning was done
-    before."""
+def files_of(call, spec: str, length: int) -> set[str]:
+    """The library's files of which a function is called while `call` is traced for `length` new
+    tokens; planning was done before."""
     model = tiny()
     cache = kvq.init_cache(model, spec, 2, 1024)
-    arguments = model, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32), cache
+    counts = jnp.full(2, length, jnp.int32)
+    arguments = model, jnp.zeros((2, length), jnp.int32), counts, cache
 
     def trace():
-        return jax.eval_shape(lambda *x: kvq.forward(*x), *arguments)
+        return jax.eval_shape(lambda *x: call(*x), *arguments)
 
     trace()
     found = set()
@@ -44,6 +45,12 @@ def files_of(spec: str) -> set[str]:
 # These numbers may only fall.
 @pytest.mark.parametrize(("spec", "most"), [("exact", 21), ("kivi:bits=2,window=32", 24)])
 def test_a_decode_step_passes_through_few_files(spec, most):
-    found = files_of(spec)
+    found = files_of(kvq.forward, spec, 1)
     assert {"kvqjax.step.forward", "kvqjax.cache.attention", "kvqjax.cache.append"} <= found
     assert len(found) <= most, "\n".join(sorted(found))
+
+
+def test_a_prompt_passes_through_few_files():
+    found = files_of(kvq.prefill, "kivi:bits=2,window=32", 200)
+    assert {"kvqjax.step.prompt", "kvqjax.cache.append"} <= found
+    assert len(found) <= 21, "\n".join(sorted(found))
