@@ -34,6 +34,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
     "web_search_options": (None,),
 }
 # Fields that completions and chat share: options of `Engine.submit` of the same names, and their
