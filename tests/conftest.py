@@ -8,9 +8,11 @@ otherwise; tests/cache/test_cache_memory.py compiles as users do in any case. Wh
 worker (`--dist loadfile` in the Makefile), for the tests of a file share programs.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -59,6 +61,7 @@ MAPS = Path("/proc/self/maps")
 # workers share 24.
 MOST_BYTES = 4 * 2**30
 PAGES = Path("/proc/self/statm")
+UNDER_WAY = 30  # seconds that a program takes to be written, at most
 
 NIGHTLY = {
     line
@@ -87,11 +90,24 @@ def pytest_runtest_teardown(item, nextitem):
     """Let go of programs before there are too many, or too large ones; those needed again come from
     the folder."""
     leaves = nextitem is None or nextitem.path != item.path
+    if leaves:
+        _clear_remains()
     many = leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS
     if many or _held_bytes() > MOST_BYTES:
         jax.clear_caches()
         gc.collect()
         _give_back()
+
+
+def _clear_remains() -> None:
+    """Delete programs without the marker of the time of their use, which a killed process leaves in
+    the folder. A single one of them keeps JAX from writing any other, so that all that follows
+    would be compiled anew. Younger ones may be under way."""
+    for program in CACHE_FOLDER.glob("*-cache"):
+        marker = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        with contextlib.suppress(OSError):  # the other worker may delete it first
+            if not marker.exists() and time.time() - program.stat().st_mtime > UNDER_WAY:
+                program.unlink()
 
 
 def _held_bytes() -> int:
