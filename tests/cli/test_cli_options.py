@@ -153,7 +153,7 @@ DIGITS = "9" * 5000  # more than int() reads
         (["serve", "--host", ""], "names no address"),
         (["generate", "-p", "a", "--processes", "2"], "need --coordinator"),
         (["generate", "-p", "a", "--process", "1"], "need --coordinator"),
-        (["generate", "-p", "word " * 50_000], "go beyond the"),
+        (["generate", "-p", "word " * 50_000], "tokens or more, and 2048 fit at most"),
         (["tune", "--budget", "two", "--out", "never-made"], "budget 'two'"),
         (["tune", "--budget", "1e999", "--out", "never-made"], "budget '1e999'"),
         (

@@ -164,14 +164,14 @@ def test_half_a_surrogate_pair_is_repaired_and_said(tmp_path):
 
 
 UNUSABLE = {
-    "object.json": (b'{"a": {"b": 1}}', "none of the fields text, prompt, messages"),
-    "object.txt": (b'{"a": 1}\n', "object.txt, line 1: none of the fields"),
+    "object.json": (b'{"a": {"b": 1}}', "none of them is text, prompt, messages"),
+    "object.txt": (b'{"a": 1}\n', "object.txt, line 1: has the fields a; none of them is"),
     "numbers.json": (b"[1, 2]", "neither text nor messages, but int"),
     "half.json": (b'[{"text": "a"},', "half.json: not readable as JSON: line 1, column"),
     "half.jsonl": (b'{"text": "a"}\n{"text": ', "half.jsonl, line 2: not JSON"),
     "comma.json": (b'{"text": "a",}', "comma.json: not readable as JSON: line 1"),
     "ids.jsonl": (b'{"text": [1, 2]}\n', "token ids"),
-    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: none of the fields .*: body"),
+    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: has the fields body; none of them is"),
     "none.jsonl": (b'{"text": ""}\n{"text": null}\n', "no text"),
     "x.parquet": (b"PAR1 and no more", "cannot be read as Parquet"),
     "picture.jsonl": (
@@ -179,7 +179,7 @@ UNUSABLE = {
         "only text is read",
     ),
     "role.jsonl": (b'{"messages": [{"role": 1, "content": "a"}]}\n', "no usable role"),
-    "x.csv": (b"a,b\n1,2\n", "none of the fields text, .*: a, b"),
+    "x.csv": (b"a,b\n1,2\n", "has the fields a, b; none of them is text"),
 }
 
 
@@ -198,7 +198,7 @@ def test_splits_are_chosen_not_guessed(tmp_path):
     datasets = pytest.importorskip("datasets")
     parts = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    with pytest.raises(kvq.UserError, match=r"has the splits train, test; choose with .*--split"):
+    with pytest.raises(kvq.UserError, match=r"has the splits train, test; choose with split="):
         read(tmp_path / "saved")
     with pytest.raises(kvq.UserError, match="no split 'dev'; it has train, test"):
         read(tmp_path / "saved", split="dev")
