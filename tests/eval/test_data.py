@@ -171,7 +171,10 @@ UNUSABLE = {
     "half.jsonl": (b'{"text": "a"}\n{"text": ', "half.jsonl, line 2: not JSON"),
     "comma.json": (b'{"text": "a",}', "comma.json: not readable as JSON: line 1"),
     "ids.jsonl": (b'{"text": [1, 2]}\n', "token ids"),
-    "other.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: has the fields body; none of them is"),
+    "other.jsonl": (
+        b'{"text": "a"}\n{"body": "b"}\n',
+        "line 2: has the fields body; none of them is",
+    ),
     "none.jsonl": (b'{"text": ""}\n{"text": null}\n', "no text"),
     "x.parquet": (b"PAR1 and no more", "cannot be read as Parquet"),
     "picture.jsonl": (
