@@ -341,7 +341,7 @@ def test_a_special_token_is_a_stop_string_by_its_text(kind):
 def test_what_cannot_be_a_stop_string_is_refused():
     with pytest.raises(kvq.UserError, match="empty stop string"):
         Detokenizer(tokenizer_of("llama2"), [1], ["a", ""])
-    with pytest.raises(kvq.UserError, match="eos_ids takes the ids"):
+    with pytest.raises(kvq.UserError, match="takes the ids of tokens"):
         Detokenizer(tokenizer_of("llama2"), [1], [7])
     with pytest.raises(kvq.UserError, match="need a tokenizer"):
         Detokenizer(None, [1], "a")
