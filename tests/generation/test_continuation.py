@@ -256,7 +256,7 @@ def test_token_ids_need_no_tokenizer(tmp_path, monkeypatch):
     assert [piece.text for piece in kvq.stream(model, ids, max_new_tokens=4)] == [[""], [""]]
     assert kvq.speculate(model, ids, max_new_tokens=4).tokens == wanted.tokens
     assert kvq.beam_search(model, ids, beams=1, max_new_tokens=4).tokens[0] == wanted.tokens
-    monkeypatch.setattr(loop, "_prefill", None)  # nothing may run
+    monkeypatch.setattr(loop, "prefill_donated", None)  # nothing may run
     for given in (
         {"prompts": ids, "stop": ["a"]},
         {"prompts": "ab"},
