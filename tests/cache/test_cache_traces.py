@@ -14,7 +14,7 @@ def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32")
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 50, n).tolist() for n in (5, 13, 9)]
-    programs = (generation._prefill, generation.first_token, generation.decode_steps)
+    programs = (generation.prefill_donated, generation.first_token, generation.decode_steps)
     before = [p._cache_size() for p in programs]
     out = kvq.generate(model, prompts, method, max_new_tokens=500, capacity=1024)
     assert [len(t) for t in out.tokens] == [500] * 3
@@ -26,7 +26,7 @@ def test_prompts_of_one_bucket_share_a_program():
     sizes = []
     for length in (17, 25, 32, 33, 40):
         kvq.generate(model, [[1] * length], method, max_new_tokens=2, capacity=256)
-        sizes.append(generation._prefill._cache_size())
+        sizes.append(generation.prefill_donated._cache_size())
     assert sizes[0] == sizes[1] == sizes[2] == sizes[3] - 1 == sizes[4] - 1
 
 
@@ -42,7 +42,7 @@ def test_how_many_tokens_are_wanted_is_data():
     """The same prompt and, of its bucket, another; the capacity is chosen by buckets too."""
     model, functions = (
         tiny(),
-        (generation._prefill, generation.first_token, generation.decode_steps),
+        (generation.prefill_donated, generation.first_token, generation.decode_steps),
     )
     kvq.generate(model, [[1] * 180], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
@@ -53,14 +53,17 @@ def test_how_many_tokens_are_wanted_is_data():
 
 
 def test_beams_and_drafts_share_their_programs_too():
-    model, functions = tiny(), (speculation._prefill, speculation._first, speculation._rounds)
+    model, functions = (
+        tiny(),
+        (speculation.prefill_donated, speculation._first, speculation._rounds),
+    )
     kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=65, eos_ids=())
     before = programs(*functions)
     for new in (66, 80, 100):
         out = kvq.speculate(model, [[1] * 20], METHOD, max_new_tokens=new, eos_ids=())
         assert [len(row) for row in out.tokens] == [new]
     assert programs(*functions) == before
-    functions = beam._prefill, beam._begin, beam._search
+    functions = beam.prefill_donated, beam._begin, beam._search
     kvq.beam_search(model, [[1] * 20], METHOD, beams=2, max_new_tokens=33, eos_ids=())
     before = programs(*functions)
     for new in (34, 50, 64):
@@ -73,7 +76,7 @@ def test_a_few_short_prompts_share_a_batch():
     """Rows without a prompt raise no flag, and the cache that comes back has none of them."""
     model, functions = (
         tiny(),
-        (generation._prefill, generation.first_token, generation.decode_steps),
+        (generation.prefill_donated, generation.first_token, generation.decode_steps),
     )
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     whole = kvq.generate(model, prompts, METHOD, max_new_tokens=40, eos_ids=())

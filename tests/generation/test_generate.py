@@ -60,13 +60,13 @@ def test_stride_does_not_change_the_answer():
 
 
 def test_programs_are_one_per_bucket_and_none_per_step():
-    generation._prefill.clear_cache()
+    generation.prefill_donated.clear_cache()
     generation.decode_steps.clear_cache()
     for length in (3, 9, 16):
         kvq.generate(tiny(), [list(range(length))], max_new_tokens=8, capacity=256)
-    assert generation._prefill._cache_size() == 1
+    assert generation.prefill_donated._cache_size() == 1
     kvq.generate(tiny(), [list(range(17))], max_new_tokens=8, capacity=256)
-    assert generation._prefill._cache_size() == 2
+    assert generation.prefill_donated._cache_size() == 2
     assert generation.decode_steps._cache_size() == 1
     assert [bucket(n) for n in (1, 16, 17, 512, 513, 1025)] == [16, 16, 32, 512, 1024, 1536]
 
