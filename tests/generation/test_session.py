@@ -222,7 +222,7 @@ def test_what_does_not_fit_leaves_the_session_as_it_was(model):
     talk(session, TURNS[:1])
     before, history = np.array(session.cache.lengths), session.history
     with pytest.raises(
-        kvq.UserError, match=r"conversation of 78 tokens and 12 new ones .* capacity of 64"
+        kvq.UserError, match=r"a prompt of 78 tokens and 12 new ones .* capacity of 64"
     ):
         session.send("ab" * 24)
     assert (session.cache.lengths.tolist(), session.history) == (before.tolist(), history)

@@ -70,7 +70,7 @@ BROKEN = {
         lambda f: edit(
             f, lambda t: t.update({"multi_modal_projector.norm.weight": np.zeros(4, np.float32)})
         ),
-        r"tensor 'multi_modal_projector.norm.weight' is of the vision part .1 such.*text_only=True .--text-only. loads",
+        r"tensor 'multi_modal_projector.norm.weight' is of the vision part .1 such.*text_only=True loads",
     ),
     "truncated": (
         truncate,
