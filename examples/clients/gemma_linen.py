@@ -1,6 +1,5 @@
-"""A Gemma in flax.linen in the manner of its own library: capped scores, every other layer with a
-sliding window, norms before and after attention, prompts padded on the right.
-`python examples/clients/gemma_linen.py`.
+"""A Gemma in flax.linen in the manner of its own library: capped scores, every other layer with a sliding window, norms
+before and after attention, prompts padded on the right. `python examples/clients/gemma_linen.py`.
 
 The model passes a dictionary of layers' arrays through every call, and a mask of the places that
 each token sees. The lines that use kvqjax end with `# kvqjax`.
@@ -10,18 +9,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import parts
 from flax import linen as nn
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
+import parts
 from kvqjax.flax_bridge import ForwardPass, linen_cache  # kvqjax
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SOFTCAP, WINDOWS = 20.0, (None, 24)  # tokens that layers see before each; None: all
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope(), sliding_window=WINDOWS)  # kvqjax
-LARGE = nn.initializers.normal(
-    2 / WIDTH**0.5
-)  # so that attention looks at few tokens, which decide on the next one
+LARGE = nn.initializers.normal(2 / WIDTH**0.5)  # so that attention looks at few tokens, which decide on the next one
 
 
 class Attention(nn.Module):
@@ -30,10 +27,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, positions, cache, mask, kv):
         heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
-        q, k, v = (
-            nn.DenseGeneral((n, SIZE), use_bias=False, kernel_init=LARGE, name=p)(x)
-            for p, n in heads.items()
-        )
+        q, k, v = (nn.DenseGeneral((n, SIZE), use_bias=False, kernel_init=LARGE, name=p)(x) for p, n in heads.items())
         if kv is not None:  # kvqjax
             out = kv[self.layer].attend(q, k, v, softcap=SOFTCAP)  # kvqjax
         else:
@@ -45,23 +39,15 @@ class Attention(nn.Module):
                 "end_index": end + x.shape[1],
             }
             if WINDOWS[self.layer] is not None:
-                mask = mask & (
-                    cache["positions"][:, None] > positions[..., None] - WINDOWS[self.layer]
-                )
+                mask = mask & (cache["positions"][:, None] > positions[..., None] - WINDOWS[self.layer])
             out = parts.attention(q, cache["k"], cache["v"], mask, SOFTCAP)
-        return nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, kernel_init=LARGE, name="o")(
-            out
-        ), cache
+        return nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, kernel_init=LARGE, name="o")(out), cache
 
 
 class Gemma(nn.Module):
     @nn.compact
     def __call__(self, tokens, positions, valid, cache=None, mask=None, constants=None):
-        kv = (
-            None
-            if cache
-            else ForwardPass(linen_cache(self), valid, constants=constants, store=True)
-        )  # kvqjax
+        kv = None if cache else ForwardPass(linen_cache(self), valid, constants=constants, store=True)  # kvqjax
         embed, layers = nn.Embed(VOCAB, WIDTH, name="embed"), {}
         h = embed(tokens) * WIDTH**0.5
         for i in range(LAYERS):
@@ -70,23 +56,13 @@ class Gemma(nn.Module):
             out, layers[name] = attention(parts.norm(h), positions, cache and cache[name], mask, kv)
             h = h + parts.norm(out)
         last = jnp.take_along_axis(h, jnp.maximum(valid.sum(1) - 1, 0)[:, None, None], 1)[:, 0]
-        return nn.Dense(VOCAB, use_bias=False, kernel_init=LARGE, name="head")(
-            parts.norm(last)
-        ), layers
+        return nn.Dense(VOCAB, use_bias=False, kernel_init=LARGE, name="head")(parts.norm(last)), layers
 
 
 def own_cache(batch: int) -> dict:
     """Make the model's own cache: arrays of all places of each layer."""
     size = batch, CAPACITY, KV_HEADS, SIZE
-
-    def layer():
-        return {
-            "k": jnp.zeros(size),
-            "v": jnp.zeros(size),
-            "positions": jnp.zeros(size[:2], int),
-            "end_index": 0,
-        }
-
+    layer = lambda: {"k": jnp.zeros(size), "v": jnp.zeros(size), "positions": jnp.zeros(size[:2], int), "end_index": 0}  # noqa: E731
     return {f"layer_{i}": layer() for i in range(LAYERS)}
 
 
@@ -113,19 +89,14 @@ def decode(params, rows, count: int, cache, constants=None):
     for _ in range(count):
         new, cache = step(params, tokens, positions, valid, seen, cache, constants)
         answers.append(new)
-        tokens, positions = (
-            new[:, None],
-            jnp.asarray([[len(row) + len(answers) - 1] for row in rows]),
-        )
+        tokens, positions = new[:, None], jnp.asarray([[len(row) + len(answers) - 1] for row in rows])
         valid = jnp.ones(tokens.shape, bool)
     return jnp.stack(answers, 1).tolist(), cache
 
 
 def make():
     tokens, mask = jnp.zeros((1, 1), int), jnp.ones((1, 1, CAPACITY), bool)
-    return Gemma().init(jax.random.key(0), tokens, tokens, tokens == 0, own_cache(1), mask)[
-        "params"
-    ]
+    return Gemma().init(jax.random.key(0), tokens, tokens, tokens == 0, own_cache(1), mask)["params"]
 
 
 def plain(params, rows, count: int) -> list[list[int]]:
@@ -141,6 +112,4 @@ def cached(params, rows, count: int, spec: str, constants=None, **mesh):
 
 
 if __name__ == "__main__":
-    print(
-        plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n"
-    )
+    print(plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n")

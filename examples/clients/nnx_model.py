@@ -1,21 +1,19 @@
-"""A Llama in flax.nnx in the manner of bonsai: prompts padded on the left, a cache of Variables
-that each layer writes to at a common cursor. `python examples/clients/nnx_model.py`.
+"""A Llama in flax.nnx in the manner of bonsai: prompts padded on the left, a cache of Variables that each layer writes
+to at a common cursor. `python examples/clients/nnx_model.py`.
 
 The lines that use kvqjax end with `# kvqjax`.
 """
 
 import jax.numpy as jnp
-import parts
 from flax import nnx
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
+import parts
 from kvqjax.flax_bridge import CacheModule  # kvqjax
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope())  # kvqjax
-LARGE = nnx.initializers.normal(
-    2 / WIDTH**0.5
-)  # so that attention looks at few tokens, which decide on the next one
+LARGE = nnx.initializers.normal(2 / WIDTH**0.5)  # so that attention looks at few tokens, which decide on the next one
 
 
 class LayerCache(nnx.Module):
@@ -24,10 +22,7 @@ class LayerCache(nnx.Module):
 
     def __init__(self, batch: int):
         self.k, self.v = (nnx.Cache(jnp.zeros((batch, CAPACITY, KV_HEADS, SIZE))) for _ in "kv")
-        self.valid, self.cursor = (
-            nnx.Cache(jnp.zeros((batch, CAPACITY), bool)),
-            nnx.Cache(jnp.int32(0)),
-        )
+        self.valid, self.cursor = nnx.Cache(jnp.zeros((batch, CAPACITY), bool)), nnx.Cache(jnp.int32(0))
 
 
 class Attention(nnx.Module):
@@ -35,9 +30,7 @@ class Attention(nnx.Module):
         self.layer = layer
         self.q, self.k, self.v, self.o = (
             nnx.Linear(inputs, outputs, use_bias=False, kernel_init=LARGE, rngs=rngs)
-            for inputs, outputs in zip(
-                [WIDTH] * 3 + [HEADS * SIZE], [64, 32, 32, WIDTH], strict=True
-            )
+            for inputs, outputs in zip([WIDTH] * 3 + [HEADS * SIZE], [64, 32, 32, WIDTH], strict=True)
         )
 
     def __call__(self, x, cache, valid):
@@ -57,9 +50,7 @@ class Attention(nnx.Module):
         cache.v[...] = cache.v[...].at[:, places].set(v)
         cache.valid[...] = cache.valid[...].at[:, places].set(valid)
         cache.cursor[...] = start + q.shape[1]
-        mask = cache.valid[...][:, None] & (
-            jnp.arange(CAPACITY)[None, None] <= places[None, :, None]
-        )
+        mask = cache.valid[...][:, None] & (jnp.arange(CAPACITY)[None, None] <= places[None, :, None])
         return parts.attention(q, cache.k[...], cache.v[...], mask)
 
 
@@ -104,13 +95,9 @@ def plain(model: Llama, rows, count: int) -> list[list[int]]:
 
 def cached(model: Llama, rows, count: int, spec: str, constants=None, **mesh):
     """Greedy tokens over a compressed cache, and that cache."""
-    cache = CacheModule(
-        kvq.init_cache(SHAPE, spec, len(rows), CAPACITY, **mesh), constants=constants
-    )  # kvqjax
+    cache = CacheModule(kvq.init_cache(SHAPE, spec, len(rows), CAPACITY, **mesh), constants=constants)  # kvqjax
     return decode(model, rows, count, cache), cache.kv.get_value()
 
 
 if __name__ == "__main__":
-    print(
-        plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n"
-    )
+    print(plain(make(), parts.prompts(), 8), cached(make(), parts.prompts(), 8, "exact")[0], sep="\n")

@@ -21,16 +21,12 @@ def padded(rows: list[list[int]], *, left: bool) -> np.ndarray:
     """Token ids [B, T], the shorter rows padded on one side."""
     longest = max(map(len, rows))
     return np.asarray(
-        [
-            [PAD] * (longest - len(row)) + row if left else row + [PAD] * (longest - len(row))
-            for row in rows
-        ]
+        [[PAD] * (longest - len(row)) + row if left else row + [PAD] * (longest - len(row)) for row in rows]
     )
 
 
 def random_weight(seed: int, *shape: int):
-    """Normal numbers, large enough that attention looks at few tokens and that they decide on the
-    next one."""
+    """Normal numbers, large enough that attention looks at few tokens and that they decide on the next one."""
     return 2 * jax.random.normal(jax.random.key(seed), shape) / np.sqrt(shape[0])
 
 
@@ -47,16 +43,13 @@ def norm(x):
 def rotary(x, positions):
     """Rotate [B, T, heads, D] to its positions [B, T]."""
     half = x.shape[-1] // 2
-    angles = jnp.einsum(
-        "bt,p->btp", positions.astype(jnp.float32), THETA ** (-jnp.arange(half) / half)
-    )[:, :, None]
+    angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), THETA ** (-jnp.arange(half) / half))[:, :, None]
     cos, sin, (a, b) = jnp.cos(angles), jnp.sin(angles), jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def attention(q, k, v, mask, softcap=None):
-    """Attend with queries [B, T, H, D] to keys and values [B, S, K, D] that a mask [B, T, S]
-    shows."""
+    """Attend with queries [B, T, H, D] to keys and values [B, S, K, D] that a mask [B, T, S] shows."""
     batch, length, heads, size = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k) / np.sqrt(size)

@@ -1,36 +1,31 @@
-"""A Llama in flax.nnx for tunix's sampler: the model makes its cache, and each call takes it and
-returns it, with a mask [B, T, cache_size] of the places that each token sees.
+"""A Llama in flax.nnx for tunix's sampler: the model makes its cache, and each call takes it and returns it, with a
+mask [B, T, cache_size] of the places that each token sees.
 `python examples/clients/tunix_sampler.py`.
 
-`sample` below does what tunix's `Sampler` does with a cache, beams included, so that the example
-runs without tunix; the real one takes this model as it is. The lines that use kvqjax end with
-`# kvqjax`.
+`sample` below does what tunix's `Sampler` does with a cache, beams included, so that the example runs without tunix;
+the real one takes this model as it is. The lines that use kvqjax end with `# kvqjax`.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import parts
 from flax import nnx
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
+import parts
 from kvqjax.adapters import tunix  # kvqjax
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope())  # kvqjax
-LARGE = nnx.initializers.normal(
-    2 / WIDTH**0.5
-)  # so that attention looks at few tokens, which decide on the next one
+LARGE = nnx.initializers.normal(2 / WIDTH**0.5)  # so that attention looks at few tokens, which decide on the next one
 
 
 class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.q, self.k, self.v, self.o = (
             nnx.Linear(inputs, outputs, use_bias=False, kernel_init=LARGE, rngs=rngs)
-            for inputs, outputs in zip(
-                [WIDTH] * 3 + [HEADS * SIZE], [64, 32, 32, WIDTH], strict=True
-            )
+            for inputs, outputs in zip([WIDTH] * 3 + [HEADS * SIZE], [64, 32, 32, WIDTH], strict=True)
         )
 
     def __call__(self, x, positions, cache, attention_mask):
@@ -38,15 +33,8 @@ class Attention(nnx.Module):
         if not isinstance(cache, dict):  # kvqjax
             out, cache = cache.attend(q, k, v)  # kvqjax
         else:
-            q, k, end = (
-                parts.rotary(q, positions),
-                parts.rotary(k, positions),
-                cache["end_index"][0],
-            )
-            k, v = (
-                jax.lax.dynamic_update_slice(cache[n], x, (0, end, 0, 0))
-                for n, x in {"k": k, "v": v}.items()
-            )
+            q, k, end = parts.rotary(q, positions), parts.rotary(k, positions), cache["end_index"][0]
+            k, v = (jax.lax.dynamic_update_slice(cache[n], x, (0, end, 0, 0)) for n, x in {"k": k, "v": v}.items())
             out = parts.attention(q, k, v, attention_mask)
             cache = {"k": k, "v": v, "end_index": cache["end_index"] + x.shape[1]}
         return cache, self.o(out.reshape(*x.shape[:2], -1))
@@ -65,13 +53,8 @@ class Llama(nnx.Module):
     def init_cache(self, batch_size, cache_size, dtype):
         if self.spec is not None:  # kvqjax
             return tunix.init_cache(SHAPE, self.spec, batch_size, cache_size, dtype)  # kvqjax
-
-        def blank():
-            return jnp.zeros((batch_size, cache_size, KV_HEADS, SIZE), dtype)
-
-        def layer():
-            return {"k": blank(), "v": blank(), "end_index": jnp.zeros(batch_size, int)}
-
+        blank = lambda: jnp.zeros((batch_size, cache_size, KV_HEADS, SIZE), dtype)  # noqa: E731
+        layer = lambda: {"k": blank(), "v": blank(), "end_index": jnp.zeros(batch_size, int)}  # noqa: E731
         return {f"layer_{i}": layer() for i in range(LAYERS)}
 
     def __call__(self, tokens, positions, cache, attention_mask):
@@ -92,25 +75,18 @@ def _sample(graph, state, tokens, cache, *, count: int, beams: int):
     batch, length = tokens.shape
     causal = jnp.arange(CAPACITY)[None] <= jnp.arange(length)[:, None]
     seen = jnp.pad(valid, ((0, 0), (0, CAPACITY - length)), constant_values=True)
-    logits, cache = model(
-        tokens, jnp.maximum(valid.cumsum(1) - 1, 0), cache, seen[:, None] & causal[None]
-    )
+    logits, cache = model(tokens, jnp.maximum(valid.cumsum(1) - 1, 0), cache, seen[:, None] & causal[None])
     best, new = jax.lax.top_k(jax.nn.log_softmax(logits[:, -1]), beams)
     cache, seen, lengths = (
-        jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), tree)
-        for tree in (cache, seen, valid.sum(1))
+        jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), tree) for tree in (cache, seen, valid.sum(1))
     )
     answers = jnp.zeros((batch * beams, count), int).at[:, 0].set(new.reshape(-1))
 
     def step(n, carry):
         answers, scores, cache = carry
         mask = seen & (jnp.arange(CAPACITY)[None] < length + n)
-        logits, cache = model(
-            answers[:, n - 1][:, None], (lengths + n - 1)[:, None], cache, mask[:, None]
-        )
-        total = (scores.reshape(-1, 1) + jax.nn.log_softmax(logits[:, -1])).reshape(
-            batch, beams * VOCAB
-        )
+        logits, cache = model(answers[:, n - 1][:, None], (lengths + n - 1)[:, None], cache, mask[:, None])
+        total = (scores.reshape(-1, 1) + jax.nn.log_softmax(logits[:, -1])).reshape(batch, beams * VOCAB)
         scores, pick = jax.lax.top_k(total, beams)
         rows = (pick // VOCAB + beams * jnp.arange(batch)[:, None]).reshape(-1)
         answers, cache = jax.tree.map(lambda x: x[rows], (answers, cache))
@@ -121,13 +97,9 @@ def _sample(graph, state, tokens, cache, *, count: int, beams: int):
 
 
 def sample(model: Llama, rows, count: int, beams: int = 1):
-    """The best of `beams` continuations of each prompt, and the cache; with one beam, greedy
-    tokens."""
+    """The best of `beams` continuations of each prompt, and the cache; with one beam, greedy tokens."""
     graph, state = nnx.split(model)
-    tokens, cache = (
-        jnp.asarray(parts.padded(rows, left=True)),
-        model.init_cache(len(rows), CAPACITY, jnp.float32),
-    )
+    tokens, cache = jnp.asarray(parts.padded(rows, left=True)), model.init_cache(len(rows), CAPACITY, jnp.float32)
     answers, cache = _sample(graph, state, tokens, cache, count=count, beams=beams)
     return answers.tolist(), cache
 
