@@ -48,14 +48,16 @@ def _words(node: ast.AST) -> str:
 
 
 def files_that_name(pattern: str) -> set[str]:
-    """The library's files whose code names what matches `pattern` as a whole word."""
+    """The library's files that have, or whose code has, a name that matches `pattern`, a whole
+    word."""
     found, word = set(), re.compile(rf"\b({pattern})\b")
     for lead, folder in _folders().items():
         for path in folder.rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            if word.search(text) and any(
+            is_named = word.search(path.stem) or any(
                 word.search(_words(node)) for node in ast.walk(ast.parse(text))
-            ):
+            )
+            if is_named:
                 found.add(lead + path.relative_to(folder).as_posix())
     return found
 
