@@ -1,10 +1,8 @@
-"""Point the notebooks, and the badges that open them in Colab, at the repository they are published
-in:
+"""Point the notebooks, and the badges that open them in Colab, at the repository they are published in:
 
     python examples/colab.py [https://github.com/OWNER/NAME] [BRANCH]
 
-Without an address that of the git remote `origin` counts. Run it again after a move; nothing else
-knows the address."""
+Without an address that of the git remote `origin` counts. Run it again after a move; nothing else knows the address."""
 
 import json
 import re
@@ -20,13 +18,9 @@ COLAB = "https://colab.research.google.com"
 
 def address(text: str) -> str:
     """https address of a GitHub repository, however git spells it."""
-    found = re.fullmatch(
-        r"(?:https://github\.com/|git@github\.com:)([\w.-]+)/([\w.-]+?)(?:\.git)?/?", text.strip()
-    )
+    found = re.fullmatch(r"(?:https://github\.com/|git@github\.com:)([\w.-]+)/([\w.-]+?)(?:\.git)?/?", text.strip())
     if not found:
-        sys.exit(
-            f"error: {text.strip()!r} is no repository on GitHub, from where Colab opens notebooks"
-        )
+        sys.exit(f"error: {text.strip()!r} is no repository on GitHub, from where Colab opens notebooks")
     return "https://github.com/" + "/".join(found.groups())
 
 
@@ -41,9 +35,7 @@ def with_badge(text: str, line: str) -> str:
     """The text with the badge's line: in the place of an earlier one, or below the title."""
     if BADGE in text:
         return re.sub(rf"^{re.escape(BADGE)}.*", lambda _: line, text, flags=re.MULTILINE)
-    return re.sub(
-        r"^# .*$", lambda title: f"{title[0]}\n\n{line}", text, count=1, flags=re.MULTILINE
-    )
+    return re.sub(r"^# .*$", lambda title: f"{title[0]}\n\n{line}", text, count=1, flags=re.MULTILINE)
 
 
 def point(root: Path, repository: str, branch: str) -> None:
@@ -55,9 +47,7 @@ def point(root: Path, repository: str, branch: str) -> None:
         title["source"] = text.splitlines(keepends=True)
         for cell in book["cells"]:
             text = "".join(cell["source"])
-            text = re.sub(
-                r'^REPOSITORY = ".*?"', f'REPOSITORY = "{repository}"', text, flags=re.MULTILINE
-            )
+            text = re.sub(r'^REPOSITORY = ".*?"', f'REPOSITORY = "{repository}"', text, flags=re.MULTILINE)
             cell["source"] = text.splitlines(keepends=True)
         path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for page in PAGES:

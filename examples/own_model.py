@@ -1,8 +1,6 @@
-"""A Llama in flax.nnx that knows nothing of kvqjax's models, over kvqjax's caches:
-`python examples/own_model.py`.
+"""A Llama in flax.nnx that knows nothing of kvqjax's models, over kvqjax's caches: `python examples/own_model.py`.
 
-The lines that use kvqjax end with `# kvqjax`. Weights and tokenizer are those of the bundled model
-"demo".
+The lines that use kvqjax end with `# kvqjax`. Weights and tokenizer are those of the bundled model "demo".
 """
 
 import json
@@ -35,15 +33,10 @@ class Attention(nnx.Module):
         self.layer, self.size, self.theta = layer, config["head_dim"], config["rope_theta"]
         width, inner = config["hidden_size"], config["num_attention_heads"] * self.size
         self.q_proj, self.o_proj = linear(width, inner), linear(inner, width)
-        self.k_proj, self.v_proj = (
-            linear(width, config["num_key_value_heads"] * self.size) for _ in "kv"
-        )
+        self.k_proj, self.v_proj = (linear(width, config["num_key_value_heads"] * self.size) for _ in "kv")
 
     def __call__(self, x, cache):
-        q, k, v = (
-            p(x).reshape(*x.shape[:2], -1, self.size)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.size) for p in (self.q_proj, self.k_proj, self.v_proj))
         positions = cache.positions(x.shape[1])  # kvqjax
         q, k = rotary(q, positions, self.theta), rotary(k, positions, self.theta)
         out = cache[self.layer].attend(q, k, v)  # kvqjax
@@ -55,11 +48,7 @@ class Block(nnx.Module):
         width, inner = config["hidden_size"], config["intermediate_size"]
         self.input_layernorm, self.post_attention_layernorm = norm(width), norm(width)
         self.self_attn = Attention(config, layer, linear)
-        self.gate_proj, self.up_proj, self.down_proj = (
-            linear(width, inner),
-            linear(width, inner),
-            linear(inner, width),
-        )
+        self.gate_proj, self.up_proj, self.down_proj = linear(width, inner), linear(width, inner), linear(inner, width)
 
     def __call__(self, h, cache):
         h = h + self.self_attn(self.input_layernorm(h), cache)
@@ -90,10 +79,7 @@ class Llama(nnx.Module):
 def load(folder: Path) -> tuple[Llama, dict]:
     """The model of a Hugging Face folder with tied embeddings, and its config."""
     config = json.loads((folder / "config.json").read_text())
-    stored = {
-        name: jnp.asarray(x, jnp.float32)
-        for name, x in load_file(folder / "model.safetensors").items()
-    }
+    stored = {name: jnp.asarray(x, jnp.float32) for name, x in load_file(folder / "model.safetensors").items()}
     model = Llama(config, nnx.Rngs(0))
     model.embed.embedding[...] = stored["model.embed_tokens.weight"]
     model.norm.scale[...] = stored["model.norm.weight"]
@@ -115,13 +101,10 @@ def step(model: Llama, tokens, cache):
 
 
 def generate(model: Llama, config: dict, ids: list[int], count: int, spec: str) -> list[int]:
-    """The `count` tokens that greedy decoding continues `ids` with, over a cache described by
-    `spec`."""
+    """The `count` tokens that greedy decoding continues `ids` with, over a cache described by `spec`."""
     sizes = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
     layers, heads, kv_heads, size = (config[name] for name in sizes)
-    shape = kvq.KVShape(
-        num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=size
-    )  # kvqjax
+    shape = kvq.KVShape(num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=size)  # kvqjax
     cache = CacheModule(kvq.init_cache(shape, spec, batch=1, capacity=len(ids) + count))  # kvqjax
     found, new = [], jnp.asarray([ids])
     for _ in range(count):

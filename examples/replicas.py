@@ -1,18 +1,16 @@
-"""Several `kvqjax serve` behind one address: requests that begin alike go to the same one, which
-keeps their beginning.
+"""Several `kvqjax serve` behind one address: requests that begin alike go to the same one, which keeps their beginning.
 
     KVQJAX_API_KEY=... kvqjax serve --model smollm2 --cache kivi:bits=4 --port 8001      # one on each host or device
     KVQJAX_API_KEY=... kvqjax serve --model smollm2 --cache kivi:bits=4 --port 8002      # as there are
     python examples/replicas.py http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000
 
-Needs `pip install '.[serve]' httpx`. Each server shares the pages of prompts that begin alike, so a
-prompt is read soonest where its beginning was read before. The first characters of a prompt choose
-a server by rendezvous hashing: when one goes away, only its own prompts move. A server that has far
-more requests under way than the others is passed over, and so is one that does not answer, is not
-ready or has a full queue.
+Needs `pip install '.[serve]' httpx`. Each server shares the pages of prompts that begin alike, so a prompt is read
+soonest where its beginning was read before. The first characters of a prompt choose a server by rendezvous hashing:
+when one goes away, only its own prompts move. A server that has far more requests under way than the others is passed
+over, and so is one that does not answer, is not ready or has a full queue.
 
-Bodies, headers and streams pass as they are. Ray Serve, or any load balancer that can hash a part
-of a request, does the same on many hosts.
+Bodies, headers and streams pass as they are. Ray Serve, or any load balancer that can hash a part of a request, does
+the same on many hosts.
 """
 
 import argparse
@@ -72,25 +70,17 @@ class Router:
         mean = sum(self.under_way.values()) / len(self.under_way)
         most = max(FULLER[0] * mean, mean + FULLER[1])
         ranked = sorted(self.under_way, key=weight, reverse=True)
-        return sorted(
-            ranked, key=lambda address: self.under_way[address] > most
-        )  # the order of equals stays
+        return sorted(ranked, key=lambda address: self.under_way[address] > most)  # the order of equals stays
 
 
 async def send(router: Router, client: httpx.AsyncClient, request: Request) -> Response:
     """Pass a request to the first server that takes it, and its answer back as it comes."""
     body = await request.body()
-    headers = {
-        name: value for name, value in request.headers.items() if name.lower() not in BETWEEN_HOSTS
-    }
+    headers = {name: value for name, value in request.headers.items() if name.lower() not in BETWEEN_HOSTS}
     last = JSONResponse({"error": {"message": "no server answers", "type": "server_error"}}, 503)
     for address in router.order(beginning(body)):
         asked = client.build_request(
-            request.method,
-            address + request.url.path,
-            params=request.query_params,
-            headers=headers,
-            content=body,
+            request.method, address + request.url.path, params=request.query_params, headers=headers, content=body
         )
         async with contextlib.AsyncExitStack() as open_request:
             open_request.enter_context(router.counted(address))
@@ -99,24 +89,15 @@ async def send(router: Router, client: httpx.AsyncClient, request: Request) -> R
             except httpx.TransportError:
                 continue
             open_request.push_async_callback(answer.aclose)
-            kept = {
-                name: value
-                for name, value in answer.headers.items()
-                if name.lower() not in BETWEEN_HOSTS
-            }
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in BETWEEN_HOSTS}
             if answer.status_code not in ELSEWHERE:
-                return StreamingResponse(
-                    _pieces(answer, open_request.pop_all()), answer.status_code, kept
-                )
+                return StreamingResponse(_pieces(answer, open_request.pop_all()), answer.status_code, kept)
             last = Response(await answer.aread(), answer.status_code, kept)
     return last
 
 
-async def _pieces(
-    answer: httpx.Response, open_request: contextlib.AsyncExitStack
-) -> AsyncIterator[bytes]:
-    """Yield an answer's pieces. A client that goes away closes this, and with it the request at the
-    server."""
+async def _pieces(answer: httpx.Response, open_request: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
+    """Yield an answer's pieces. A client that goes away closes this, and with it the request at the server."""
     async with open_request:
         async for piece in answer.aiter_bytes():
             yield piece

@@ -9,12 +9,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import parts
 from flax import linen as nn
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
-import parts
 from kvqjax.flax_bridge import ForwardPass, linen_cache  # kvqjax
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SOFTCAP, WINDOWS = 20.0, (None, 24)  # tokens that layers see before each; None: all
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope(), sliding_window=WINDOWS)  # kvqjax

@@ -5,12 +5,12 @@ The lines that use kvqjax end with `# kvqjax`.
 """
 
 import jax.numpy as jnp
+import parts
 from flax import nnx
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
-import parts
 from kvqjax.flax_bridge import CacheModule  # kvqjax
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope())  # kvqjax
 LARGE = nnx.initializers.normal(2 / WIDTH**0.5)  # so that attention looks at few tokens, which decide on the next one

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import parts
 from jax.sharding import NamedSharding, PartitionSpec
+from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 import kvqjax as kvq  # kvqjax
-import parts
-from parts import CAPACITY, HEADS, KV_HEADS, LAYERS, PAD, SIZE, SIZES, VOCAB, WIDTH
 
 SHAPE = kvq.KVShape(**SIZES, rope=kvq.Rope())  # kvqjax
 ACTIVATIONS, BY_HEADS = PartitionSpec("fsdp"), PartitionSpec("fsdp", None, "tp")

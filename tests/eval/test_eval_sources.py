@@ -40,7 +40,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     with pytest.raises(kvq.UserError, match=r"c\.jsonl, line 2: not JSON"):
         list(records(source, tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(kvq.UserError, match=r"pip install datasets.*c\.jsonl.*--folder"):
+    with pytest.raises(kvq.UserError, match=r"pip install datasets.*c\.jsonl.*folder="):
         list(records(source, None))
 
 
