@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from checkpoints import random_params
+from hf_folders import save_params
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.weights import save_params
 
 WORDS = ["the", "model", "serves", "a", "cache", "house", "old"]
 LETTERS = sorted(set("".join(WORDS)) | set("▁.\n"))

@@ -14,7 +14,8 @@ import kvqjax as kvq
 from kvqjax.cache import runs
 from kvqjax.cache.readers import tiles
 from kvqjax.pallas_kernels.forms import CUDNN, Kernels
-from kvqjax.step import forward, prefill
+from kvqjax.step import forward
+from kvqjax.step import prompt as prefill
 from kvqjax.step.prompt import Path, path_of
 
 
