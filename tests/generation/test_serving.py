@@ -1,6 +1,7 @@
 """Serving: continuous batching gives every request the tokens that `generate` gives it; prompts are
 shared."""
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -37,9 +38,7 @@ def test_requests_come_and_go_as_generate_answers_them(example, method):
     ends = (first[1][5], first[3][9])
     wanted = kvq.generate(model, PROMPTS, method, max_new_tokens=NEW, eos_ids=ends).tokens
     assert len({len(tokens) for tokens in wanted}) > 1
-    stopping = model.replace(
-        config=type(model.config)(**{**model.config.__dict__, "eos_ids": ends})
-    )
+    stopping = model.replace(config=dataclasses.replace(model.config, eos_ids=ends))
     assert example.serve(stopping, PROMPTS, method, rows=2, new=NEW, capacity=256) == wanted
 
 
