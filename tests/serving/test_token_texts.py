@@ -211,16 +211,16 @@ def test_texts_as_tokens_and_back(port, engine):
     ("path", "body", "status", "message"),
     [
         ("/tokenize", {}, 400, "prompt is missing"),
-        ("/tokenize", {"prompt": ["a"]}, 400, "prompt is of type list"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt is a list"),
         ("/tokenize", {"prompt": "a", "nothing": 1}, 400, "unknown field 'nothing'"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "not served here"),
         ("/tokenize", {"messages": [{"role": "user", "content": None}]}, 400, "message 0"),
-        ("/detokenize", {"tokens": "a"}, 400, "tokens is of type str"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens is a "),
         ("/detokenize", {"tokens": [True]}, 400, "tokens are missing"),
         ("/detokenize", {"tokens": [10**9]}, 400, "token id outside"),
         ("/detokenize", {"tokens": [-1]}, 400, "token id outside"),
         ("/v1/completions", {"prompt": "the " * 100_000}, 400, "tokens or more, and 128 fit at most"),
-        ("/v1/completions", {"prompt": "a", "return_tokens_as_token_ids": 1}, 400, "is of type int"),
+        ("/v1/completions", {"prompt": "a", "return_tokens_as_token_ids": 1}, 400, "is a whole number"),
     ],
 )  # fmt: skip
 def test_what_is_no_text(port, path, body, status, message):
