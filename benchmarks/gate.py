@@ -65,11 +65,12 @@ GRID = (
     "aqua:bits={b},first_bits={b},centre=mean",
     "xquant:bits={b},latent=true",
 )
+# All shapes but qwen2.
 FEW = (
     "kivi:bits={b},group=128,window=0",
     "kvquant:bits={b},outliers=0.0",
     "higgs:bits={b}",
-)  # all shapes but qwen2
+)
 OTHERS = ("xquant:bits=4", "xquant:bits=6", "xquant:bits=8", "xquant_cl:bits=4,base=0,protected=1")
 QWEN2 = ("aqua:bits=3,first_bits=3,centre=none", *(f"kvquant:bits={b}" for b in (3, 2, 4)),
          "commvq:bits=1,window=0", "commvq:bits=2,window=0")  # fmt: skip
@@ -94,9 +95,8 @@ def plan(shapes) -> list[dict]:
     rows = []
     for shape in shapes:
         grid = GRID if shape == "qwen2" else FEW
-        xquant = [
-            text for text in OTHERS if shape != "mistral" or "cl" not in text
-        ]  # differences need full attention
+        # Differences need full attention.
+        xquant = [text for text in OTHERS if shape != "mistral" or "cl" not in text]
         caches = [*xquant, *(text.format(b=b) for text in grid for b in (3, 2, 4))]
         rows += [
             {"shape": shape, "cache": c, "stress": s, "mode": "copy"}

@@ -6,11 +6,12 @@ as it goes on. Of several noises on the same rows that which grows most is taken
 
 from typing import NamedTuple
 
+# Bits of the codecs at most, best method's ratio at most.
 BEST = (
     (2.3, 1.01),
     (3.3, 1.003),
     (4.3, 1.0005),
-)  # bits of the codecs at most, best method's ratio at most
+)
 QWEN_AT_3, NAIVE_FACTOR, DRIFT = 1.02, 5.0, 1.25
 DEFAULT_AT_3 = 1.05
 NAIVE = "uniform:bits=3,centre=none"

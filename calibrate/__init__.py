@@ -237,9 +237,8 @@ def from_tensors(
         if not (is_left_out or hasattr(arrays, "__len__")):
             raise UserError(f"{name} is {named(arrays)}; wanted an array for every layer")
     for fit in needed(method, shape):
-        captured_fitter(
-            fit, method
-        )  # raises an error for parts that need a model, before any part is calibrated
+        # Raises an error for parts that need a model, before any part is calibrated.
+        captured_fitter(fit, method)
     data = Captured(shape=shape.alone, dtype=str(compute_dtype(dtype)), **tensors)
     if shape.pairs != "halves":
         # The library's rotary pairs are channels i and i + D/2. Tensors with other pairs get their

@@ -29,6 +29,7 @@ from kvqjax.model.decoder import Projected
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import positions_of_layer, rotate
 
+# Tensors of `Captured`.
 FIELDS = (
     "keys",
     "values",
@@ -36,7 +37,7 @@ FIELDS = (
     "outputs",
     "key_gradients",
     "value_gradients",
-)  # tensors of `Captured`
+)
 # One array a layer, or one array with layers in front.
 Layers = Sequence[Array | np.ndarray] | Array | np.ndarray
 

@@ -83,9 +83,8 @@ class Layers(NamedTuple):
     layout: CacheLayout
     h: Float[np.ndarray, "N T E"]  # the input of the first layer
     read: Callable[[int, int, Any], Row]
-    outputs: Callable[
-        [int], Any
-    ]  # outputs(index): a layer's output projection [H*D, E]; no rows if not known
+    # outputs(index): a layer's output projection [H*D, E]; no rows if not known.
+    outputs: Callable[[int], Any]
     fingerprint: str  # of the model
     parts: tuple[Any, ...]  # text and arrays that identify the data (`resume.identity`)
 

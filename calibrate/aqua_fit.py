@@ -360,9 +360,8 @@ def train_mlp(
         The predictor's constants, float32.
     """
     mean = y.mean(0)
-    spread = max(
-        float(y.std(0).mean()), 1e-20
-    )  # one for all outputs, so that large ones still weigh more
+    # One for all outputs, so that large ones still weigh more.
+    spread = max(float(y.std(0).mean()), 1e-20)
     weights = _train(key, jnp.asarray(x), jnp.asarray((y - mean) / spread), steps)
     out: dict[str, np.ndarray] = {name: np.asarray(a) for name, a in weights.items()}
     return out | {
@@ -578,9 +577,8 @@ def fit_layer(
             # A transform is fitted to the predictor's errors, which it codes.
             predictor, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
             residuals = [_missed(layer, source, predictor, *inputs_of(i)) for i in range(train)]
-            kept = layer.needs(source, exact[source].shape[-1])["into"][
-                1
-            ]  # coefficients that get bits
+            # Coefficients that get bits.
+            kept = layer.needs(source, exact[source].shape[-1])["into"][1]
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
             constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
         fixed = cast(constants[source], dtype)

@@ -44,10 +44,11 @@ __all__ = [
     "work",
 ]
 
+# For small models; the paper takes 1024 documents of up to 8192 tokens.
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
     32,
     512,
-)  # for small models; the paper takes 1024 documents of up to 8192 tokens
+)
 PARTS = 10  # reports of a value encoder's training
 
 

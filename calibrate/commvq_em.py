@@ -132,9 +132,8 @@ def e_step(
     squared = jnp.maximum(a[:, :, None] + b[:, None, :] + cross[None] + energy, 0.0)
     distance = jnp.sqrt(squared)
     least = distance.min((1, 2), keepdims=True)
-    soft = jnp.exp(
-        (least - distance) / temperature
-    )  # 1 for the nearest centre, so that no sum is 0
+    # 1 for the nearest centre, so that no sum is 0
+    soft = jnp.exp((least - distance) / temperature)
     soft = soft * ((weight > 0).astype(x.dtype) / soft.sum((1, 2)))[:, None, None]
     exact = {"precision": "highest"}
     by_a = jnp.einsum("na,nd->ad", soft.sum(2), x, **exact)
@@ -228,9 +227,8 @@ def fit_round(
     weights = weight.reshape(batches.shape[:2])
     count = jnp.maximum((weight > 0).sum(), 1).astype(jnp.float32)
     spread = jnp.sqrt((x * x).sum() / count)
-    rate = math.log(settings.cold / settings.hot) / max(
-        settings.steps - 1, 1
-    )  # of the temperature, per iteration
+    # Of the temperature, per iteration.
+    rate = math.log(settings.cold / settings.hot) / max(settings.steps - 1, 1)
 
     def iterate(state: _Search) -> _Search:
         step = state.best.steps

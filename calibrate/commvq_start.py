@@ -46,9 +46,8 @@ SAMPLE = 8192  # values for components and regressions: 4 for every row of the c
 # beside it.
 SHARPNESS = 16.0
 RIDGE = 1e-3  # added to the diagonal of a regression, relative to the diagonal's mean
-CELLS = [
-    CHOICE_BITS.index(bits) for bits in ((0, 0), (1, 0), (0, 1), (1, 1))
-]  # the number of the choice, by cell
+# The number of the choice, by cell.
+CELLS = [CHOICE_BITS.index(bits) for bits in ((0, 0), (1, 0), (0, 1), (1, 1))]
 ALWAYS = CELLS[3]  # the choice 11
 
 
@@ -190,9 +189,8 @@ def transform_coder(
     # values, because the errors of these are measured.
     values = directions * (np.asarray(scale, np.float64) + EPS)
     hidden = params["b1"].shape[0]
-    variances, matrix = _components(
-        seen, values, weights, most=hidden // 2
-    )  # two hidden units a component
+    # Two hidden units a component.
+    variances, matrix = _components(seen, values, weights, most=hidden // 2)
     encoder = _quantising(params, variances, matrix)
     bits = np.asarray(chosen_bits(logits(encoder, unit)), np.float64)
     codebook = _regressed(bits, directions, weights)
@@ -241,9 +239,8 @@ def _quantising(
         for first in range(shares):
             # Every `shares`-th threshold belongs to this choice. All choices of the component
             # together tell its cells apart.
-            passed = np.concatenate(
-                [[0.0], np.cumsum(thresholds[first::shares])]
-            )  # t1 + ... + tk of cell k
+            # t1 + ... + tk of cell k.
+            passed = np.concatenate([[0.0], np.cumsum(thresholds[first::shares])])
             logit = 4 * choice + np.asarray(CELLS)
             new["w2"][component, logit] = SHARPNESS * np.arange(4)
             new["w2"][count + component, logit] = -SHARPNESS * np.arange(4)

@@ -109,9 +109,8 @@ def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSetting
     shapes = spec.shapes(shape.kv_width)
     coder = sum(math.prod(shapes[name]) for name in ("w1", "w2", "codebook"))
     width = shape.num_heads * shape.head_dim
-    attention = width * (
-        2 * length + width
-    )  # scores and sums over `length` tokens, and the output projection
+    # Scores and sums over `length` tokens, and the output projection.
+    attention = width * (2 * length + width)
     attention *= min(settings.queries or length, length) / length  # only some tokens are queries
     # A multiply-accumulate is 2 operations, and going backward takes twice as many as going
     # forward: 6 in all.
@@ -134,12 +133,13 @@ def random_encoder(key: Array, spec: CommVQValues, width: int) -> Params:
     """Draw an encoder of values of `width` channels. Weights and biases of a linear layer are
     uniform in +-1/sqrt(inputs), as PyTorch draws them."""
     shapes = spec.shapes(width)
+    # Parameter -> the matrix of its layer.
     matrix_of = {
         "w1": "w1",
         "b1": "w1",
         "w2": "w2",
         "b2": "w2",
-    }  # parameter -> the matrix of its layer
+    }
     keys = dict(zip(matrix_of, jax.random.split(key, len(matrix_of)), strict=True))
     params = {"norm_weight": jnp.ones((width,)), "norm_bias": jnp.zeros((width,))}
     for name, matrix in matrix_of.items():

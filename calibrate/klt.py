@@ -32,10 +32,11 @@ from kvqjax.methods import Method
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
+# 16384 tokens: the covariance of 1024 channels has a million entries
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
     16,
     1024,
-)  # 16384 tokens: the covariance of 1024 channels has a million entries
+)
 FLOOR = (
     1e-6  # the share of the largest eigenvalue below which an eigenvalue is only a rounding error
 )
@@ -81,9 +82,8 @@ def covariance_of(
 def key_costs(energy: Float[np.ndarray, "H D"], shape: KVShape) -> Float[np.ndarray, " W"]:
     """Compute the diagonal of the keys' M from the mean square of every query channel. Channels i
     and i + D/2 of a head are a rotary pair."""
-    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(
-        1
-    )  # [K, D], summed over query heads
+    # [K, D], summed over query heads
+    costs = energy.reshape(shape.num_kv_heads, -1, shape.head_dim).sum(1)
     pairs = costs.reshape(shape.num_kv_heads, 2, -1).mean(1)  # [K, D/2]
     return np.concatenate([pairs, pairs], 1).reshape(-1)
 

@@ -108,9 +108,8 @@ def _best_borders(
     def extend(best, _):
         """Add one interval. `best` [N+1] is the largest gain of the intervals so far, by the border
         where they end."""
-        totals = (
-            best[:, None] + gains
-        )  # [border where the new interval begins, border where it ends]
+        # [border where the new interval begins, border where it ends]
+        totals = best[:, None] + gains
         return totals.max(0), totals.argmax(0)
 
     _, came_from = jax.lax.scan(extend, gains[0], length=count - 1)  # [count-1, N+1]

@@ -130,9 +130,8 @@ def thresholds(
         The upper and the lower thresholds.
     """
     position = _position(count, fraction)
-    inner = (
-        count - 1 - math.floor(position)
-    )  # index of the entry inside the threshold; the outermost entry has 0
+    # Index of the entry inside the threshold; the outermost entry has 0.
+    inner = count - 1 - math.floor(position)
     share = position - math.floor(position)
 
     def interpolated(outermost_first):
@@ -238,9 +237,8 @@ class _Task:
     recipe: Recipe
     sinks: int
     runs: tuple[RunLayout, ...]
-    specs: tuple[
-        tuple[Nuq, Nuq] | None, ...
-    ]  # (key, value) codecs of each run; None for runs of other methods
+    # (key, value) codecs of each run; None for runs of other methods
+    specs: tuple[tuple[Nuq, Nuq] | None, ...]
     rope: str  # whether keys are cached before RoPE ("pre") or after it ("post")
 
     @property
@@ -328,9 +326,8 @@ def _turn(task: _Task, source: str, x):
 def _first_pass(task: _Task, state: dict, number: int) -> dict:
     """Update the extremes with sequence `number`."""
     with_gradients = False
-    k = task.data.read(number, task.rope, with_gradients, functools.partial(_turn, task)).k[
-        :, 0
-    ]  # [L, T, W]
+    # [L, T, W]
+    k = task.data.read(number, task.rope, with_gradients, functools.partial(_turn, task)).k[:, 0]
     skipped = 0 if task.recipe.sinks_in_thresholds else task.sinks
     return state | {"extremes": observe(Extremes(*state["extremes"]), k[:, skipped:])}
 

@@ -45,9 +45,8 @@ class Part(NamedTuple):
 
     fit: Fit
     method: Method  # with exact layers in place of other modules' layers
-    groups: dict[
-        int, str
-    ]  # layer number -> the group of constants that the layer takes: "k", "v", or "" for all
+    # Layer number -> the group of constants that the layer takes: "k", "v", or "" for all.
+    groups: dict[int, str]
 
 
 def fitter(fit: Fit) -> ModuleType:

@@ -197,10 +197,11 @@ class CacheLM(TemplateLM):
         texts: dict[int, str] = {}
         for key, members in groups.items():
             options, stops, new = _generation(json.loads(key))
+            # Up to max_length, which was asked for.
             options |= {
                 "kernels": self.kernels,
                 "beyond_trained": True,
-            }  # up to max_length, which was asked for
+            }
             room = self.max_length - new
             if room < 1:
                 raise UserError(
@@ -412,9 +413,8 @@ def run_harness(
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:
     """Give the first line of a report if more than a tenth of a run's texts were cut, else ""."""
-    shares = (
-        (row["cut"], row["texts"]) for row in rows
-    )  # none where no metric of a task is a number
+    # None where no metric of a task is a number.
+    shares = ((row["cut"], row["texts"]) for row in rows)
     cut, texts = max(shares, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
     if cut * 10 <= texts:
         return ""

@@ -16,9 +16,8 @@ from kvqjax.step.new_cache import init_cache
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
 
-Bar = Callable[
-    [str], Callable[[float], None]
-]  # bar(label) before a step gives what is told its progress, 0 to 1
+# bar(label) before a step gives what is told its progress, 0 to 1.
+Bar = Callable[[str], Callable[[float], None]]
 
 
 def silent(label: str) -> Callable[[float], None]:

@@ -22,9 +22,8 @@ from kvqjax.data.sentences import everyday_sentence
 
 DIGITS = "0123456789"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SYMBOLS = (
-    DIGITS + LETTERS + LETTERS[:24].upper()
-)  # with ",", "?" and two specials: the 64 symbols of `recall`
+# With ",", "?" and two specials: the 64 symbols of `recall`.
+SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()
 
 _OWNERS = (
     "Anna",

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 # one.
 _here = Path(__file__).resolve().parent
 if __name__ != "kvqjax":
-    raise ImportError(
-        f"{__name__}: import kvqjax itself"
-    )  # a walk over the packages beside this one ends here
+    # A walk over the packages beside this one ends here.
+    raise ImportError(f"{__name__}: import kvqjax itself")
 if not (_here / "pallas_kernels").is_dir():
     __path__.append(str(_here.parent))
 

@@ -52,9 +52,8 @@ def named_options(
 ) -> Callable[P, R]:
     """`function` with a UserError for options it has not. Signature and help stay its own."""
     known = tuple(inspect.signature(function).parameters)
-    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[
-        2
-    ]  # that of the class, of its __init__
+    # That of the class, of its __init__.
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:

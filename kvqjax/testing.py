@@ -80,9 +80,8 @@ def check_codec(
     declares in `needs`. Returns the names of the checks. Raises AssertionError where one does not
     hold, UserError for missing constants."""
     built: list[Codec] = []
-    jax.eval_shape(
-        lambda: built.append(spec.build(width))
-    )  # what it keeps from inside a trace must not be a tracer
+    # What it keeps from inside a trace must not be a tracer.
+    jax.eval_shape(lambda: built.append(spec.build(width)))
     codec, stored = built[0], constants or {}
     for name, shape in codec.needs.items():
         if name not in stored or stored[name].shape != shape:
@@ -290,9 +289,8 @@ ROPE_BOUND = (
     1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
 )
 
-Turning = Callable[
-    [Float[Array, "B T N D"], Any], Any
-]  # keys or queries and their positions [B, T] -> rotated
+# Keys or queries and their positions [B, T] -> rotated.
+Turning = Callable[[Float[Array, "B T N D"], Any], Any]
 
 
 def check_rope(shape: KVShape, layer: int, theirs: Turning) -> list[str]:

@@ -74,7 +74,6 @@ def decoding_matrix(codebook: Float[Array, "R K V D"]) -> Float[Array, "KD R2V"]
     rounds, heads, levels, dim = codebook.shape
     codebook = codebook.astype(jnp.bfloat16)
     real, imag = jnp.split(codebook, 2, axis=-1)
-    parts = jnp.stack(
-        [codebook, jnp.concatenate([-imag, real], axis=-1)]
-    )  # multiplied by j: a quarter turn
+    # Multiplied by j: a quarter turn.
+    parts = jnp.stack([codebook, jnp.concatenate([-imag, real], axis=-1)])
     return parts.transpose(2, 4, 1, 0, 3).reshape(heads * dim, 2 * rounds * levels)

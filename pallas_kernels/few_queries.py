@@ -31,9 +31,8 @@ from kvqjax.ops.packing.base import PLANE, split_bits
 
 MOST = 8  # queries of a KV head: for more, a product takes less time
 SUMS = 8  # partial sums side by side: a processor starts several additions before the first one is done
-FLIP = np.uint32(
-    1 << 31
-)  # the highest bit of a word, which is flipped before codes are cut out of it (`_Planes`)
+# The highest bit of a word, which is flipped before codes are cut out of it (`_Planes`).
+FLIP = np.uint32(1 << 31)
 
 
 def scores(
@@ -63,17 +62,15 @@ def scores(
     for rows, (masks, factors, missing) in zip(words, _planes(bits), strict=True):
         # Channel d is in place d % P of word d // P, so that the constants of a word's places
         # repeat for every word.
-        factors, missing = (
-            np.tile(y, (1, 1, 1, len(rows))) for y in (factors, missing)
-        )  # [1, 1, 1, D]
+        # [1, 1, 1, D]
+        factors, missing = (np.tile(y, (1, 1, 1, len(rows))) for y in (factors, missing))
         # Factors go to the queries and not to the codes: codes of up to 2^31 times large scales
         # would be infinite.
         coefficients = (scaled * factors[None])[..., None, None]  # [B, K, M, g, D, 1, 1]
         low = low + scale * missing
         for row, x in enumerate(rows):
-            x = (x ^ FLIP).reshape(
-                *x.shape[:2], 1, scale.shape[2], -1, PLANE
-            )  # [B, K, 1, g, n/g, 32]
+            # [B, K, 1, g, n/g, 32]
+            x = (x ^ FLIP).reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)
             channels = range(row * len(masks), (row + 1) * len(masks))
             terms += [
                 _floats(x & mask) * coefficients[..., d, :, :]
@@ -114,9 +111,8 @@ def weighted(
         # A block of stripes has P planes of `part` stretches of 32 tokens. Its words come in `part`
         # pieces. Piece i has stretch i of every plane, one plane in each of a word's P places.
         part = 32 // len(masks)
-        factors, missing = (
-            np.expand_dims(y, (0, 1, 2, 3, 5, 6)) for y in (factors, missing)
-        )  # [1, 1, 1, 1, P, 1, 1]
+        # [1, 1, 1, 1, P, 1, 1]
+        factors, missing = (np.expand_dims(y, (0, 1, 2, 3, 5, 6)) for y in (factors, missing))
         # [B, K, M, V, blocks, P, part, 32]
         coefficients = (
             scaled.reshape(*scaled.shape[:4], -1, len(masks), part, PLANE) * factors[None]
@@ -125,9 +121,8 @@ def weighted(
             block, piece = divmod(number, part)
             x = x.reshape(*x.shape[:2], 1, scale.shape[2], -1, PLANE)  # [B, K, 1, V, D/V, 32]
             # Only the last place has the highest bit: FLIP & mask is 0 for the others.
-            planes = (
-                _floats((x & mask) ^ (FLIP & mask)) for mask in masks
-            )  # [B, K, 1, V, D/V, 32]
+            # [B, K, 1, V, D/V, 32]
+            planes = (_floats((x & mask) ^ (FLIP & mask)) for mask in masks)
             terms += [
                 codes * coefficients[..., block, place, piece, None, :]
                 for place, codes in enumerate(planes)

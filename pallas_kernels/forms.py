@@ -23,10 +23,11 @@ from kvqjax.pallas_kernels.predicted import PredictedSpec
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
 
 EXACT = 16  # bits of keys and values that are not coded
+# Of exact bodies: head_dim, and what their width is a multiple of.
 EXACT_HEAD_DIMS, LANES = (
     (64, 128),
     128,
-)  # of exact bodies: head_dim, and what their width is a multiple of
+)
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
@@ -83,10 +84,11 @@ CUDNN = KernelForm("cudnn")  # NVIDIA's, for prompts on GPUs
 
 def _packed_form(spec: PackedSpec) -> KernelForm | None:
     bits = spec.key_bits, spec.value_bits
+    # A key group of 0: scales that hold for all tokens, or per token.
     groups = (
         spec.key_group,
         spec.value_group,
-    )  # a key group of 0: scales that hold for all tokens, or per token
+    )
     if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
         return None
     if spec.datatype == "nuq":
@@ -120,10 +122,11 @@ def _latent_form(spec: LatentSpec) -> KernelForm | None:
 
 
 def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
+    # A code stands for two channels.
     shape, bits = (
         (spec.kv_heads, spec.head_dim, spec.group),
         spec.key_bits // 2,
-    )  # a code stands for two channels
+    )
     fits = spec.key_bits == spec.value_bits and spec.scales == "bfloat16" and shape in HIGGS_SHAPES
     return KernelForm("higgs", bits, bits, spec.head_dim) if fits else None
 

@@ -64,9 +64,8 @@ class PackedBody(NamedTuple):
 
     key_codes: tuple[UInt[Array, "L B ..."], ...]
     key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
-    key_low: (
-        Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
-    )  # [L, B, W/key_channels, S] of keys per token
+    # [L, B, W/key_channels, S] of keys per token
+    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
     value_codes: tuple[UInt[Array, "L B ..."], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
     value_low: Shaped[Array, "L B W/value_group S"]
@@ -240,9 +239,8 @@ def check(
     if body.slots % spec.unit:
         raise ValueError(f"a body of {body.slots} slots; want a multiple of {spec.unit}")
     count = 0 if body.positions is None else len(body.positions)
-    slots = row_slots(
-        body, pages
-    )  # positions are those of a row's tokens, also where the arrays' rows are pages
+    # Positions are those of a row's tokens, also where the arrays' rows are pages.
+    slots = row_slots(body, pages)
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
     for name, present in (

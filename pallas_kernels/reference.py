@@ -341,9 +341,8 @@ def _codes(
     # lowest.
     for x, set_bits in zip(words, split_bits(bits), strict=True):
         codes, shift = codes | (_unpacked(x, set_bits, spec) << shift), shift + set_bits
-    return codes.astype(jnp.int32).astype(
-        jnp.float32
-    )  # converting unsigned integers is slow on x86
+    # Converting unsigned integers is slow on x86.
+    return codes.astype(jnp.int32).astype(jnp.float32)
 
 
 def _unpacked(words: UInt[Array, "B ..."], bits: int, spec: PackedSpec) -> UInt[Array, "B K S D"]:

@@ -10,9 +10,8 @@ from kvqjax.cli import main
 def run(capsys, monkeypatch, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `kvqjax words`."""
     monkeypatch.setattr(sys, "argv", ["kvqjax", *words])
-    monkeypatch.setattr(
-        sys, "unraisablehook", sys.unraisablehook
-    )  # pytest's own, which `main` replaces
+    # Pytest's own, which `main` replaces.
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()

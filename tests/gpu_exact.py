@@ -144,9 +144,8 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
     plgpu.barrier_wait(memory.keys_here)
     score = product((held.key, held.raw)) * (plan.dim**-0.5 * math.log2(math.e))
     slot = gpu_parts.row_index(score.shape) + plan.first_token(tile)
-    seen = gpu_parts.visible(slot, limits) & (
-        slot >= tile * TILE
-    )  # an earlier tile has counted what is before
+    # An earlier tile has counted what is before.
+    seen = gpu_parts.visible(slot, limits) & (slot >= tile * TILE)
     score = jnp.where(seen, score, gpu_parts.NEVER)
     plgpu.commit_smem()  # all threads have read the keys, which the next copy overwrites
     pl.when(tile + 1 < end)(lambda: fetch("keys", tile + 1))

@@ -264,10 +264,11 @@ def _latent_scale(config: ModelConfig, factor: float) -> dict[str, Any]:
 # --- model.safetensors ---
 
 CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
+# Matrices whose products RoPE rotates.
 TURNED = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
-)  # matrices whose products RoPE rotates
+)
 FUSED = {"gate_up_proj": ("experts_gate", "experts_up"), "down_proj": ("experts_down",)}
 
 
@@ -321,9 +322,8 @@ def _fuse(
             columns = np.concatenate(parts, -1)
         if columns.ndim == 3 and not fields.inward:
             columns = columns.swapaxes(1, 2)
-        return np.ascontiguousarray(
-            columns
-        )  # safetensors writes memory, whatever the order of axes
+        # safetensors writes memory, whatever the order of axes.
+        return np.ascontiguousarray(columns)
 
     tensors_of = {parameter.name: parameter.tensors for parameter in parameters(config)}
     for number in range(len(config.sparse_layers)):

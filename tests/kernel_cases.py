@@ -19,9 +19,8 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope
 
 BATCH, LAYERS = 2, 2
 QUERY = 0.25  # spread of queries: keys here are so large that with 1 rounding a score moves an output by percents
-QUICK = {
-    "xla_backend_optimization_level": 0
-}  # a kernel under test runs once: compiling it takes all the time
+# A kernel under test runs once: compiling it takes all the time.
+QUICK = {"xla_backend_optimization_level": 0}
 
 LLAMA31_8B = ModelConfig(
     vocab_size=8, width=4096, mlp_width=8, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128

@@ -6,10 +6,11 @@ import numpy as np
 
 from kvqjax.codecs.nuq_outliers import split_outliers
 
+# Storage as wide as the released simulation's.
 FULL = {
     "dtype": "float32",
     "outlier_dtype": "float32",
-}  # storage as wide as the released simulation's
+}
 
 
 def round_trip(spec, constants, x):

@@ -9,10 +9,11 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.model.config import RecurrentConfig, RopeConfig
 
+# Recurrent layers before each of attention; or none, two, and one at the end.
 EVEN, UNEVEN = (
     (0, 1, 3, 4),
     (1, 2, 4),
-)  # recurrent layers before each of attention; or none, two, and one at the end
+)
 
 # What the tiny model of `cases` becomes: Qwen3.5's parts.
 PARTS = {

@@ -47,9 +47,8 @@ ASSUMPTIONS = {
         "a kernel's tile takes the longer of its bundles and its bytes at the chip's bandwidth",
     ),
 }
-Price = Callable[
-    [Visit], tuple[float, Bytes]
-]  # cycles and bytes of one call of our own kernel on a TPU
+# Cycles and bytes of one call of our own kernel on a TPU.
+Price = Callable[[Visit], tuple[float, Bytes]]
 
 
 class Costs(NamedTuple):

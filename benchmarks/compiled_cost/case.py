@@ -82,9 +82,8 @@ def _lower(case: Case, config: ModelConfig) -> Lowered:
 
 def _compile(case: Case, config: ModelConfig, folder: Path, dump: Path | None) -> dict:
     """Return the costs of one model's program, not yet beside the bound."""
-    jax.config.update(
-        "jax_traceback_in_locations_limit", -1
-    )  # parts are told apart by stack frames
+    # Parts are told apart by stack frames.
+    jax.config.update("jax_traceback_in_locations_limit", -1)
     layout = layout_for(config, parse_method(case.cache), case.context + (case.new or 0), case.chip)
     lowered = _lower(case, config)
     begun = time.perf_counter()

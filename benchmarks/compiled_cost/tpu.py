@@ -15,11 +15,12 @@ from benchmarks.schedule import BUNDLE, bundles
 from kvqjax.hardware.devices import DEVICES
 from kvqjax.pallas_kernels.splash import block_sizes, seen_blocks
 
+# Cycles a second; assumed, no chip here confirmed them.
 CLOCKS = {
     "v5e": 1.5e9,
     "v6e": 1.75e9,
     "v7x": 2.2e9,
-}  # cycles a second; assumed, no chip here confirmed them
+}
 SCHEDULE, ANALYSIS = "-01-final_bundles.txt", "-00-schedule-analysis_final_bundles.txt"
 KERNEL = re.compile(r'operand_layout_constraints=({.*?}}).*?"body":"([^"]*)"', re.DOTALL)
 
@@ -82,10 +83,11 @@ def packed_cost(
         tokens: Encoded tokens of each row.
         token_bytes: Bytes of one encoded token in one layer.
     """
+    # output_to_operand_aliasing.
     name, aliases = (
         visit.instruction.name,
         r"\{(\d+)\}: \(\d+, \{\}\)",
-    )  # output_to_operand_aliasing
+    )
     tile = re.search(r"_(\d+)(?:\.\d+)*$", name)
     if tile is None:
         raise ValueError(f"{name}: its name ends with no tile")
@@ -147,9 +149,8 @@ def splash_cost(
     (heads, queries, _), keys = dimensions(query), max(dimensions(key)[1:])
     active, idle = block_bundles(schedule(folder, visit.instruction))
     used, total = seen(queries, keys, keys if not chunk or keys == queries else 0, sliding)
-    fetched = (
-        2 * block_sizes(queries, keys).keys * size(key) / keys / dimensions(key)[0]
-    )  # keys and values
+    # Keys and values.
+    fetched = 2 * block_sizes(queries, keys).keys * size(key) / keys / dimensions(key)[0]
     busy = max(active, cycles_of(fetched, chip))
     moved = Bytes(heads * used * fetched + size(query), size(visit.instruction.shape))
     return heads * (used * busy + (total - used) * idle), moved

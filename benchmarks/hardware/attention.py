@@ -33,10 +33,11 @@ MORE_AT = ((32768, 8), (512, 1))
 TINY = ((512, 1), (1024, 2))
 INNER, FEW, MANY = 8, 1, 5  # calls in a program; programs of a slope's ends
 BF16_BYTES = 2 * 8 * 128 * 2  # of a token's keys and values in a layer
+# A second-level cache's bytes at most; what is read between two calls.
 L2, SWEEP = (
     64 * 2**20,
     256 * 2**20,
-)  # a second-level cache's bytes at most; what is read between two calls
+)
 
 
 def vectors(batch: int) -> list[jax.Array]:
@@ -69,9 +70,8 @@ def layer_chain(x, cache, q, k, v, fixed, sweep):
     counts = jnp.ones((q.shape[0],), jnp.int32)
 
     def step(_, x):
-        loop_cache, x = jax.lax.optimization_barrier(
-            (cache, x)
-        )  # so that nothing of the cache is done before the loop
+        # So that nothing of the cache is done before the loop.
+        loop_cache, x = jax.lax.optimization_barrier((cache, x))
         out, _ = kvq.attend_layer(loop_cache, 0, x, k, v, counts, constants=fixed)
         return _swept(_fed(q, out), sweep)
 

@@ -40,9 +40,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     log = Log(options.out, options.block, options.commit, options.run, options.only)
-    faulthandler.dump_traceback_later(
-        options.limit, exit=True, file=sys.stderr
-    )  # says where it hung
+    # Says where it hung.
+    faulthandler.dump_traceback_later(options.limit, exit=True, file=sys.stderr)
     module, function = BLOCKS[options.block].split(":")
     getattr(importlib.import_module(f"benchmarks.hardware.{module}"), function)(log, options)
 

@@ -67,9 +67,8 @@ def correctness(log, options) -> None:
     Args:
         log: Gets an item per comparison.
         options: Not used."""
-    device_form = (
-        _device_form()
-    )  # initialises JAX in this process, so that the next line concerns others only
+    # Initialises JAX in this process, so that the next line concerns others only.
+    device_form = _device_form()
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that are started from now on
     spawn = multiprocessing.get_context("spawn")
     jobs = [(attended, method) for method in ATTENDED] + [(logits, method) for method in LIMITS]
@@ -295,9 +294,8 @@ def _shares_that_differ(body, host_body) -> dict[str, float]:
     for (path, a), b in zip(
         jax.tree_util.tree_flatten_with_path(body)[0], jax.tree.leaves(host_body), strict=True
     ):
-        wide = (
-            jnp.int8 if a.dtype == jnp.int4 else a.dtype
-        )  # numbers of 4 bits are compared as bytes
+        # Numbers of 4 bits are compared as bytes.
+        wide = jnp.int8 if a.dtype == jnp.int4 else a.dtype
         name = " ".join(str(part.key) for part in path if hasattr(part, "key"))
         a, b = (np.asarray(x.astype(wide)) for x in (a, b))
         shares[name] = max(shares.get(name, 0.0), float((a != b).mean()))

@@ -76,9 +76,10 @@ def _check(text: str) -> dict:
     kernel = candidates(layout)[0]
     assert kernel is not None
     verdict = check(kernel, target(), "planes", timed=lambda *_: Speed(0.0, 1.0), sizes=(SIZE,))
+    # 0: XLA's path, twice
     fine = (
         verdict.outcome in ("faster", "slower") and verdict.error is not None and verdict.error > 0
-    )  # 0: XLA's path, twice
+    )
     short = f"{'right' if fine else verdict.outcome}, error {verdict.error}, {verdict.note}"
     return {
         "state": "done" if fine else "wrong",
@@ -103,9 +104,8 @@ def _row(
     row = bench.row(item, program, q, arguments, stored, context, batch)
     outputs.append(np.asarray(program(q, *arguments), np.float32))
     row |= {"off": relative(outputs[-1], outputs[0])}
-    fine = ("mosaic" in program.as_text()) == (
-        form is not PLAIN
-    )  # the program is the one that was asked for
+    # The program is the one that was asked for.
+    fine = ("mosaic" in program.as_text()) == (form is not PLAIN)
     return row | ({} if fine else {"state": "wrong", "short": f"{row['short']}, another program"})
 
 

@@ -14,12 +14,13 @@ from typing import Any
 __all__ = ["Log", "ceiling", "read_rate", "read_rows"]
 
 Row = dict[str, Any]
+# After these a process measures nothing.
 STICKY = (
     "CUDA_ERROR",
     "ILLEGAL_ADDRESS",
     "LAUNCH_FAILED",
     "DEVICE_SIDE",
-)  # after these a process measures nothing
+)
 MOST_TRACEBACK = 20_000  # characters of a traceback that are kept
 
 

@@ -39,10 +39,11 @@ TINY = ((512, 2), (768, 1))
 FEW, MANY, REPEATS = 4, 20, 5  # steps of a slope's ends
 PROFILED = 2
 ROOM = (REPEATS + 1) * (FEW + MANY) + PROFILED + 2  # tokens that rows get in all
+# Texts to keep.
 LISTED = {
     "exact 131072 x 1": "step_exact.hlo.gz",
     f"{METHODS[-1]} 131072 x 1": "step_kivi2.hlo.gz",
-}  # texts to keep
+}
 PROMPT_LAYERS = 8  # five programs of 32 layers were not compiled after 80 s on 16 cores
 WARMED = 1  # calls of a prompt before those that count
 

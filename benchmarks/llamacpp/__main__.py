@@ -59,12 +59,13 @@ CACHES = (
     "commvq:bits=1",
     "xquant:bits=2",
 )
+# 192 channels: groups of 64 at most
 REAL = (
     "exact",
     "kivi:bits=4,group=64",
     "kivi:bits=2,group=64",
     "higgs:bits=2",
-)  # 192 channels: groups of 64 at most
+)
 PROMPTED = ("exact", "kivi:bits=2,group=128", "kivi:bits=2,group=64")
 CHUNK = 512
 STEPS = 8

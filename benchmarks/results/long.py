@@ -45,11 +45,12 @@ from kvqjax.step.prompt import exact_layer, path_of
 
 FOLDER = rows.FOLDER / "long"
 LENGTH = 8192  # tokens that the model was trained for
+# Tokens that are encoded, pass through a cache, and are averaged together.
 PIECE, STEP, SPAN = (
     512,
     64,
     256,
-)  # tokens that are encoded, pass through a cache, and are averaged together
+)
 CONTEXTS = (1024, 4096, 7680)
 ONCE = tuple((context, 1) for context in CONTEXTS)
 DECODED_FROM, SPANS = 2048, 8

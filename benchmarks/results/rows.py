@@ -31,10 +31,11 @@ MODEL = "smollm2"
 # Six windows keep a row at half a minute on two cores; four at a time need 0.8 GB for their logits.
 LENGTH, CHUNK, BATCH, CONTEXT = 1024, 128, 4, 32768
 WINDOWS = {"WikiText-2": 4, "book": 2}
+# Sequences and tokens of each: AQUA-KV's own recipe reads 2 million tokens, hours on two cores.
 LEARNT = (
     24,
     1024,
-)  # sequences and tokens of each: AQUA-KV's own recipe reads 2 million tokens, hours on two cores
+)
 PLAN = {"length": LENGTH, "chunk": CHUNK, "windows": WINDOWS, "calibration": list(LEARNT)}
 NUMBERS = ("nll", "kld", "agree")
 # Bits of a code -> caches. None keeps a window of recent tokens beyond what waits to be encoded: in

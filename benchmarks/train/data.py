@@ -117,9 +117,8 @@ def _row(rng: np.random.Generator, source: Callable, length: int, piece: int, co
         return source(rng, length, corpus)
     parts = [source(rng, piece - 1, corpus) for _ in range(length // piece + 1)]
     tokens = np.concatenate([tokens for tokens, _ in parts])
-    weights = np.concatenate(
-        [np.append(weights, np.float32(0)) for _, weights in parts]
-    )  # 0: the next <s>
+    # 0: the next <s>
+    weights = np.concatenate([np.append(weights, np.float32(0)) for _, weights in parts])
     return tokens[: length + 1], weights[:length]
 
 

@@ -28,9 +28,8 @@ from kvqjax.model.loading import Model
 
 WIDTHS = (1, 2, 3, 4, 6, 8)  # bits at which a method is tried if none are named
 GROUPS = ("data-free", "all")  # names that stand for several methods
-VARIANTS = (
-    "kivi:group=128",
-)  # candidates of both groups in addition to methods with default options
+# Candidates of both groups in addition to methods with default options.
+VARIANTS = ("kivi:group=128",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,9 +253,8 @@ def bytes_by_layer(model: Model, method: Method, context: int) -> np.ndarray:
 class Learnt(NamedTuple):
     """The calibrated constants of candidates."""
 
-    fixed: dict[
-        int, dict
-    ]  # number of a part -> its constants {group: {name: [L, ...]}}; parts without any are left out
+    # Number of a part -> its constants {group: {name: [L, ...]}}; parts without any are left out.
+    fixed: dict[int, dict]
     ready: tuple[Model, ...]  # for each of the candidates' `others`: the model with its constants
 
 

@@ -95,9 +95,8 @@ class Mixed(NamedTuple):
     def capture(self, weights, constants, projected, positions):
         captured = {}
         for n, kind in enumerate(self.kinds):
-            groups = _of_candidate(
-                constants, next(iter(kind.members))
-            )  # members of a kind capture alike
+            # Members of a kind capture alike.
+            groups = _of_candidate(constants, next(iter(kind.members)))
             sources = kind.wiring.maps.capture(weights, groups, projected, positions)
             captured |= {_name(n, source): x for source, x in sources.items()}
         return captured
@@ -158,9 +157,8 @@ class Mixed(NamedTuple):
 
             def expand_by(n, kind):
                 stored = {s: sources[_name(n, s)] for s in kind.wiring.storage.sources}
-                groups = _of_candidate(
-                    constants, next(iter(kind.members))
-                )  # members of a kind expand alike
+                # Members of a kind expand alike.
+                groups = _of_candidate(constants, next(iter(kind.members)))
                 return lambda: kind.wiring.maps.expand(weights, groups, stored, positions)[part]
 
             branches = [expand_by(n, kind) for n, kind in enumerate(self.kinds)]

@@ -165,6 +165,5 @@ def _open(path: Path, owner: str, figures: dict[str, dict[int, list[float]]]) ->
             raise
         raise UserError(f"{path}: cannot be read; delete it to start anew ({error})") from error
     if complete != content:
-        os.truncate(
-            path, len(complete)
-        )  # not written anew: a kill in between would lose what was measured
+        # Not written anew: a kill in between would lose what was measured.
+        os.truncate(path, len(complete))

@@ -188,9 +188,8 @@ def tune_windows(
     table = Table(
         layer_bytes(model, candidates, settings.context), np.zeros((1, 2, 1)), candidates.joint
     )
-    limit = limit_of(
-        target, table, model.config, settings.context
-    )  # before anything is calibrated or measured
+    # Before anything is calibrated or measured.
+    limit = limit_of(target, table, model.config, settings.context)
     _check_length(model, candidates, searched.shape[1], settings.chunk)
     trial = Trial(model, candidates, learn(candidates))
     search, report = _meters(trial, (searched, kept_back), settings, out)
@@ -337,9 +336,8 @@ def estimated(
     least = needed_windows(2 * layers * count)
     rows = even_rows(least, settings.batch, sizes.data)
     batches = math.ceil(least / rows)
-    exact = batches * (
-        2 + len(chains) + rounds
-    )  # once for each call: the parts alone, every round, the report
+    # Once for each call: the parts alone, every round, the report.
+    exact = batches * (2 + len(chains) + rounds)
     passes = (singles + changed + ROUND * rounds + reported) * batches + exact
     steps = passes * math.ceil(settings.window / settings.chunk)
     chip = DEVICES[find_device(device).name]

@@ -91,12 +91,10 @@ def read_budget(text: str | float | int) -> Budget:
 class Table(NamedTuple):
     """The costs of C candidates in L layers. Part 0 of a layer is its keys, part 1 its values."""
 
-    bytes: Float[
-        np.ndarray, "L C C"
-    ]  # by the candidates of keys and of values; inf for candidates that cannot combine
-    loss: Float[
-        np.ndarray, "L 2 C"
-    ]  # the divergence where this part alone follows the candidate; half for each if joint
+    # By the candidates of keys and of values; inf for candidates that cannot combine.
+    bytes: Float[np.ndarray, "L C C"]
+    # The divergence where this part alone follows the candidate; half for each if joint.
+    loss: Float[np.ndarray, "L 2 C"]
     joint: Bool[np.ndarray, " C"]  # keys and values must both follow the candidate, or neither
 
     def size(self, policy: Policy) -> float:
@@ -209,14 +207,12 @@ def _programme(options: list, limit: float, steps: int) -> Policy | None:
     Returns:
         The policy; None where no policy fits.
     """
-    best = np.zeros(
-        steps + 1
-    )  # the least loss of the layers so far, by the steps that they may take
+    # The least loss of the layers so far, by the steps that they may take.
+    best = np.zeros(steps + 1)
     choices = []
     for _, size, loss in options:
-        costs = np.ceil(size / limit * steps - 1e-9).astype(
-            int
-        )  # in steps; 1e-9 is for rounding errors
+        # In steps; 1e-9 is for rounding errors.
+        costs = np.ceil(size / limit * steps - 1e-9).astype(int)
         # The least loss if this layer takes a pair: a row for each pair.
         by_pair = np.full((len(costs), steps + 1), np.inf)
         for row, cost, pair_loss in zip(by_pair, costs, loss, strict=True):

@@ -475,9 +475,8 @@ def _sequences(
     return _Sequences(cached, first, count, table, source, target), token_fault
 
 
-Stored = tuple[
-    dict, dict
-]  # the body, and tails [1, S, unit, W] per source in the order of the sequences
+# The body, and tails [1, S, unit, W] per source in the order of the sequences.
+Stored = tuple[dict, dict]
 Step = Callable[..., tuple[Stored, Float[Array, "B T H D"]]]
 
 

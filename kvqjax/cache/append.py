@@ -63,9 +63,8 @@ from kvqjax.ops.xla_workarounds import (
 )
 
 Sources = dict  # source name -> array
-Pages = (
-    Int[Array, "B N"] | None
-)  # the page of each row's first, second, ... `RunLayout.page` slots; -1: none
+# The page of each row's first, second, ... `RunLayout.page` slots; -1: none.
+Pages = Int[Array, "B N"] | None
 MOST_AT_ONCE = 2048  # tokens of a tile
 IN_PAGES = 128  # tokens of a tile, at most, where it must end with a page: chunks of prompts begin at such multiples
 
@@ -576,9 +575,8 @@ def flush_chain(
         """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all
         runs, carry)."""
         run, (body, window, new), carry = runs[number], state[0][number], state[1]
-        clock = run.wiring.storage.clocks[
-            index
-        ]  # layers of a chain may name their sources differently
+        # Layers of a chain may name their sources differently.
+        clock = run.wiring.storage.clocks[index]
         tile = {
             source: gather_tile(
                 window[source],
@@ -694,9 +692,8 @@ def _put(target, new, first, slot_mask, body_lengths):
         arrivals = jnp.pad(
             row_major(arrivals).astype(target.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0))
         )
-        arrivals = jnp.roll(
-            arrivals, body_lengths[row] + start, axis=2
-        )  # so that token t stands in slot t % C
+        # So that token t stands in slot t % C.
+        arrivals = jnp.roll(arrivals, body_lengths[row] + start, axis=2)
         row_slots = jnp.where(
             slot_mask[row][None, None, :, None],
             arrivals,
@@ -734,9 +731,8 @@ def _put_one_at_once(target, new, slots, row_mask):
     """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel."""
     # A loop over rows takes two kernels for each row on a GPU, and the host decides on every turn.
     # For 8 rows of 32 layers that took 5 of the 16 ms of a step (H100, jax 0.11.2).
-    slot_index = jnp.where(
-        row_mask, slots, target.shape[2]
-    )  # rows that take no token: beyond the end, dropped
+    # Rows that take no token: beyond the end, dropped.
+    slot_index = jnp.where(row_mask, slots, target.shape[2])
     return target.at[:, jnp.arange(target.shape[1]), slot_index].set(
         new[:, :, 0].astype(target.dtype), mode="drop", wrap_negative_indices=False
     )

@@ -286,12 +286,10 @@ def _by_groups(wiring: Wiring, method: Method) -> Wiring:
     return wiring.having(storage={"clocks": (clock,)})
 
 
-TPU_LANES = (
-    2**14
-)  # tokens of one row that a TPU reads at a time, of bodies whose fields are all plain
-CPU_LANES = (
-    2**10
-)  # tokens that a CPU reads at a time: decoded keys and values of a few heads then stay in its caches
+# Tokens of one row that a TPU reads at a time, of bodies whose fields are all plain.
+TPU_LANES = 2**14
+# Tokens that a CPU reads at a time: decoded keys and values of a few heads then stay in its caches.
+CPU_LANES = 2**10
 # Numbers of the carry that are read at a time. On a TPU they are those of one array, which is held
 # in fast memory.
 CARRIED = {"tpu": 2**22, "gpu": 2**27}

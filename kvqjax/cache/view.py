@@ -84,9 +84,8 @@ class LayerView(NamedTuple):
     pages: Pages = None
 
 
-Places = tuple[
-    Int[Array, "B n"], Bool[Array, "B n"]
-]  # the positions of n tokens, and which of them are valid
+# The positions of n tokens, and which of them are valid.
+Places = tuple[Int[Array, "B n"], Bool[Array, "B n"]]
 
 
 def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B T S"]:
@@ -411,9 +410,8 @@ def _evicted(view: LayerView, stored: Int[Array, "B N"]) -> BodyView:
     return BodyView(at, places, blocks, together=False)
 
 
-Carry = dict[
-    str, Array
-]  # what flows from layer to layer, [B, slots, W] per name; empty for layers that stand alone
+# What flows from layer to layer, [B, slots, W] per name; empty for layers that stand alone.
+Carry = dict[str, Array]
 
 
 class BodyCall(NamedTuple):

@@ -84,9 +84,8 @@ def _run() -> NoReturn:
     warnings.showwarning = _warn_once()
     sys.unraisablehook = _interrupt_again
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a model writes characters that the terminal's encoding may lack
+        # A model writes characters that the terminal's encoding may lack.
+        sys.stdout.reconfigure(errors="replace")
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:

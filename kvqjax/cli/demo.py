@@ -24,9 +24,8 @@ from kvqjax.step.new_cache import init_cache
 # --- A question to the real model ---
 
 REAL = "smollm2"
-TEXT = (
-    Path(__file__).parent.parent / "assets" / "texts" / "harbour.txt"
-)  # 1900 tokens; the fact asked for is amid it
+# 1900 tokens; the fact asked for is amid it
+TEXT = Path(__file__).parent.parent / "assets" / "texts" / "harbour.txt"
 QUESTION = "What is the secret password of the harbour safe?"
 # KIVI misreads a word of the answer with 2 bits; HIGGS does not. AQUA-KV would be nearer to the
 # exact cache, but its calibration takes minutes.

@@ -15,22 +15,23 @@ from kvqjax._errors import UserError
 from kvqjax._folders import user_folder
 
 GOOGLE = "0x1ae0"  # the PCI vendor of TPUs
+# NVIDIA's, a Jetson's, Windows' through WSL, AMD's.
 GPUS = (
     "dev/nvidiactl",
     "dev/nvmap",
     "dev/dxg",
     "dev/kfd",
-)  # NVIDIA's, a Jetson's, Windows' through WSL, AMD's
+)
+# How their names begin; others are for devices that are not looked for here.
 GPU_PLUGINS = (
     "xla_cuda",
     "xla_rocm",
-)  # how their names begin; others are for devices that are not looked for here
+)
 _bounded: set[Path] = set()  # folders of programs that are ours
 _troubles: set[Path] = set()  # folders of which a line was said
 LOCKED_SECONDS = 5  # that another run may take to write a program
-MOST_BYTES = (
-    2 * 2**30
-)  # a run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more
+# A run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more.
+MOST_BYTES = 2 * 2**30
 
 
 # --- Devices
@@ -125,9 +126,8 @@ def keep_programs(folder: Path | None, most_bytes: int = -1) -> None:
         _clear_remains(folder)
     _set("JAX_COMPILATION_CACHE_DIR", None if folder is None else str(folder))
     _set("JAX_COMPILATION_CACHE_MAX_SIZE", most_bytes)
-    _set(
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0
-    )  # many small programs take a second together
+    # Many small programs take a second together.
+    _set("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 0.0)
 
 
 def keep_programs_by_default() -> None:

@@ -101,9 +101,8 @@ def _plan(name: str, model: str, tokens: int, loaded: Model, methods: list[Metho
     title = f"{name} of {model} through {', then '.join(map(str, methods))}"
     if not tokens:
         return title
-    operations = tokens * prompt_operations(
-        loaded.config, 0, 1
-    )  # attention to other tokens comes on top
+    # Attention to other tokens comes on top.
+    operations = tokens * prompt_operations(loaded.config, 0, 1)
     return f"{title}: {tokens} tokens each; {at_least(len(methods) * operations)}"
 
 
@@ -160,9 +159,8 @@ def _evaluate(
         about |= {"beyond_trained": beyond} if beyond else {}
         if warning := job.warn(rows):
             about = {"warning": warning} | about
-            typer.echo(
-                f"warning: {warning}", err=as_json
-            )  # standard output of --json is JSON alone
+            # Standard output of --json is JSON alone.
+            typer.echo(f"warning: {warning}", err=as_json)
         if file is not None:  # first, for a pipe that standard output goes into may be closed
             _write(file, {"about": about, "rows": rows})
         show(rows, as_json, f"{name}, {model}", about, stamp_line(about))

@@ -32,9 +32,8 @@ from kvqjax.ops.layout import Field
 
 LEAST, MOST = 1e-3, 1e3  # bounds of a divisor in one round
 CEILING = 10.0  # the largest logarithm of a factor
-LOWEST = (
-    -40.0
-)  # the smallest one without a floor: the factor of a column of zeros would otherwise underflow
+# The smallest one without a floor: the factor of a column of zeros would otherwise underflow.
+LOWEST = -40.0
 
 Tile = Float[Array, "*B R C"]
 
@@ -190,9 +189,8 @@ def _values(spec: Balanced, width: int) -> Codec:
         )
 
     def encode(_, x: Float[Array, "u W"]):
-        factor = saturated(
-            balance(_tiles(spec, x), spec.rounds, spec.floor)[0], spec.dtype
-        )  # [n, K, D]
+        # [n, K, D]
+        factor = saturated(balance(_tiles(spec, x), spec.rounds, spec.floor)[0], spec.dtype)
         factor = factor.reshape(-1, width)
         tokens, over = grouped(wide(x), factor)
         return inner.encode({}, (tokens / over).reshape(x.shape)) | {"factor": factor}

@@ -53,9 +53,8 @@ def columns(codebook: Float[Array, "R C L g2"]) -> Float[Array, "steps C rows pi
     turned = [
         jnp.einsum("sckly,yx->scklx", x, turn, preferred_element_type=jnp.bfloat16) for x in pieces
     ]
-    rows = jnp.stack(
-        [jnp.concatenate(pieces, -1), jnp.concatenate(turned, -1)], 3
-    )  # [steps, C, CHUNK, 2, L, 2 g2]
+    # [steps, C, CHUNK, 2, L, 2 g2]
+    rows = jnp.stack([jnp.concatenate(pieces, -1), jnp.concatenate(turned, -1)], 3)
     return rows.reshape(steps, groups, CHUNK * 2 * levels, 2 * width)
 
 
@@ -76,9 +75,8 @@ def summed_columns(
     levels = rows // (2 * CHUNK)
     flat = codes.reshape(-1, codes.shape[-1]).astype(jnp.bfloat16).T  # [2 R C, n]
     flat = flat.reshape(-1, groups, codes[..., 0].size)  # [2R, C, n]
-    missing = steps * 2 * CHUNK - len(
-        flat
-    )  # of the last step's levels; their codebook rows are zeros
+    # Of the last step's levels; their codebook rows are zeros.
+    missing = steps * 2 * CHUNK - len(flat)
     chosen = jnp.pad(flat, ((0, missing), (0, 0), (0, 0))).reshape(steps, -1, *flat.shape[1:])
     # One-hot columns are made by a product, which copies a code to the rows of all its levels, and
     # by arithmetic, which compares it with them. XLA would write broadcast copies to memory, and

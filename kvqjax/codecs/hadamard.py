@@ -125,9 +125,8 @@ def transform_factors(order: int) -> list[np.ndarray]:
     odd, quotient = _odd_factors(order)
     if quotient.bit_count() > 1:  # 7, 11 or another odd number is left
         return _hadamard_factors(order)
-    between = [
-        (size * np.eye(size) - 2).astype(np.int8) for size in odd
-    ]  # M_p of the module's docstring
+    # M_p of the module's docstring.
+    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
     return between + _sylvester_factors(quotient.bit_length() - 1)
 
 

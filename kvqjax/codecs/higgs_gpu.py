@@ -41,12 +41,10 @@ def within_heads(
     """Compute M^T y of groups of `group` channels, those of one head, y being the grid points that
     `codes` name."""
     dim = points.shape[1]
-    rows = np.concatenate(
-        [transform_matrix(group)[place::dim] for place in range(dim)]
-    )  # small integers
-    columns = points.T.astype(
-        np.float16
-    )  # what grids' numbers are rounded to when they are made (higgs_grid)
+    # Small integers.
+    rows = np.concatenate([transform_matrix(group)[place::dim] for place in range(dim)])
+    # What grids' numbers are rounded to when they are made (higgs_grid).
+    columns = points.T.astype(np.float16)
     y = jnp.concatenate([jnp.asarray(column)[codes] for column in columns], axis=-1)
     x = jnp.einsum(
         "...v,vc->...c", y, jnp.asarray(rows, jnp.float16), preferred_element_type=jnp.float32

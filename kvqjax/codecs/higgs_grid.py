@@ -28,9 +28,8 @@ def _grids() -> dict[str, np.ndarray]:
 def shipped_grid(bits: int, dim: int) -> np.ndarray:
     """Load the Gaussian-optimal grid float32 [2^(bits*dim), dim] (benchmarks/make_grids.py computed
     it)."""
-    size = (
-        2 ** (bits * dim) if 0 < bits * dim <= 64 else "..."
-    )  # a slip of billions of bits must not be written out
+    # A slip of billions of bits must not be written out.
+    size = 2 ** (bits * dim) if 0 < bits * dim <= 64 else "..."
     name = f"p{dim}_n{size}"
     if name not in _grids():
         widths: dict[int, list[int]] = {}

@@ -74,14 +74,12 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
     is_exact = (np.ldexp(halves.astype(np.float32), -raised) == points).all()
     if group % dim or count > MOST_POINTS or not is_exact:
         return None
-    fields = (
-        np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)
-    )  # [n, p rounded up to even]
+    # [n, p rounded up to even]
+    fields = np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)
     tile, inner, outer = _factors(group // dim, groups, dim)
     words = (fields[:, 0::2] | fields[:, 1::2] << 16).T
-    rows = [
-        inner[j::dim] for j in range(dim) for _ in range(2)
-    ]  # twice, for the two pieces of a number
+    # Twice, for the two pieces of a number.
+    rows = [inner[j::dim] for j in range(dim) for _ in range(2)]
     return Plan(words, raised, dim, tile, np.concatenate(rows), outer)
 
 

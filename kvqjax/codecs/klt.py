@@ -130,15 +130,13 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
     gains = -np.diff(errors)  # by how much the error falls from each level to the next one
     steps = np.diff(levels)  # how many bits this takes
     pair_levels = np.zeros(width // 2, int)  # an index into `levels` for each pair
-    budget = round(
-        bits * width / 2
-    )  # bits that are left, counted once for both coefficients of a pair
+    # Bits that are left, counted once for both coefficients of a pair.
+    budget = round(bits * width / 2)
     while True:
         affordable = steps[pair_levels] <= budget
         worth = np.where(affordable, variance * gains[pair_levels] / steps[pair_levels], 0)
-        chosen = int(
-            np.argmax(worth)
-        )  # the first of equal ones, so that bits never rise with the rank
+        # The first of equal ones, so that bits never rise with the rank.
+        chosen = int(np.argmax(worth))
         if worth[chosen] <= 0:
             return tuple(int(levels[number]) for number in np.repeat(pair_levels, 2))
         budget -= int(steps[pair_levels[chosen]])

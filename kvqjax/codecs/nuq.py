@@ -169,12 +169,10 @@ def _per_channel(spec: Nuq, width: int) -> Codec:
         if count:
             # The outliers that lie farthest out get the slots. Other numbers rank below them all,
             # by -1.
-            size, channels = jax.lax.top_k(
-                jnp.where(outside, jnp.abs(u), -1.0), count
-            )  # [u, count]
-            channels = jnp.where(
-                size >= 0, channels, width
-            )  # `width` marks a slot that stays empty
+            # [u, count]
+            size, channels = jax.lax.top_k(jnp.where(outside, jnp.abs(u), -1.0), count)
+            # `width` marks a slot that stays empty
+            channels = jnp.where(size >= 0, channels, width)
             tile["outliers"] = store_outliers(x, channels, spec.outlier_dtype)
         return tile
 

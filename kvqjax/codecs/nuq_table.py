@@ -18,9 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 DATATYPES = ("nuq", "nf", "int")
-NF_TAIL = 0.5 * (
-    1 / 32 + 1 / 30
-)  # probability of numbers above the largest quantile, and of those below the smallest
+# Probability of numbers above the largest quantile, and of those below the smallest.
+NF_TAIL = 0.5 * (1 / 32 + 1 / 30)
 
 
 def _normal_float(bits: int) -> np.ndarray:

@@ -24,12 +24,13 @@ from kvqjax.data.records import (
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import rendered
 
+# Looked for in this order where no field is named.
 FIELDS = (
     "text",
     "prompt",
     "messages",
     "conversations",
-)  # looked for in this order where no field is named
+)
 # Characters that are read of data larger than this: 16 million tokens at four characters each,
 # which is more than every calibration's recipe takes (at most 2 million) and a minute's work for a
 # tokenizer.

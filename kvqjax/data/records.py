@@ -23,10 +23,11 @@ SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _PARQUET = b"PAR1"
+# `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
 _SAVED = (
     "dataset_info.json",
     "state.json",
-)  # `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
+)
 _ABOUT = {*_SAVED, "dataset_infos.json", "dataset_dict.json"}  # describe data, and are none
 _BATCH = 256  # rows of a Parquet file that are held at a time
 

@@ -49,6 +49,5 @@ def everyday_sentence(rng: np.random.Generator) -> str:
 
 def filler(rng: np.random.Generator, words: int) -> str:
     """Make at least `words` words of everyday sentences."""
-    return "".join(
-        everyday_sentence(rng) for _ in range(words // 6 + 1)
-    )  # a sentence has at least six words
+    # A sentence has at least six words.
+    return "".join(everyday_sentence(rng) for _ in range(words // 6 + 1))

@@ -153,9 +153,8 @@ class Generation:
         self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
-        self._owed = self._surplus = np.zeros(
-            (cache.batch,), bool
-        )  # rows whose cache lacks a token, or has too many
+        # Rows whose cache lacks a token, or has too many.
+        self._owed = self._surplus = np.zeros((cache.batch,), bool)
         self._calls: list[
             tuple[int, float]
         ] = []  # new tokens and seconds of every call after the first tokens

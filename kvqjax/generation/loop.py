@@ -104,9 +104,8 @@ def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> 
     """The state before the first token of any row, its small arrays put in their `place`; `room` is
     how many tokens of a row a call may make. Of an abstract cache,
     `jax.eval_shape(unbegun, cache)`."""
-    numbers = [
-        place(np.zeros((cache.batch,), np.int32)) for _ in range(3)
-    ]  # no two may share a buffer
+    # No two may share a buffer.
+    numbers = [place(np.zeros((cache.batch,), np.int32)) for _ in range(3)]
     flags = [place(np.zeros((cache.batch,), bool)) for _ in range(2)]
     made, newest, left = numbers
     owed, done = flags
@@ -251,9 +250,8 @@ def start(
         if not isinstance(chunk, int):  # "auto"
             chunk = chunk_for(model.config, cache.layout.target, len(prompts), free_memory())
             chunk = chunk if held is None else min(chunk, tokens.shape[1])
-        chunk = min(
-            chunk, cache.layout.capacity
-        )  # no prompt is longer; a chunk is computed at its full length
+        # No prompt is longer; a chunk is computed at its full length.
+        chunk = min(chunk, cache.layout.capacity)
         logits, cache = prefill_chunks(model, tokens, counts, cache, chunk, progress, held)
     _require_finite(logits, shared(model, counts))
     history = endless = None

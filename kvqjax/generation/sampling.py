@@ -113,9 +113,8 @@ def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]
     """
     vocab = scores.shape[-1]
     ids = jnp.broadcast_to(jnp.arange(vocab)[None], scores.shape)
-    ascending, order = jax.lax.sort(
-        (scores, ids), num_keys=1
-    )  # stable: of equal scores the higher id is last
+    # Stable: of equal scores the higher id is last.
+    ascending, order = jax.lax.sort((scores, ids), num_keys=1)
     # top-k: the score of the k-th token from the end is the least that stays.
     limit = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
     kept = ascending >= jax.lax.dynamic_slice_in_dim(ascending, vocab - limit, 1, axis=-1)

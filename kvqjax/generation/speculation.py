@@ -106,9 +106,8 @@ def _decode_draft(model: Model, state: _State, draft: int):
         return (commit(model, cache, pending, ones), next_token), (next_token[:, 0], pending)
 
     _, (tokens, pending) = jax.lax.scan(step, (state.drafter, _newest(state)), length=draft + 1)
-    joined = jax.tree.map(
-        lambda x: jnp.moveaxis(x[:, :, :, 0], 0, 2), pending
-    )  # [T, L, B, 1, W] -> [L, B, T, W]
+    # [T, L, B, 1, W] -> [L, B, T, W]
+    joined = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, :, 0], 0, 2), pending)
     return tokens[:draft].T, joined
 
 

@@ -13,10 +13,11 @@ GIB = 2**30
 GPU_SHARE = (
     0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
 )
+# The newer name first.
 SHARE_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)  # the newer name first
+)
 
 
 class Device(NamedTuple):
@@ -104,10 +105,11 @@ ALIASES = {
 FILLERS = "nvidia|tesla|geforce|google|cloud|tpu|gpu|pcie|sxm|hbm|gb|accelerator|slice|podslice"
 COUNT = r"\d{1,9}"  # of devices
 MEMORY = r"\d{1,9}gi?b?"
+# The number in the name of their slices counts cores, of which a chip has two.
 CORES = (
     "v4",
     "v5p",
-)  # the number in the name of their slices counts cores, of which a chip has two
+)
 
 
 class Named(NamedTuple):

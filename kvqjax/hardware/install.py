@@ -21,10 +21,11 @@ from kvqjax._version import __version__
 from kvqjax.pallas_kernels.chips import KINDS
 from kvqjax.pallas_kernels.support import TABLE
 
+# Major versions of the NVIDIA driver by that of CUDA (its release notes).
 OLDEST_DRIVER = {
     "12": 525,
     "13": 580,
-}  # major versions of the NVIDIA driver by that of CUDA (its release notes)
+}
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 

@@ -154,9 +154,8 @@ def check_prompt_kernel(
     start, random, sides = time.perf_counter(), np.random.default_rng(0), SIDES[form.form]
     body = _body(form, random)
     shape = (1, sides.queries, form.num_heads, form.head_dim)
-    q = jnp.asarray(
-        random.normal(scale=0.02, size=shape), jnp.bfloat16
-    )  # small: no token takes all the weight
+    # Small: no token takes all the weight.
+    q = jnp.asarray(random.normal(scale=0.02, size=shape), jnp.bfloat16)
     ours = functools.partial(kernel or sides.kernel, body)
     precise, rounded = (
         functools.partial(sides.plain, body, dtype=dtype) for dtype in ("float32", "bfloat16")

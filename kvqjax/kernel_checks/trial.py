@@ -241,9 +241,8 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
 def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
     """Fill an array of `target`'s shape with the first row of `source`, over and over along every
     axis. Any word, scale or outlier of an encoded body may stand for any token."""
-    wide = (
-        jnp.int8 if source.dtype == jnp.int4 else source.dtype
-    )  # not every backend gathers 4-bit numbers
+    # Not every backend gathers 4-bit numbers.
+    wide = jnp.int8 if source.dtype == jnp.int4 else source.dtype
     x = source[:, :1].astype(wide)
     for axis, size in enumerate(target.shape):
         if x.shape[axis] != size:

@@ -138,9 +138,8 @@ def attend_whole(
         .reshape(batch, kv_heads, -1, dim)
     )
     scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
-    seen = _by_plane(
-        jnp.repeat(mask, group, axis=1)[:, None], len(scores)
-    )  # of every plane: [B, 1, X, S / planes]
+    # Of every plane: [B, 1, X, S / planes]
+    seen = _by_plane(jnp.repeat(mask, group, axis=1)[:, None], len(scores))
     scores = [jnp.where(m, x, -jnp.inf) for x, m in zip(scores, seen, strict=True)]
     # The maximum starts from a finite number. For a query that sees no slot, exp(-inf - -inf) would
     # be NaN.
@@ -150,9 +149,8 @@ def attend_whole(
     )
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
-    denominator = jnp.maximum(
-        total, jnp.finfo(jnp.float32).tiny
-    )  # no division by 0 where no slot is seen
+    # No division by 0 where no slot is seen.
+    denominator = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     stored = body["v"]
     if cut is not None:
         # The values depend on the weights here, so that XLA cuts them only now. Otherwise it would
@@ -264,12 +262,10 @@ def _scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Arr
     """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order
     in which values are summed, and makes the softmax weights and their total in one kernel instead
     of two."""
-    k = k.reshape(
-        *k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3]
-    )  # [B, K, pieces, tokens, D]
-    rows = jnp.broadcast_to(
-        q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3])
-    )  # [B, K, X, pieces, D]
+    # [B, K, pieces, tokens, D]
+    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
+    # [B, K, X, pieces, D]
+    rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
     scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
     return scores.reshape(*q.shape[:3], -1)
 
@@ -283,13 +279,11 @@ def _scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Floa
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Multiply queries with keys whose codes are uniform per channel, in groups of tokens."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    scale, low = (
-        _by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low)
-    )  # [B, K, N, D]
+    # [B, K, N, D]
+    scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))
     wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
-    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(
-        q.dtype
-    )  # [B, K, X, N, D]
+    # [B, K, X, N, D]
+    scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)
     # q . low of every group, [B, K, X, N]. A matrix product would have XLA lay out the minima of
     # all unrolled layers anew at the start of a step; a sum does not.
     minima = (wide[:, :, :, None] * low[:, :, None].astype(jnp.float32)).sum(-1)
@@ -308,9 +302,8 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
     for plane, (n, lift) in enumerate(planes):
         rows = of_plane(scaled, plane)
         constant = of_plane(minima, plane) + lift * rows.astype(jnp.float32).sum(-1)
-        n = n.reshape(
-            *n.shape[:2], -1, groups, spec.group, n.shape[3]
-        )  # [B, K, J, groups, tokens, D]
+        # [B, K, J, groups, tokens, D]
+        n = n.reshape(*n.shape[:2], -1, groups, spec.group, n.shape[3])
         part = jnp.einsum("bkxjnd,bkjngd->bkxjng", rows, n, preferred_element_type=jnp.float32)
         out.append((part + constant[..., None]).reshape(*q.shape[:3], -1))
     return out
@@ -320,19 +313,16 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     """Multiply queries with keys whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     planes = _readings(spec.bits, codes[0], q.dtype)
-    scale, low = (
-        _groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low)
-    )  # [B, K, M, S]
+    # [B, K, M, S]
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))
     groups, dim = scale.shape[2], q.shape[3]
     # A query becomes M rows, one for every group of channels, each zero outside its group. One
     # product then reads the codes once. It multiplies M times as often as needed, and M is small.
     members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)  # [M, D]
-    rows = (q[:, :, :, None] * members[None, None, None]).reshape(
-        *q.shape[:2], -1, dim
-    )  # [B, K, X * M, D]
-    sums = (
-        q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
-    )  # [B, K, X, M, 1]
+    # [B, K, X * M, D]
+    rows = (q[:, :, :, None] * members[None, None, None]).reshape(*q.shape[:2], -1, dim)
+    # [B, K, X, M, 1]
+    sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
     out = []
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
@@ -374,9 +364,8 @@ def _token_values(
     """Compute weighted sums of values whose codes are uniform per token, in groups of channels."""
     (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
     heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    scale, low = (
-        _groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low)
-    )  # [B, K, M, S]
+    # [B, K, M, S]
+    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
     lead, groups = weights[0].shape[:3], scale.shape[2]  # [B, K, X], M
     scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
     weights = _in_planes(weights, len(planes))
@@ -388,9 +377,8 @@ def _token_values(
         # The weights of every group are multiplied with the channels of all groups, so that one
         # product reads the codes once; M is small. Only the products of a group's weights with its
         # own channels are kept.
-        products = summed(
-            row.reshape(*lead[:2], lead[2] * groups, -1), n, piece
-        )  # [B, K, X * M, D]
+        # [B, K, X * M, D]
+        products = summed(row.reshape(*lead[:2], lead[2] * groups, -1), n, piece)
         products = products.reshape(*lead, groups, groups, dim // groups)
         out = out + jnp.diagonal(products, axis1=3, axis2=4).swapaxes(-1, -2)
     return out.reshape(*lead, dim)
@@ -404,9 +392,8 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     (codes,) = fields["codes"]
     heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
     planes, size = len(readings), min(spec.group, HALF)  # tokens of a group in one run of a plane
-    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(
-        jnp.float32
-    )  # [B, K, N, D]
+    # [B, K, N, D]
+    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)
     # With two planes, groups of tokens lie in runs of HALF tokens, which belong to the planes in
     # turn.
     factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // size if planes > 1 else 1, dim)
@@ -427,9 +414,8 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     ):
         weight = _filled(weight, scale.shape[3])
         row = (weight * scale).astype(dtype)
-        constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(
-            -1
-        )  # [B, K, X, groups]
+        # [B, K, X, groups]
+        constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(-1)
         n = n.reshape(*n.shape[:2], -1, size, dim)
         part = jnp.einsum(
             "bkxjg,bkjgd->bkxjd", in_groups(row), n, preferred_element_type=jnp.float32

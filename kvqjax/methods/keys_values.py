@@ -302,9 +302,8 @@ class Pair:
                 )
         clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
         if clocks[0]._replace(sources=PARTS) == clocks[1]._replace(sources=PARTS):
-            clocks = (
-                clocks[0]._replace(sources=PARTS),
-            )  # one clock, so that they leave the window together
+            # One clock, so that they leave the window together.
+            clocks = (clocks[0]._replace(sources=PARTS),)
 
         def capture(*arguments):
             return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}

@@ -145,9 +145,8 @@ def turned(
     """
     precision = jax.lax.Precision.HIGHEST
     if isinstance(matrix, np.ndarray):
-        scale = (
-            float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
-        )  # 1 / length of a column
+        # 1 / length of a column
+        scale = float(np.square(matrix[:, 0].astype(np.float64)).sum()) ** -0.5
         # Integers are exact in the dtype of `x`, so that products with bfloat16 queries are exact,
         # too.
         fixed = jnp.asarray(matrix.T if back else matrix, x.dtype)

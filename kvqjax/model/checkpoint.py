@@ -466,9 +466,8 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...], fits: bool | None = Non
 # --- Decoding ---
 
 MX_BLOCK = 32  # numbers of MXFP4 that share an exponent
-_E2M1 = np.asarray(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32
-)  # a sign bit stands above the code of the size
+# A sign bit stands above the code of the size.
+_E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble of a word, lowest nibble first
 

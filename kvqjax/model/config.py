@@ -9,19 +9,21 @@ from typing import Any
 from kvqjax._arguments import check_fields, check_integer
 from kvqjax._errors import UserError
 
+# Fields that may differ by layer.
 OF_LAYERS = (
     "rope",
     "sliding_window",
     "scale",
     "chunked",
     "qk_norm",
-)  # fields that may differ by layer
+)
+# Of ropes that depend on the length before it was stretched.
 LENGTH_KINDS = (
     "llama3",
     "yarn",
     "dynamic",
     "longrope",
-)  # of ropes that depend on the length before it was stretched
+)
 KINDS = ("none", "default", "linear", *LENGTH_KINDS)  # of ropes
 PAIRS = ("halves", "front", "neighbours")  # how channels of a head make the pairs that a rope turns
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP's gate
@@ -247,9 +249,8 @@ class KVShape:
     def _check_windows(self) -> None:
         """Raise UserError for a window of no tokens, and for a chunked layer without a window."""
         per_layer = [x for x in (self.sliding_window, self.chunked) if isinstance(x, tuple)]
-        count = (
-            self.num_layers if per_layer else 1
-        )  # what all layers have in common is looked at once
+        # What all layers have in common is looked at once.
+        count = self.num_layers if per_layer else 1
         windows, chunked = (
             x if isinstance(x, tuple) else (x,) * count for x in (self.sliding_window, self.chunked)
         )

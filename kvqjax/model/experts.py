@@ -75,9 +75,8 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     if config.split:
         chosen = chosen - jax.lax.axis_index(config.split) * local
     local_mask = (chosen >= 0) & (chosen < local)
-    chosen = jnp.where(
-        local_mask, chosen, local
-    )  # number `local` stands for experts of other devices
+    # Number `local` stands for experts of other devices.
+    chosen = jnp.where(local_mask, chosen, local)
     expert = functools.partial(_expert, config)
     inputs = x
     if config.experts is not None and config.experts.sigmoid:

@@ -200,9 +200,8 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
     """One rotary embedding of `head_dim` channels."""
     key = f"{family}.rope."
     rope: dict[str, Any] = {"rope_theta": header.number(f"{key}freq_base", 10000.0)}
-    linear_factor = header.number(
-        f"{key}scale_linear", 1.0
-    )  # files from before there were other kinds
+    # Files from before there were other kinds.
+    linear_factor = header.number(f"{key}scale_linear", 1.0)
     kind = header.text(f"{key}scaling.type", "none" if linear_factor == 1 else "linear")
     divisors = _divisors(header, head_dim)
     if divisors is not None and kind != "none":

@@ -47,17 +47,17 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 _CONFIGS = _ASSETS / "configs"
 
 BUNDLED = ("demo", "recall")  # models whose weights come with the library
-KNOWN = tuple(
-    sorted(file.stem for file in _CONFIGS.glob("*.json"))
-)  # models whose configs come with it
+# Models whose configs come with it.
+KNOWN = tuple(sorted(file.stem for file in _CONFIGS.glob("*.json")))
 CODED_WEIGHTS = {"int8": 8, "int4": 4}  # bits of a code
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+# Mistral's second copy of the weights, folders of other formats.
 _HUB_IGNORED = [
     "consolidated*",
     "*/*",
-]  # Mistral's second copy of the weights, folders of other formats
+]
 # Options of generation_config.json that draw a token, with their types. Without do_sample they do
 # nothing.
 _DRAWING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
@@ -259,9 +259,8 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
         if value is None or (name in _DRAWING and not samples):
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        number = (
-            number and abs(value) <= sys.float_info.max
-        )  # JSON spells infinities, and integers beyond any float
+        # JSON spells infinities, and integers beyond any float.
+        number = number and abs(value) <= sys.float_info.max
         if not number or kind(value) != value:
             raise UserError(f"{file}: {name}={value!r} is not of type {kind.__name__}")
         options[name] = kind(value)

@@ -29,9 +29,8 @@ from kvqjax.model.weight_trees import Layer, product
 from kvqjax.ops.finite import Sources
 from kvqjax.ops.xla_workarounds import row_major
 
-State = dict[
-    str, Any
-]  # {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
+# {"conv_q", "conv_k", "conv_v": [B, kernel - 1, W], "delta": [B, Hv, Dk, Dv]}, float32
+State = dict[str, Any]
 CHUNK = 64  # tokens of a chunk (`delta_rule`), as in the training of the published models
 # Up to this number, tokens are taken one after the other: the triangular system of a chunk would
 # cost more.
@@ -246,12 +245,10 @@ def _chunk(state, parts):
     # exponential could overflow above the diagonal.
     decays = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     gram = _product("bimk,bjmk->bmij", k, k)[:, :, None]
-    system = (
-        gram * decays * beta[..., None]
-    )  # the solver takes the diagonal as 1 and does not read it
-    remembered = (
-        _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]
-    )  # exp(G_i) S^T k_i
+    # The solver takes the diagonal as 1 and does not read it.
+    system = gram * decays * beta[..., None]
+    # exp(G_i) S^T k_i.
+    remembered = _product("bimk,bmgkv->bmgiv", k, state) * jnp.exp(total)[..., None]
     right_side = (jnp.moveaxis(v, 1, 3) - remembered) * beta[..., None]
     # Solved by substitution. A solution by powers of the matrix would need products alone, but lose
     # all digits where tokens repeat each other: entries of the matrix are then 1, and those of its

@@ -36,9 +36,8 @@ def _llama3(freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_position / wavelength - rope.low_freq_factor
     span = rope.high_freq_factor - rope.low_freq_factor
-    blend = (
-        np.clip(turns / span, 0, 1) if span else (turns > 0).astype(freq.dtype)
-    )  # Llama 4: no span
+    # Llama 4: no span.
+    blend = np.clip(turns / span, 0, 1) if span else (turns > 0).astype(freq.dtype)
     return (1 - blend) * freq / rope.factor + blend * freq
 
 

@@ -21,11 +21,12 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Composition makes three bytes of nine (Hangul) and one of three (the sign of Kelvin); four leave
 # some room.
 COMPOSED = 4
+# Ways to split a text that leave out nothing of it.
 KEPT_TEXT = {
     "Metaspace",
     "ByteLevel",
     "Digits",
-}  # ways to split a text that leave out nothing of it
+}
 
 
 @functools.cache

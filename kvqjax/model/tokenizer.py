@@ -48,11 +48,12 @@ AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
 # Classes that take tokenizer.json as it is. The first one stands for all of them.
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
+# Names of a message's reasoning, the usual one first.
 REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # names of a message's reasoning, the usual one first
+)
 # Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of
 # the template.
 FULL_OPTIONS = frozenset({
@@ -236,15 +237,13 @@ def _read(folder: Path) -> _Parts:
     )
     kind = _class_of(settings, config, stored)
     _require(kind in (PLAIN[0], "LlamaTokenizer", "Qwen2Tokenizer"))
-    cleaned = bool(
-        settings.get("clean_up_tokenization_spaces")
-    )  # transformers leaves BPE's text as it is
+    # transformers leaves BPE's text as it is.
+    cleaned = bool(settings.get("clean_up_tokenization_spaces"))
     _require(stored.get("model", {}).get("type") == "BPE" or not cleaned)
     _require(kind != "Qwen2Tokenizer" or _is_qwen(stored, settings))
     try:
-        backend = Backend.from_str(
-            open_text(file)
-        )  # the library's own reader refuses a byte-order mark
+        # The library's own reader refuses a byte-order mark.
+        backend = Backend.from_str(open_text(file))
     except Exception as error:  # the library raises Exception itself
         raise UserError(f"{folder}: the tokenizer cannot be read: {error}") from error
     if kind == "LlamaTokenizer":
@@ -275,14 +274,12 @@ def _transformers(folder: str) -> Any:
     except Exception as error:  # of the system, of transformers, and of `tokenizers`, which raises Exception itself
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
-    tokenizer.model_max_length = (
-        10**12
-    )  # whole texts are encoded here; the cache's capacity is what is checked
+    # Whole texts are encoded here; the cache's capacity is what is checked.
+    tokenizer.model_max_length = 10**12
     template, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
     if isinstance(tokenizer.chat_template, str) and template.is_file():
-        tokenizer.chat_template = open_text(
-            template
-        )  # transformers would keep a byte-order mark in every prompt
+        # transformers would keep a byte-order mark in every prompt.
+        tokenizer.chat_template = open_text(template)
     elif tokenizer.chat_template is None and processor.is_file():
         tokenizer.chat_template = read_object(processor).get("chat_template")
     return tokenizer

@@ -245,10 +245,11 @@ def stack_of(leaf: Leaf) -> Leaf:
 
 def layers_of(params: Params, kind: str) -> tuple[int, ...]:
     """List the layers of a kind ("attention", "recurrent"), by their numbers among all layers."""
+    # A parameter that all layers of the kind have, and no others.
     first, layers = (
         KINDS[kind][0],
         params["layers"],
-    )  # a parameter that all layers of the kind have, and no others
+    )
     if is_unrolled(params):
         return tuple(index for index, weights in enumerate(layers) if first in weights)
     if first not in layers:

@@ -102,10 +102,11 @@ _VISION = tuple(
     for front in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 )
+# Matrices whose products RoPE rotates.
 _TURNED = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
-)  # matrices whose products RoPE rotates
+)
 _CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
 _DRAFTING = "mtp."  # prefix of layers that draft tokens, which are not computed here
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by data-parallel training and by torch.compile
@@ -220,9 +221,8 @@ def _named_alike(
             if name.startswith(_DRAFTING):
                 continue
             if name.endswith(_CONVOLUTION) and len(tensor.shape) == 3:
-                tensor = tensor.part(
-                    name, (slice(None), 0)
-                )  # [channels, 1, tokens] -> [channels, tokens]
+                # [channels, 1, tokens] -> [channels, tokens]
+                tensor = tensor.part(name, (slice(None), 0))
             tensors[name] = tensor
         checkpoint = tensors
     family = FAMILIES.get(config.architecture)
@@ -376,9 +376,8 @@ def _expert_matrices(
 # rounded activations.
 _IGNORED = ("rotary_emb.inv_freq", ".activation_scale", ".input_scale")
 
-Sources = list[
-    list[StoredWeight]
-]  # the stored weights of a parameter: by row of its stack, then by expert
+# The stored weights of a parameter: by row of its stack, then by expert.
+Sources = list[list[StoredWeight]]
 
 
 def _find_sources(

@@ -111,9 +111,8 @@ def _accumulate(
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
-    by_value = weights.astype(v.dtype).reshape(
-        v.shape[0], v.shape[2], -1, *weights.shape[3:]
-    )  # [B, J, H / J, T, S]
+    # [B, J, H / J, T, S]
+    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
     update = sums_of(by_value, v)
     acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
     return Running(peak, state.total * decay + weights.sum(-1), acc)

@@ -93,9 +93,8 @@ def _add(
     """
     # Half of the lowest number: a score and a peak are added to it, and the sum must stay finite.
     low = float(jnp.finfo(q.dtype).min) / 2
-    by_part = jnp.broadcast_to(
-        jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1])
-    )  # [B, S, K, P]
+    # [B, S, K, P]
+    by_part = jnp.broadcast_to(jnp.swapaxes(seen, 1, 2)[:, :, None], (*k.shape[:3], seen.shape[1]))
     any_part = by_part.any(-1, keepdims=True)
     # Keys and values that no part sees may be infinite, and 0 x inf is NaN.
     k, v = (jnp.where(any_part, x, 0) for x in (k, v))

@@ -172,9 +172,8 @@ class _Server:
         self._created = int(time.time())
         self._beyond_trained = beyond_trained
         trained = None if beyond_trained else engine.model.config.trained_length
-        self._most_tokens = min(
-            engine.capacity, trained or engine.capacity
-        )  # of a prompt and its answer
+        # Of a prompt and its answer.
+        self._most_tokens = min(engine.capacity, trained or engine.capacity)
         self._metrics = Metrics(engine)
 
     async def warm(self) -> None:
@@ -436,9 +435,8 @@ def _blank_usage(body: RequestBody) -> dict[str, None]:
 def _seed_of(seed: int | None, choice: int) -> int:
     """Choose the seed of an answer. Without a client's, every answer of a request draws for
     itself."""
-    return (
-        secrets.randbits(31) if seed is None else (seed + choice) % (MOST_SEED + 1)
-    )  # the engine takes no more
+    # The engine takes no more.
+    return secrets.randbits(31) if seed is None else (seed + choice) % (MOST_SEED + 1)
 
 
 def _give_up(handles: Iterable[Handle]) -> None:

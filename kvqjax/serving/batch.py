@@ -46,6 +46,7 @@ from kvqjax.step.new_cache import init_cache
 
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 NO_TOKEN = -1
+# Fields of a `LoopState` that have an entry for each row.
 OF_ROWS = (
     "newest",
     "owed",
@@ -54,7 +55,7 @@ OF_ROWS = (
     "history",
     "endless",
     "key",
-)  # fields of a `LoopState` that have an entry for each row
+)
 WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
 
 

@@ -179,9 +179,8 @@ class Prefixes:
 
     def _worst_first(self) -> list[bytes]:
         """Sort the traces of all prefixes by their worth, the least first."""
-        return sorted(
-            self._kept, key=self._is_proven
-        )  # a stable sort of what lies in the order of use
+        # A stable sort of what lies in the order of use.
+        return sorted(self._kept, key=self._is_proven)
 
     def _is_proven(self, trace: bytes) -> bool:
         """Say whether several prompts began with this prefix, the last of them one of the latest

@@ -57,10 +57,11 @@ SHARED: dict[str, type | tuple[type, ...]] = {
     "priority": int,
 }
 TEMPERATURE = 1.0  # of a request that says none, as in the protocol
+# Refused in `stream_options` unless false.
 UNSERVED_OF_STREAMS = (
     "include_obfuscation",
     "continuous_usage_stats",
-)  # refused in `stream_options` unless false
+)
 ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
 MOST_CHOICES = 128  # answers of one request
 MOST_STOPS = 16  # stop strings of one request

@@ -86,10 +86,11 @@ class Handle:
         self.request = request
         self.prompt_scores: list[TokenScore] = []
         self.reused_tokens = 0
+        # The request that comes first has the least; the engine sets it.
         self.rank = (
             request.priority,
             0,
-        )  # the request that comes first has the least; the engine sets it
+        )
         self._detokenizer = detokenizer
         self._submitted = time.perf_counter()
         self._first = self._last = 0.0  # seconds after that

@@ -99,9 +99,8 @@ def check_capacity(cache: Cache, counts) -> None:
     check_alive(cache)
     if not is_known(counts, *jax.tree.leaves((cache.lengths, cache.pages))):
         return
-    lengths = np.asarray(cache.lengths) + known_counts(
-        counts
-    )  # jnp would be traced inside a user's loop
+    # jnp would be traced inside a user's loop.
+    lengths = np.asarray(cache.lengths) + known_counts(counts)
     longest = int(lengths.max())
     if longest > cache.layout.capacity:
         raise UserError(
@@ -179,9 +178,8 @@ def first_flow(call: Call) -> Flow:
     """Make the flow that enters the first layer of a call: zeros."""
     cache, runs, length = call.cache, call.runs, call.tokens.positions.shape[1]
     dtype, unit = cache.layout.dtype, runs[0].wiring.storage.clocks[0].unit
-    flowing = [
-        run for run in runs if run.wiring.chain.flows
-    ]  # others need the carry for encoding only
+    # Others need the carry for encoding only.
+    flowing = [run for run in runs if run.wiring.chain.flows]
     body = slab(flowing, (cache.batch, max(run.slots_here for run in runs)), dtype)
     tile = slab(runs, (cache.batch, draft_units(unit, length), unit), dtype) if call.recode else {}
     return Flow(body, tile)
@@ -325,9 +323,8 @@ def _attend_begun(
     constants = run_constants(model.constants, cache.layout)
     call = begin(cache, padding.counts, tokens.shape[1], constants, within)
     positions, config = call.tokens.positions, model.config
-    tokens = known_ids(tokens, padding.counts, config)[
-        0
-    ]  # `forward` alone returns a cache, and so raises its flag
+    # `forward` alone returns a cache, and so raises its flag
+    tokens = known_ids(tokens, padding.counts, config)[0]
     # XLA for GPUs makes a slow kernel of a product of one row, which this is in a step of one row
     # (`of_two`).
     is_single_token = positions.size == 1 and call.runs[0].on_gpu

@@ -294,13 +294,11 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     Returns:
         A `New` with specs in place of arrays.
     """
-    tokens = PartitionSpec(
-        *lead, rules.batch, None, rules.kv_heads
-    )  # [B, T, W], as the window lies
+    # [B, T, W], as the window lies
+    tokens = PartitionSpec(*lead, rules.batch, None, rules.kv_heads)
     # The type checker knows `Flow` with arrays alone.
-    body: Any = PartitionSpec(
-        *lead, rules.batch, rules.sequence
-    )  # [B, slots, W], dealt as the body is
+    # [B, slots, W], dealt as the body is
+    body: Any = PartitionSpec(*lead, rules.batch, rules.sequence)
     rows: Any = PartitionSpec(*lead, rules.batch)
     return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows))
 

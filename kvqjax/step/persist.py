@@ -108,9 +108,8 @@ def _held_as(cache: Cache, rules: Rules | None, *, layers: str, form: str) -> Ca
         return changed(cache)
     layout = dataclasses.replace(cache.layout, layers=layers, form=form)
     out = rules.cache(jax.eval_shape(functools.partial(allocate_cache, layout, cache.batch)))
-    out = out.replace(
-        layout=cache.layout
-    )  # what comes from a mesh carries the layout that went there
+    # What comes from a mesh carries the layout that went there.
+    out = out.replace(layout=cache.layout)
     parts = jax.jit(lambda cache: on_parts(changed, rules, cache, specs=(), out=out))
     return parts(cache).replace(layout=layout)
 

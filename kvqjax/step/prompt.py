@@ -421,9 +421,8 @@ def exact_layer(
     )
     sinks = functools.partial(decoder.own_sinks, weights(starts[0]), config)
     attend = _attention(prompt, q, path, sinks)
-    broken = spoiled(
-        finite, counts
-    )  # tokens at or behind one that is not finite: their output is NaN
+    # Tokens at or behind one that is not finite: their output is NaN.
+    broken = spoiled(finite, counts)
 
     def attended(h, start):
         """Do a chunk's part of the second loop."""

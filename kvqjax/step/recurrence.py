@@ -21,9 +21,8 @@ from kvqjax.model.recurrent import GIVEN, advance
 from kvqjax.model.weight_trees import is_unrolled
 from kvqjax.ops.finite import found_finite, leading, zeroed
 
-Stacks = tuple[
-    dict[str, Any], ...
-]  # arrays [layers, B, ...] of all recurrent layers, or of each by itself
+# Arrays [layers, B, ...] of all recurrent layers, or of each by itself.
+Stacks = tuple[dict[str, Any], ...]
 
 
 class Carried(NamedTuple):

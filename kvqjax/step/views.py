@@ -592,9 +592,8 @@ def _dense_here(model: Model | None, layer, cache: Cache, fixed: tuple[dict, ...
             raise UserError(
                 f"{cache.layout.method}: layers depend on each other, so `layer` must be a plain number"
             )
-        layers_below = range(
-            layer
-        )  # they are decoded for their carry alone; XLA drops their keys and values
+        # They are decoded for their carry alone; XLA drops their keys and values.
+        layers_below = range(layer)
     for number in layers_below:
         carry = _read(call, model, number, carry)[1]
     k, v, valid = _read(call, model, layer, carry)[0]

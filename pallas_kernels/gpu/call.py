@@ -94,9 +94,10 @@ def attend(plan, kernel, memory, operands, shape: tuple[int, ...], layer, start,
 
     batch, _, heads, dim = shape
     first_tile, end_tile = start.min(1) // plan.tile, -(-stop.max(1) // plan.tile)
+    # [3, B]
     ends = jnp.stack(
         [x.astype(jnp.int32) for x in (first_tile, end_tile, jnp.full((batch,), layer))]
-    )  # [3, B]
+    )
     lead = (batch, plan.kv_heads, plan.splits)
     call = plgpu.kernel(
         body,

@@ -74,9 +74,8 @@ def memory(plan) -> Memory:
     # unless they hold for all tokens.
     key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
     value_copies = codes + 2  # words of each plane set, scales, minima
-    shared_copies = (
-        2 if plan.signposts else 1
-    )  # with RoPE: the table of offsets, and scales that hold for all tokens
+    # With RoPE: the table of offsets, and scales that hold for all tokens.
+    shared_copies = 2 if plan.signposts else 1
     barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))
     return Memory(_keys(plan).memory(plan), gpu_values.memory(plan), *barriers)
 

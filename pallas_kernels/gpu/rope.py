@@ -134,10 +134,11 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
         plan: Not used.
         quad: The quad.
         queries: The queries in registers, [D, R] float32."""
+    # The two channels of every pair, [D/2, R] each.
     first, second = (
         queries[:PAIRS],
         queries[PAIRS:],
-    )  # the two channels of every pair, [D/2, R] each
+    )
     for i in range(GROUPS):
         turn = keys.turns.at[quad.part * GROUPS + i]
         cos, sin = (

@@ -79,15 +79,15 @@ def _order_words(refs: Refs, number: int, part: int, tile):
     Words are shifted right so that the codes of column 0 are lowest. Those of column c then lie c *
     part bits up, in the same words. A block of 128 words holds the words of one tile or of several
     tiles."""
+    # Planes of a word.
     words, planes = (
         pltpu.bitcast(refs.key_codes[number][0, 0], jnp.int32),
         32 // part,
-    )  # planes of a word
+    )
     if words.shape[1] < LANES:  # a permutation takes 128 lanes
         words = jnp.concatenate([words] * (LANES // words.shape[1]), axis=1)
-    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (
-        PLANE * part
-    )  # the tile's first word in the block
+    # The tile's first word in the block.
+    first = jax.lax.rem(tile, jnp.int32(planes // 8)) * (PLANE * part)
     plane, count = 8 * refs.places[0], words.shape[0]  # planes of column 0
     lane = first + quotient(plane, planes) * PLANE + refs.places[1]
     shift = (plane & (planes - 1)) * part

@@ -113,9 +113,8 @@ def _rope_inputs(body: HiggsBody, plan: HiggsPlan) -> tuple:
     positions, rates = body.positions, _rates(plan)
     chunks = plan.slots // len(positions) // plan.chunk
     first = (positions[:, None] + jnp.arange(chunks)[None] * plan.chunk).reshape(-1)
-    first = jnp.pad(
-        first, (0, plan.tiles * (plan.tile // plan.chunk) - first.size)
-    )  # the last tile may reach beyond
+    # The last tile may reach beyond.
+    first = jnp.pad(first, (0, plan.tiles * (plan.tile // plan.chunk) - first.size))
     turn = angles(first, rates)
     turns = jnp.stack([jnp.cos(turn), jnp.sin(turn)], 1) * plan.spec.rope.factor
     turn = np.arange(plan.chunk)[:, None] * rates[None]
@@ -133,9 +132,8 @@ def _maps(body: HiggsBody, plan: HiggsPlan) -> tuple:
         (the signs with which query rows meet every 128 codes, [N, M, 128]; the transform within
         heads; the matrix that gives a token's scales to its two lanes; the keys' grid as words; the
         values' grid as words)."""
-    signs = np.repeat(
-        plan.between, plan.pairs, axis=0
-    )  # [codes, heads]; 0 for the heads of other groups
+    # [codes, heads]; 0 for the heads of other groups
+    signs = np.repeat(plan.between, plan.pairs, axis=0)
     rows_per_head = plan.used // plan.spec.kv_heads
     signs = np.repeat(signs, rows_per_head, axis=1).reshape(plan.parts, LANES, plan.used)
     signs = np.pad(signs.transpose(0, 2, 1), ((0, 0), (0, plan.rows - plan.used), (0, 0)))

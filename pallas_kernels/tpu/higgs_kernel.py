@@ -224,9 +224,8 @@ def _weigh(refs: Refs, plan, chunk):
         # for second ones.
         rows = jnp.concatenate([jnp.where(odd, 0.0, scaled), jnp.where(odd, scaled, 0.0)])
         refs.weights[:, first : first + LANES] = rows.astype(jnp.bfloat16)
-    refs.total[...] = (
-        refs.total[...] + total.sum(-1, keepdims=True) / 2
-    )  # every token was counted on two lanes
+    # Every token was counted on two lanes.
+    refs.total[...] = refs.total[...] + total.sum(-1, keepdims=True) / 2
 
 
 def _sum_values(refs: Refs, plan):

@@ -106,9 +106,8 @@ def _attend_interleaved(refs: Refs, plan):
             """Do this for one piece of the tile. `carry` is (sums of the one, maxima of the other
             lane group)."""
             sums, top = carry
-            weights = list(
-                weights_of(refs, plan, peak, blocks)
-            )  # before scores are written over theirs
+            # Before scores are written over theirs.
+            weights = list(weights_of(refs, plan, peak, blocks))
             scoring = _score(refs, plan, place, blocks, top)
             summing = _add_sums(refs, plan, before, weights, blocks, sums)
             turns = -(-len(weights) // count)

@@ -21,9 +21,8 @@ from kvqjax.pallas_kernels.tpu.plan import LANES, SHARE, Plan
 def add_values(refs, plan: Plan) -> None:
     """Add what outliers of values change to the running outputs, once the weights of all lane
     groups are known."""
-    heads = math.gcd(
-        plan.lane_groups, SHARE
-    )  # lane groups that share the one-hot matrices of a column
+    # Lane groups that share the one-hot matrices of a column.
+    heads = math.gcd(plan.lane_groups, SHARE)
     columns = plan.tile // LANES
 
     def step(turn):
@@ -54,9 +53,8 @@ def _add_column(refs, plan: Plan, first, heads: int, column) -> None:
         refs.shares[i] = jnp.where(owner == (first + i).astype(jnp.float32), change, 0.0)
 
     weights = refs.weights.at[pl.ds(first, heads), :, tokens]
-    at_once = (
-        plan.chip.matrix_lanes // LANES
-    )  # slots of one product, so many that its depth fills the matrix unit
+    # Slots of one product, so many that its depth fills the matrix unit.
+    at_once = plan.chip.matrix_lanes // LANES
     for slot in range(0, plan.spec.value_slots, at_once):
         slots = range(slot, min(slot + at_once, plan.spec.value_slots))
         scaled = jnp.concatenate([_scaled(weights, refs.shares, plan, i) for i in slots], axis=1)

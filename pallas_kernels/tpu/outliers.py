@@ -51,20 +51,17 @@ def scratch(plan: Plan) -> dict:
     buffers = {}
     if keys:
         buffers["added"] = memory(*scores)  # [P, M, S]: what outliers of keys add to the scores
-        buffers["key_slots"] = memory(
-            3 * keys, plan.tile
-        )  # [3R, S]: values, lanes and lane groups, in lane order
-        buffers["waves"] = memory(
-            2 * keys, plan.tile
-        )  # [2R, S]: cos | sin of the slots' lanes and tokens
+        # [3R, S]: values, lanes and lane groups, in lane order
+        buffers["key_slots"] = memory(3 * keys, plan.tile)
+        # [2R, S]: cos | sin of the slots' lanes and tokens
+        buffers["waves"] = memory(2 * keys, plan.tile)
         # [2R, S]: what one lane group's outliers change, times cos | sin
         buffers["changes"] = memory(2 * keys, plan.tile)
     if values:
         buffers["weights"] = memory(*scores)  # [P, M, S]: softmax weights of all lane groups
         buffers["value_slots"] = memory(3 * values, plan.tile)
-        buffers["shares"] = memory(
-            SHARE, values, LANES
-        )  # what the outliers of 128 tokens change in each lane group
+        # What the outliers of 128 tokens change in each lane group.
+        buffers["shares"] = memory(SHARE, values, LANES)
     if buffers:
         # Slots of one period before they are brought into lane order, for keys and for values in
         # turn.
@@ -225,9 +222,8 @@ def _gathered(refs, plan: Plan, pairs, first: int):
         return jnp.broadcast_to(ref[row : row + 1, tokens], (8, LANES))
 
     for slot in range(plan.spec.key_slots):
-        lane = row_of(
-            refs.key_slots, rows + slot
-        )  # behind the values of all slots come their lanes
+        # Behind the values of all slots come their lanes.
+        lane = row_of(refs.key_slots, rows + slot)
         cos = row_of(refs.changes, slot)  # d cos(t)
         sin = row_of(refs.changes, rows + slot)  # d sin(t)
         words = _take_rows(pairs, lane.astype(jnp.int32))

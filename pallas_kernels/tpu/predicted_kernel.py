@@ -218,9 +218,8 @@ def _score(refs: Refs, plan, number):
     firsts = range(0, plan.lanes, LANES)
     turned_keys = [keys[:, first : first + LANES] * turn for turn in turns for first in firsts]
     queries = queries.astype(jnp.bfloat16)
-    waves = jnp.concatenate(turned_keys, axis=1).astype(
-        jnp.bfloat16
-    )  # keys times cos | keys times sin
+    # Keys times cos | keys times sin.
+    waves = jnp.concatenate(turned_keys, axis=1).astype(jnp.bfloat16)
     scores = dot(queries, waves, 1)
     # The limit of a token that a query does not see is NEVER, of other tokens infinity.
     scores = jnp.minimum(scores, refs.limits[:, tokens])

@@ -95,14 +95,12 @@ def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
     # Rows are brought back to tokens and heads, without padding.
     used = shared * length * group
     out = out[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group, shared, dim)
-    out = jnp.diagonal(
-        out, axis1=2, axis2=5
-    )  # a head's rows in its own lanes: [B, P, T, G, D, shared]
+    # A head's rows in its own lanes: [B, P, T, G, D, shared]
+    out = jnp.diagonal(out, axis1=2, axis2=5)
     # Heads are numbered by lane group, KV head in it, query head of that: [B, T, P, shared, G, D].
     out = out.transpose(0, 2, 1, 5, 3, 4).reshape(shape)
-    lse = lse[:, :, :used].reshape(
-        batch, plan.lane_groups, shared, length, group
-    )  # [B, P, shared, T, G]
+    # [B, P, shared, T, G]
+    lse = lse[:, :, :used].reshape(batch, plan.lane_groups, shared, length, group)
     lse = lse.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads)
     return Partial(out, lse)
 

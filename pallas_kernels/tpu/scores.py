@@ -41,9 +41,8 @@ def rotated_scores(refs, plan: Plan, place: Place, index):
     if plan.spec.key_channels:
         yield from _token_scores(refs, plan, place, index)
         return
-    queries, zeros = zip(
-        *_scaled_queries(refs, plan, place, index), strict=True
-    )  # one entry for each key group
+    # One entry for each key group.
+    queries, zeros = zip(*_scaled_queries(refs, plan, place, index), strict=True)
     code_columns = columns(
         refs.body.key_codes, None, plan.spec.key_bits, place, index, plan, plan.mixed
     )
@@ -102,9 +101,8 @@ def _token_scores(refs, plan: Plan, place: Place, index):
 
 def unrotated_scores(refs, plan: Plan, place: Place, index):
     """Yield the scores of a block's columns, for keys stored before RoPE."""
-    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(
-        jnp.bfloat16
-    )  # y | y~, [M, 2W]
+    # Y | y~, [M, 2W]
+    queries = jnp.concatenate(turned(refs, plan, place.group, index), axis=1).astype(jnp.bfloat16)
     code_columns = columns(
         refs.body.key_codes, refs.key_signposts, plan.spec.key_bits, place, index, plan, False
     )

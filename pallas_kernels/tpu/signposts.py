@@ -27,9 +27,8 @@ def pair_order(base: int, block: int) -> np.ndarray:
     """Return the token at each position of `block` tokens that are unpacked in pairs, [block]:
     planes 2j and 2j + 1 alternate."""
     planes = 32 // base
-    plane = np.arange(planes).reshape(
-        -1, 1, 2
-    )  # (pair of planes, row of words, member of the pair)
+    # (pair of planes, row of words, member of the pair)
+    plane = np.arange(planes).reshape(-1, 1, 2)
     order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
     return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
 

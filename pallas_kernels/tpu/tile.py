@@ -100,9 +100,8 @@ def order_scales(refs, plan, tile):
     def step(number):
         """Order the numbers of `width` tokens."""
         tokens = aligned(number, width)
-        values = stretches_of(
-            number, tokens, refs.body.value_scale, refs.body.value_low
-        )  # [2C, period] each
+        # [2C, period] each
+        values = stretches_of(number, tokens, refs.body.value_scale, refs.body.value_low)
         keys = (
             (refs.body.key_scale, refs.body.key_low)
             if spec.key_channels

@@ -65,9 +65,8 @@ def test_experts_over_eight_gpus():
     assert len(sums) == 2 * LAYERS + 1  # and the embedding's
     assert len([line for line in merges if "all-gather-start(" in line]) == LAYERS
     assert len(merges) <= 3 * LAYERS  # queries, the largest score, and output and weight together
-    assert len(rest) <= 2, (
-        rest
-    )  # the next token: the best of each device's part of the vocabulary, and ties
+    # The next token: the best of each device's part of the vocabulary, and ties.
+    assert len(rest) <= 2, rest
     cache = 2 * LAYERS * CONTEXT * 128 * 2 / 2
     assert found["arguments"] < 1.05 * (found["weights"] / DEVICES + cache)
     assert found["temporaries"] < 0.01 * found["weights"] / DEVICES

@@ -50,7 +50,6 @@ def compiled(spec: str, mesh: MeshSize, layers: int):
 def test_a_layer_sums_twice_and_merges_once(spec, mesh, each):
     (one, _), (two, memory) = compiled(spec, mesh, 1), compiled(spec, mesh, 2)
     assert two - one == each
-    assert (
-        memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e6
-    )  # the cache stays in place
+    # The cache stays in place.
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e6
     assert memory.temp_size_in_bytes < 0.3e9

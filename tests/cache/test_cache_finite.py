@@ -211,9 +211,8 @@ def test_reconstructions_saturate_in_float16(name):
     finite."""
     model, method = model_and_method(name)
     params = jax.tree.map(lambda x: x.astype(jnp.float16), model.params)
-    params["layers"]["o"] = params["layers"]["o"] * jnp.float16(
-        1e-6
-    )  # sums of huge outputs are not what is tested
+    # Sums of huge outputs are not what is tested.
+    params["layers"]["o"] = params["layers"]["o"] * jnp.float16(1e-6)
     model = model.replace(params=params)
     cache = kvq.init_cache(model, method, 3, 512)
     random, sources = np.random.default_rng(0), []

@@ -74,10 +74,11 @@ def test_what_is_encoded_unit_by_unit():
         run = runs_of(kvq.init_cache(tiny(**changes), spec, 1, 4096).layout)[-1]
         assert encoding.units_at_once([run], run.wiring.storage.clocks[0], 2048) == 1, spec
     short = runs_of(kvq.init_cache(tiny(), "kivi:bits=4,window=32", 1, 300).layout)
+    # A bucket is longer.
     assert (
         encoding.units_at_once(short, short[0].wiring.storage.clocks[0], 2048) * 32
         <= short[0].slots
-    )  # a bucket is longer
+    )
     layout = kvq.init_cache(tiny(), "kivi", 1, 4096).layout
     assert (
         encoding.units_at_once(runs_of(layout), runs_of(layout)[0].wiring.storage.clocks[0], 2048)

@@ -49,9 +49,8 @@ def test_codes_are_read_back_as_they_were_written(bits, size):
     field = Field(kind="codes", width=24, bits=bits, role="payload", form="heads", heads=3)
     packing = field.packing
     stored = packing.allocate((2, 2), 512)
-    stored = jax.tree.map(
-        lambda a: jnp.full_like(a, -1), stored
-    )  # what stood there before must not shine through
+    # What stood there before must not shine through.
+    stored = jax.tree.map(lambda a: jnp.full_like(a, -1), stored)
     put = jax.jit(
         lambda stored, token, tile: packing.write(stored, (jnp.int32(1), jnp.int32(0)), token, tile)
     )
@@ -131,9 +130,8 @@ def as_on_gpus(model, method, monkeypatch):
     monkeypatch.setattr(run_layout, "AT_ONCE", 1)
     monkeypatch.setattr(decoded, "SMALLEST_PART", 1)
     monkeypatch.setattr(decoded, "LARGEST_PART", 1)
-    monkeypatch.setitem(
-        runs.CARRIED, "gpu", 2**15
-    )  # several turns, the last from within the one before it
+    # Several turns, the last from within the one before it.
+    monkeypatch.setitem(runs.CARRIED, "gpu", 2**15)
     runs._runs_of.cache_clear()
 
     def chosen(*x, default=None, cuda=None, **others):

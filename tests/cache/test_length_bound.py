@@ -79,9 +79,8 @@ def test_on_a_mesh():
     found = [
         kvq.forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))
     ]
-    np.testing.assert_allclose(
-        *found, atol=1e-5
-    )  # one row and head a device: XLA:CPU chooses loops by the length
+    # One row and head a device: XLA:CPU chooses loops by the length.
+    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 def test_lengths_are_few_and_hold_what_they_must():

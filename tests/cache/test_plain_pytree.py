@@ -55,9 +55,8 @@ def same(one, other) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_array_is_empty(name):
-    model_and_method(
-        MORE[name][0] if name in MORE else name
-    )  # models are kept, so none is made inside the trace
+    # Models are kept, so none is made inside the trace.
+    model_and_method(MORE[name][0] if name in MORE else name)
     assert all(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: empty(name))))
 
 

@@ -265,9 +265,8 @@ def test_calibrations_pass_through_recurrent_layers(spec):
         calibrate.run(model, spec, np.asarray(tokens(8, 96)), count=8, length=96)
     )
     logits = forward(ready, text, jnp.asarray(COUNTS), kvq.init_cache(ready, spec, 2, CAPACITY))[0]
-    np.testing.assert_allclose(
-        logits[0], plain()[0], atol=0.05
-    )  # a chunk's own tokens see each other exactly
+    # A chunk's own tokens see each other exactly.
+    np.testing.assert_allclose(logits[0], plain()[0], atol=0.05)
     cached = kvq.dense(filled(model, counts=(90, 90)), 1)[0][:, :90]
     read = activations.activations(
         model.params, text[:, :90], model.config, rope="post", gradients=False
@@ -559,9 +558,8 @@ def test_the_ledger_counts_states_apart():
     book, states = kvq.ledger(cache), sum(x.nbytes for x in jax.tree.leaves(cache.states))
     assert book.bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
     assert book.by_role()["states"] == book.state_bytes == states == kvq.ledger(other).state_bytes
-    assert states == 3 * 4 * 4 * (
-        3 * (16 + 16 + 48) + 4 * 8 * 12
-    )  # rows, layers, bytes, convolution, matrices
+    # Rows, layers, bytes, convolution, matrices.
+    assert states == 3 * 4 * 4 * (3 * (16 + 16 + 48) + 4 * 8 * 12)
     assert book.bits_stored == 8 * (book.bytes - states) / book.values / 3 / 64
     assert "recurrent states" in str(book)
     assert "4 recurrent layers: delta float32[4,3,4,8,12]" in repr(cache)

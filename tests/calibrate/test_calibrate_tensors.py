@@ -140,9 +140,8 @@ def test_commvq(captured, attention, monkeypatch):
         "values": [np.asarray(v).reshape(*TOKENS.shape, 2, 16) for _, (v, _, _), _ in seen],
     }
     if attention:
-        positions = -jnp.broadcast_to(
-            jnp.arange(TOKENS.shape[1])[None], TOKENS.shape
-        )  # turned back
+        # Turned back.
+        positions = -jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)
         queries = [rotate(q, positions, model.config) for _, (_, q, _), _ in seen]
         tensors |= {"queries": queries, "outputs": model.params["layers"]["o"]}
     artifact = kvq.calibrate.from_tensors(method, model.config, **tensors, recipe=QUICK)
@@ -183,9 +182,8 @@ def test_klt(captured, attention, monkeypatch):
             jax.tree.leaves(artifact.constants), jax.tree.leaves(wanted.constants), strict=True
         )
     ]
-    assert (
-        all(same) == attention
-    )  # without queries and outputs all errors cost the same, which gives other transforms
+    # Without queries and outputs all errors cost the same, which gives other transforms.
+    assert all(same) == attention
 
 
 @jax.jit

@@ -100,9 +100,8 @@ def test_a_named_model_is_used_without_a_download(call, brief, monkeypatch, tmp_
 
 def test_the_fact_stands_amid_the_text():
     text = subject.open_text(subject.TEXT)
-    assert (
-        1200 < len(text.split()) < 3000
-    )  # read in seconds, and long enough that most of it is codes
+    # Read in seconds, and long enough that most of it is codes.
+    assert 1200 < len(text.split()) < 3000
     assert text.count("password") == 1
     assert 0.3 < text.index("secret password of the harbour safe is") / len(text) < 0.7
     assert len({kvq.parse(cache) for cache in subject.ANSWERING}) == len(subject.ANSWERING)

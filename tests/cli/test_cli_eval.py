@@ -229,9 +229,8 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
     setup = {"mode": "m", "windows": "w", "context": 32768, "steps": 64}
     rows = []
     for number, cache in enumerate(CACHES):
-        curve = [(2.3, 0.2 + number / 100), (4.3, 0.01 + number / 1e4)][
-            : 2 - number % 2
-        ]  # every other ends far left
+        # Every other ends far left.
+        curve = [(2.3, 0.2 + number / 100), (4.3, 0.01 + number / 1e4)][: 2 - number % 2]
         kld = [value for _, value in curve]
         if kind == "drift":
             rows.append(setup | {"cache": cache, "kld": kld})

@@ -13,9 +13,8 @@ from commands import run
 from kvqjax._errors import UserError
 from kvqjax.cli.prompts import read_prompts
 
-LONG = (
-    "one line\n\nand \u00e9 another, " * 8000
-)  # about 180 KB in UTF-8, which no argument of a command may have
+# About 180 KB in UTF-8, which no argument of a command may have.
+LONG = "one line\n\nand \u00e9 another, " * 8000
 TALK = [{"role": "user", "content": "Hi"}]
 
 

@@ -112,9 +112,8 @@ def test_the_demonstration_says_what_its_caches_hold():
     """Tokens that are codes, and why a short cache has more bits a number than its codes."""
     model, method = kvq.load("demo"), kvq.parse("kivi:bits=2,window=64")
     said = explain(model, method, 172, 1024)
-    assert (
-        "at least 96 of 172 tokens were read as codes" in said
-    )  # 172 less the window, in whole groups of 32
+    # 172 less the window, in whole groups of 32
+    assert "at least 96 of 172 tokens were read as codes" in said
     bits = [
         book.bits_stored
         for book in (ledger_of(model, method, capacity) for capacity in (1024, 32768))

@@ -18,9 +18,8 @@ from kvqjax.codecs.higgs import Higgs
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 200))
 RNG = np.random.default_rng(1)
-OFFSET = np.where(np.arange(64) % 16 == 0, 200.0, 0.0).astype(
-    np.float32
-)  # four channels as Qwen2's bias makes them
+# Four channels as Qwen2's bias makes them.
+OFFSET = np.where(np.arange(64) % 16 == 0, 200.0, 0.0).astype(np.float32)
 KEYS = jnp.asarray(RNG.normal(size=(128, 64)) + OFFSET, jnp.float32)
 
 

@@ -21,9 +21,8 @@ def test_bits_fall_with_the_rank_and_are_all_given(bits, slope):
     given = bits_of_ranks(WIDTH, bits, slope)
     assert len(given) == WIDTH
     assert list(given) == sorted(given, reverse=True)
-    assert (
-        bits - 2 / WIDTH * 2 <= sum(given) / WIDTH <= bits
-    )  # what is left is less than any coefficient can take
+    # What is left is less than any coefficient can take.
+    assert bits - 2 / WIDTH * 2 <= sum(given) / WIDTH <= bits
     if slope == 0 and bits in (1.0, 2.0, 3.0):
         assert set(given) == {int(bits)}
 
@@ -39,9 +38,8 @@ def test_grids_have_the_error_that_bits_are_given_by(bits):
     grid = grid_of(bits)
     y = np.random.default_rng(0).normal(size=(1 << 14, grid.shape[1]))
     error = ((y[:, None] - grid[None]) ** 2).sum(2).min(1).mean() / grid.shape[1]
-    assert error == pytest.approx(
-        ERRORS[bits], rel=0.05
-    )  # of 16384 numbers: 2 % of a square's mean are its error
+    # Of 16384 numbers: 2 % of a square's mean are its error.
+    assert error == pytest.approx(ERRORS[bits], rel=0.05)
 
 
 def _correlated(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

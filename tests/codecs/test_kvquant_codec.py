@@ -74,9 +74,8 @@ def test_values_follow_shifts_and_scalings_of_a_token():
     mostly_close(ours, base * 8 + 5, 1e-5 * np.abs(v).max(), 0.9995)
     stored, base = round_trip(Nuq(bits=3, per="token", slots=4), constants, v)
     moved, ours = round_trip(Nuq(bits=3, per="token", slots=4), constants, v * 8)
-    np.testing.assert_array_equal(
-        stored["codes"], moved["codes"]
-    )  # a power of two is exact in bfloat16 too
+    # A power of two is exact in bfloat16 too.
+    np.testing.assert_array_equal(stored["codes"], moved["codes"])
     np.testing.assert_array_equal(ours, base * 8)
 
 
@@ -89,9 +88,8 @@ def test_large_offsets_cost_range_and_no_bias():
     scale = np.asarray(tile["scale"].astype(jnp.float32)).T
     assert (scale <= 1.5 * (1 + 2**-7)).all()
     assert (np.abs(ours - v) <= scale / 15 + 1e-4).all()
-    assert (
-        abs((ours - v).mean()) < 0.004
-    )  # six standard errors of 65536 entries with a step of at most 0.2: 0.0014
+    # Six standard errors of 65536 entries with a step of at most 0.2: 0.0014.
+    assert abs((ours - v).mean()) < 0.004
 
 
 def test_permuted_channels_permute_outlier_channels_only():

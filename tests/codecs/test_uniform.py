@@ -35,9 +35,8 @@ def test_codes_and_parameters_equal_the_published_ones(bits, group, source, alon
     name = f"{source}_b{bits}_g{group}"
     np.testing.assert_array_equal(tile["codes"], rows(golden[f"{name}_codes"]))
     scale, low = golden[f"{name}_scale"][0], golden[f"{name}_min"][0]
-    order = (
-        (2, 0, 1) if source == "k" else (0, 2, 1)
-    )  # [H,D,T/G] -> [T/G,H*D]; [H,T,D/G] -> [H*D/G,T]
+    # [H,D,T/G] -> [T/G,H*D]; [H,T,D/G] -> [H*D/G,T]
+    order = (2, 0, 1) if source == "k" else (0, 2, 1)
     shape = tile["scale"].shape
     # XLA divides by a constant by multiplying with its reciprocal: one unit in the last place, and
     # no code changes.

@@ -116,9 +116,8 @@ def test_drift_bins_add_up_to_perplexity():
     method = kvq.kivi(bits=2, window=32)
     row = drift(tiny(), IDS, method, chunk=32, window=192, tokens=384, bins=3)
     whole = perplexity(tiny(), IDS, method, chunk=32, window=192, tokens=384, batch=1)
-    weights = np.array(
-        [128, 128, 126]
-    )  # two windows, three bins of two chunks; the last token predicts nothing
+    # Two windows, three bins of two chunks; the last token predicts nothing.
+    weights = np.array([128, 128, 126])
     np.testing.assert_allclose(np.average(row["kld"], weights=weights), whole["kld"], rtol=1e-5)
     assert row["kld"][0] < row["kld"][2]
 

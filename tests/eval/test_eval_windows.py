@@ -25,9 +25,8 @@ def test_windows_are_disjoint_and_whole():
     np.testing.assert_array_equal(
         windows(with_bos, 64, 0, bos=0)[:, 1:], with_bos[:256].reshape(4, 64)[:, 1:]
     )
-    np.testing.assert_array_equal(
-        windows(IDS, 64, 0, bos=0), windows(IDS, 64, 0)
-    )  # encoded without one
+    # Encoded without one.
+    np.testing.assert_array_equal(windows(IDS, 64, 0, bos=0), windows(IDS, 64, 0))
     with pytest.raises(kvq.UserError, match="300 tokens, fewer than one window of 400"):
         windows(IDS, 400, 0)
 

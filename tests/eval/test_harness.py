@@ -92,9 +92,8 @@ def test_scores_come_through_the_cache():
     layout = planned_layout(model, kvq.kivi(bits=2, window=32), *ids.shape)
     parts = np.asarray(score_rows(model, ids, counts, layout, 32)[0])
     for row, count in enumerate((95, 69)):
-        np.testing.assert_allclose(
-            parts[row, :64], want[row, :64], rtol=1e-4
-        )  # nothing has left the window yet
+        # Nothing has left the window yet.
+        np.testing.assert_allclose(parts[row, :64], want[row, :64], rtol=1e-4)
         assert np.abs(parts[row, 64:count] - want[row, 64:count]).max() > 1e-2
 
 
@@ -256,9 +255,8 @@ def test_the_harness_runs_tasks_through_the_command_line(tasks, capsys, monkeypa
         4,
         {own["mode"], said["mode"]},
     )
-    assert (
-        own["cut"] == said["cut"] == own["texts"] == 6
-    )  # two choices of two rows, and two prompts
+    # Two choices of two rows, and two prompts.
+    assert own["cut"] == said["cut"] == own["texts"] == 6
     assert own["about"]["fingerprint"] == kvq.load("demo").fingerprint
     assert own["about"]["warning"].startswith(
         "6 of 6 texts were longer than 32 tokens and were cut"

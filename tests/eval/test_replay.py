@@ -21,9 +21,8 @@ def test_token_scores_add_up_to_the_streamed_perplexity():
     np.testing.assert_allclose(np.exp(np.mean(got.nll)), row["ppl"], rtol=1e-5)
     np.testing.assert_allclose(np.mean(got.kld), row["kld"], rtol=1e-3)
     np.testing.assert_allclose(np.mean(got.agree), row["top1"], atol=1e-6)
-    assert (
-        np.asarray(got.kld)[:, :60].max() < 1e-5 < np.asarray(got.kld)[:, 96:].min()
-    )  # 64 tokens at least are exact
+    # 64 tokens at least are exact
+    assert np.asarray(got.kld)[:, :60].max() < 1e-5 < np.asarray(got.kld)[:, 96:].min()
     best = np.asarray(replay(model, rows, method, 32))[:, :-1].argmax(-1)
     np.testing.assert_array_equal(got.right, best == np.asarray(rows)[:, 1:])
 

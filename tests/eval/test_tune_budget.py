@@ -41,15 +41,15 @@ def test_the_cost_of_a_large_model_on_one_chip_and_on_eight():
         estimated(config, f"kivi:bits=2,higgs:bits=2{x}", "h100", "", Settings())
         for x in ("", ",aqua:bits=2")
     )
+    # The exact cache, KIVI and HIGGS in each layer.
     assert (few["exceptions"], chain["exceptions"]) == (
         0,
         1 + 32 * 3,
-    )  # the exact cache, KIVI and HIGGS in each layer
+    )
     assert chain["forward_passes"] > few["forward_passes"]
     rows = estimated(config, "kivi,higgs", "v5e", "data=8", Settings(batch=3))
-    assert (
-        rows["tokens"] == rows["forward_passes"] * 8 * Settings().window
-    )  # a row for every device
+    # A row for every device.
+    assert rows["tokens"] == rows["forward_passes"] * 8 * Settings().window
 
 
 def test_the_line_between_single_methods():

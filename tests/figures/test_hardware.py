@@ -60,9 +60,8 @@ def test_a_dry_run_measures_every_block(hardware, tmp_path, monkeypatch, capsys,
         ]
     )
     again = (tmp_path / "out" / "rows.jsonl").read_text()[size:].splitlines()
-    assert not [
-        row for row in map(json.loads, again) if (row["block"], row["item"]) in done
-    ]  # nothing twice
+    # Nothing twice.
+    assert not [row for row in map(json.loads, again) if (row["block"], row["item"]) in done]
 
 
 def test_blocks_of_the_plan_are_those_that_a_child_knows(hardware):
@@ -82,9 +81,8 @@ def test_a_failed_item_is_tried_by_the_next_run_and_a_done_one_is_not(hardware, 
     log.item("fine", lambda: {"ms": 1.0})
     assert "MemoryError: RESOURCE_EXHAUSTED | more" in rows_of(tmp_path)["steps", "large"]["error"]
     assert "Traceback" in (tmp_path / "errors.txt").read_text()
-    assert not log_at(hardware, tmp_path).new(
-        "large"
-    )  # a block that is begun again goes on behind it
+    # A block that is begun again goes on behind it.
+    assert not log_at(hardware, tmp_path).new("large")
     assert log_at(hardware, tmp_path, run="2").new("large")
     assert not log_at(hardware, tmp_path, run="2").new("fine")
     assert log_at(hardware, tmp_path, commit="b").new("fine")  # another tree's figures are its own

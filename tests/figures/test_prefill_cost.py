@@ -47,9 +47,8 @@ def test_the_least_that_a_prompt_needs():
     """Weights of two layers for each token, the head for one, scores and sums over what each token
     sees."""
     config, least = tiny().config, prompt_operations
-    layer = (
-        32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32
-    )  # q, k and v, o, the MLP, two norms
+    # q, k and v, o, the MLP, two norms.
+    layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32
     assert least(config, 0, 1) == 2 * (2 * layer + 50 * 32) + 2 * 4 * 64 * 1
     assert least(config, 0, 3) - least(config, 0, 2) == 2 * 2 * layer + 2 * 4 * 64 * 3
     assert least(config, 10, 1) - least(config, 0, 1) == 2 * 4 * 64 * 10
@@ -74,9 +73,8 @@ def test_blocks_of_splash_attention(counter):
     # four blocks of keys.
     assert tpu.seen(2048, 8192, 8192, None) == ((2 + 4 + 6 + 8) / 4, 8)
     assert tpu.seen(2048, 8192, 0, None) == (8, 8)
-    assert (
-        tpu.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4
-    )  # a window reaches one block back at most
+    # A window reaches one block back at most.
+    assert tpu.seen(2048, 8192, 8192, 1024)[0] == (2 + 3 * 3) / 4
     lines = [
         " 0x1 LB: > { }",
         " 0x2 : > { }",

@@ -44,9 +44,8 @@ def test_orders_differ_only_beyond_two_standard_errors(bench):
     """Of differences whose standard error is 1: a mean of 2.1 counts, one of 1.9 does not."""
     papers = bench("results.papers")
     rows = (("a", "", 1.0, "x"), ("b", "", 2.0, "y"))
-    apart = (
-        np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)
-    )  # 16 windows: its error is 1
+    # 16 windows: its error is 1
+    apart = np.asarray([-1.0, 1.0] * 8) * 4 / np.asarray([-1.0, 1.0] * 8).std(ddof=1)
     base = np.random.default_rng(1).normal(scale=50, size=16)  # what both caches share says nothing
     for mean, found in ((1.9, []), (2.1, [("a", "b")])):
         ours = {"x": base + apart + mean, "y": base}

@@ -349,9 +349,8 @@ def test_extrapolated_layers(counter):
     ],
 )
 def test_bad_options_are_named(counter, options, message):
-    command = importlib.import_module(
-        "benchmarks.step_cost"
-    )  # `counter` has put the tree on the path
+    # `counter` has put the tree on the path
+    command = importlib.import_module("benchmarks.step_cost")
     result = CliRunner().invoke(command.app, options)
     assert result.exit_code == 2
     assert message in result.output

@@ -56,9 +56,8 @@ def test_three_turns_are_one_generation(model):
         assert (answer, len(answer)) == (out.text[0], 12)
         assert session.cache.lengths.tolist() == out.cache.lengths.tolist()
         assert session.last.tokens == 12
-    assert (
-        session.last.kept_tokens == len(ids) - session.last.prompt_tokens > 32
-    )  # some of what was kept is encoded
+    # Some of what was kept is encoded.
+    assert session.last.kept_tokens == len(ids) - session.last.prompt_tokens > 32
     assert session.last.prompt_tokens == len(TURNS[2]) + len(",?")
     assert [m["role"] for m in session.history] == ["user", "assistant"] * 3
     assert int(session.cache.runs[0].flushed[0][0]) > 0
@@ -186,9 +185,8 @@ def test_an_answer_that_is_broken_off_counts_as_far_as_it_was_made(model):
     for _ in session.send(TURNS[1]):
         break  # left, not closed: the next turn ends it
     assert len(session.history[-1]["content"]) == 1
-    ids = model.encode(session._text(session.history), add_special_tokens=False)[
-        :-1
-    ]  # without the mark after the answer
+    # Without the mark after the answer.
+    ids = model.encode(session._text(session.history), add_special_tokens=False)[:-1]
     assert session.cache.lengths.tolist() == [len(ids)]
     assert len(talk(session, TURNS[2:])[0]) == 12
 

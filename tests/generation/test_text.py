@@ -140,9 +140,8 @@ def ids_of(tokenizer, text):
 
 
 def decoded(tokenizer, ids):
-    clean = (
-        type(tokenizer.backend_tokenizer.model).__name__ != "BPE" and None
-    )  # None: as the tokenizer says
+    # None: as the tokenizer says.
+    clean = type(tokenizer.backend_tokenizer.model).__name__ != "BPE" and None
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=clean)
 
 

@@ -165,9 +165,8 @@ def test_coded_weights_are_the_bytes_of_what_load_makes(bits):
     assert planned.multiplied == plain.multiplied  # as many products
     assert plain.weights - planned.weights == plain.read - planned.read
     spread = plan_memory(TINY, "exact", 64, 1, MeshSize(model=2), weights=f"int{bits}")
-    assert (
-        planned_bytes / 2 <= spread.weights < 0.6 * planned_bytes
-    )  # norms are on both, and scales where a group is shared out
+    # Norms are on both, and scales where a group is shared out.
+    assert planned_bytes / 2 <= spread.weights < 0.6 * planned_bytes
 
 
 def test_coded_experts():

@@ -87,9 +87,8 @@ def test_plans_count_the_states_of_recurrent_layers(name, layers, heads):
         plan_memory(config, "kivi:bits=4", context, 2, weights="int4") for context in (8192, 131072)
     )
     assert short.book.state_bytes == long.book.state_bytes == 2 * state
-    keys = (
-        2 * 2 * layers[0] * config.kv_width * 2 * 131072
-    )  # keys and values of two rows in bfloat16
+    # Keys and values of two rows in bfloat16.
+    keys = 2 * 2 * layers[0] * config.kv_width * 2 * 131072
     assert 0.25 * keys < long.cache - 2 * state < 0.35 * keys
     parts = plan_memory(config, "kivi:bits=4", 131072, 2, mesh=MeshSize(model=4))
     assert 0.24 * long.cache < parts.cache < 0.3 * long.cache
@@ -116,12 +115,10 @@ def test_bodies_of_gpus_are_counted_as_they_are_stored_there(spec, bits):
     found = plan_memory(config, spec, context, 1, form="heads")
     codes = context * 2 * config.kv_width * config.num_layers * bits // 8
     assert found.cache == found.book.bytes
-    assert found.book.by_role()["payload"] == pytest.approx(
-        codes, rel=2e-3
-    )  # but for window and sinks
-    assert (
-        0 < found.workspace < 0.1 * GIB
-    )  # a score of every token and head, and no block of keys and values
+    # But for window and sinks.
+    assert found.book.by_role()["payload"] == pytest.approx(codes, rel=2e-3)
+    # A score of every token and head, and no block of keys and values.
+    assert 0 < found.workspace < 0.1 * GIB
 
 
 def test_constants_are_counted():
@@ -145,9 +142,8 @@ def test_largest_is_the_edge():
     context = largest(fits, step=1024)
     assert fits(context)
     assert not fits(context + 1024)
-    assert (
-        context > 131072
-    )  # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8)
+    # KIVI-2 at 128K beside bfloat16 weights within 24 GB (DESIGN, section 8).
+    assert context > 131072
 
 
 def test_step_bounds_are_reading_once_and_computing_at_the_peak():
@@ -216,9 +212,8 @@ def test_a_step_reads_the_experts_that_a_token_passes_through(name, active):
     wanted = 2 * (numbers - config.idle_numbers - table) + found.constants + found.cache
     assert reading == pytest.approx(wanted / 1e9)
     layers = sum(x.size for x in jax.tree.leaves(parameter_shapes(config)["layers"]))
-    itself = (
-        4 * config.query_width * config.num_layers
-    )  # a prompt of one token attends to that token
+    # A prompt of one token attends to that token.
+    itself = 4 * config.query_width * config.num_layers
     assert prompt_operations(config, 0, 1) == 2 * (layers - config.idle_numbers + table) + itself
     per_layer = 2 * config.width * (config.query_width + config.kv_width) + config.mlp_numbers
     assert per_layer * config.num_layers == pytest.approx(

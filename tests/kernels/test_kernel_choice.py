@@ -59,9 +59,8 @@ def chip(tmp_path, monkeypatch):
             )
         monkeypatch.setattr(choose, "_chip_of", lambda held: f"imitated {target}")
         monkeypatch.setattr(check_module, "check", fake)
-        monkeypatch.setattr(
-            choose, "prompt_kernel", lambda layout, shape: None
-        )  # tests/kernels/test_splash.py has those
+        # Tests/kernels/test_splash.py has those.
+        monkeypatch.setattr(choose, "prompt_kernel", lambda layout, shape: None)
         choose._usable.cache_clear()
         return checked
 

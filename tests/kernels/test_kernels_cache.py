@@ -51,9 +51,8 @@ def test_elsewhere_the_general_path(method):
     wiring = kvq.cache.runs_of(for_tpu.layout)[0].wiring
     assert dispatch.path(wiring.fast.packed.spec, 2, 512) == "tpu"
     here = logits(model, cache)
-    np.testing.assert_allclose(
-        logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max()
-    )  # all heads at once
+    # All heads at once.
+    np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())
 
 
 @pytest.mark.parametrize("method", ["kivi:bits=2,group=128,sinks=3", METHODS[0]])

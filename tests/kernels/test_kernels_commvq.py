@@ -174,9 +174,8 @@ def near(case: Case, got):
     )
     bound = size * ((2.0**-8 + far) * float(jnp.linalg.norm(k, axis=-1).max()) + 2.0**-9 * largest)
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
-    check_outputs(
-        got.out, want.out, most=0.01 if case.stretches == 1 else 0.02
-    )  # far positions: see above
+    # Far positions: see above.
+    check_outputs(got.out, want.out, most=0.01 if case.stretches == 1 else 0.02)
 
 
 @functools.cache

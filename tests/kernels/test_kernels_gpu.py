@@ -79,9 +79,8 @@ def test_programs_that_share_a_row_fill_whole_rounds(tiles, pairs, splits):
 def test_exact_kernel_equals_the_oracle(simulated):
     q, _, key, value, start, stop = inputs(FOUR)
     key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
-    stop = (
-        jnp.minimum(stop, 317).at[1].set(0)
-    )  # row 1 sees nothing; the last tile is moved back into the body
+    # Row 1 sees nothing; the last tile is moved back into the body.
+    stop = jnp.minimum(stop, 317).at[1].set(0)
     want = oracle(q, *(x.astype(jnp.float32) for x in (key, value)), start, stop)
     stacked = (jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value))
     with jax.disable_jit():

@@ -221,9 +221,8 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         return tpu_higgs.packed_attention(q, body, layer, start, stop, spec, interpret=True)
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
-    monkeypatch.setattr(
-        reading, "path", lambda *_: "tpu"
-    )  # kernels were compiled for more heads than these
+    # Kernels were compiled for more heads than these.
+    monkeypatch.setattr(reading, "path", lambda *_: "tpu")
     found = logits(for_tpu)
     assert calls == ["v6e"]
     check_outputs(found, plain)

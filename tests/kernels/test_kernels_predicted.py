@@ -354,9 +354,8 @@ def test_the_kernel_reads_what_the_cache_stores(monkeypatch):
         return found
 
     monkeypatch.setattr(kernel_reader, "packed_attention", kernel)
-    monkeypatch.setattr(
-        reading, "path", lambda *_: "tpu"
-    )  # kernels were compiled for more heads than these
+    # Kernels were compiled for more heads than these.
+    monkeypatch.setattr(reading, "path", lambda *_: "tpu")
     logits(model, for_chip(cache, "v6e"))
     jax.effects_barrier()
     assert (calls, len(outputs)) == ([False, True], 3)

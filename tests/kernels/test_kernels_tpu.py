@@ -364,9 +364,8 @@ def test_a_chip_that_found_a_kernel_right_is_named_by_its_level(monkeypatch):
 def recorded_case(form: KernelForm) -> str:
     """The case of benchmarks/tpu_bundles.py that a form of the table stands on."""
     size = "" if form.head_dim == 128 else f"-d{form.head_dim}"
-    rows = {"-d96": "-r2", "-d64": "" if form.method == "kivi" else "-r4"}.get(
-        size, ""
-    )  # the most that are compiled
+    # The most that are compiled.
+    rows = {"-d96": "-r2", "-d64": "" if form.method == "kivi" else "-r4"}.get(size, "")
     if form.method == "kvquant":
         return f"nuq{form.key_bits}{size}{rows}" + "-o12" * form.outliers
     name = f"k{form.key_bits}v{form.value_bits}-g{form.group}{size}{rows}"

@@ -157,9 +157,8 @@ def test_garbage_is_checked_anew(tmp_path, text):
     assert obtain(tmp_path, KEY, lambda: GOOD, lines.append) == GOOD
     assert store.find(tmp_path, KEY) == GOOD
     assert not lines
-    path.write_text(
-        changed(), encoding="utf-8"
-    )  # the same file is read where nothing is wrong with it
+    # The same file is read where nothing is wrong with it.
+    path.write_text(changed(), encoding="utf-8")
     assert store.find(tmp_path, KEY).usable
 
 

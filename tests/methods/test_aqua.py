@@ -292,9 +292,8 @@ def test_predictor_sizes(options, layers, mebibytes):
         shape=config.kv_shape, method=aqua(**options), capacity=1, dtype="bfloat16"
     )
     held = jax.tree.leaves([run.wiring.constants(run.count, "bfloat16") for run in runs_of(layout)])
-    size = sum(
-        x.size * (4 if x.dtype == jnp.uint32 else 2) for x in held
-    )  # biases as 16-bit numbers, too
+    # Biases as 16-bit numbers, too.
+    size = sum(x.size * (4 if x.dtype == jnp.uint32 else 2) for x in held)
     assert size / 2**20 == pytest.approx(mebibytes, rel=3e-3)
 
 

@@ -87,9 +87,8 @@ def test_the_artifact_survives_saving_and_fits_the_model(model, artifact, tmp_pa
     ready = model.with_artifact(load_artifact(tmp_path / "artifact"))
     exact = decoder.logits(model.params, PROMPT, CONFIG)
     got, cache = through_cache(ready, METHOD, 16)
-    assert (
-        int(cache.runs[0].flushed[0].min()) == 3
-    )  # 144 - 1 sink - 32 window = 111 tokens: 3 units
+    # 144 - 1 sink - 32 window = 111 tokens: 3 units
+    assert int(cache.runs[0].flushed[0].min()) == 3
     # While nothing is encoded the cache is exact; afterwards it is lossy but near.
     np.testing.assert_allclose(got[:, :64], exact[:, :64], atol=1e-4)
     late, signal = (float(jnp.mean(x[:, 80:] ** 2)) for x in (got - exact, exact))

@@ -74,9 +74,8 @@ def attend_once(cache, q, k, v):
 def test_decode_outputs_equal_the_published_ones():
     golden = np.load(GOLDEN / "golden_kivi_decode.npz")
     prompt, steps, window, group, key_bits, value_bits = (int(x) for x in golden["settings"])
-    q, k, v = (
-        jnp.asarray(golden[name].transpose(0, 2, 1, 3)) for name in "qkv"
-    )  # [1, T, heads, D]
+    # [1, T, heads, D]
+    q, k, v = (jnp.asarray(golden[name].transpose(0, 2, 1, 3)) for name in "qkv")
     options = {"key_bits": key_bits, "value_bits": value_bits, "group": group, "window": window}
     method = kivi(rule="published", scales="float32", **options)
     cache = empty(one_layer(q.shape[2], k.shape[2], 64), method, prompt + steps)

@@ -129,6 +129,5 @@ def test_value_outliers_are_the_quantile_rules_but_for_ties():
     np.testing.assert_array_equal(ours[2], v[2])  # constant: range 0, every entry its centre
     tied = v[4] == v[4].max()
     assert tied.sum() == 31
-    np.testing.assert_allclose(
-        ours[4][tied], v[4].max(), rtol=1e-6
-    )  # ties beyond the slots lie on the end signpost
+    # Ties beyond the slots lie on the end signpost.
+    np.testing.assert_allclose(ours[4][tied], v[4].max(), rtol=1e-6)

@@ -34,10 +34,11 @@ CONFIG = ModelConfig(
     qkv_bias=True,
     rope=ROPE,
 )
+# Below a plane of 32 tokens, whose own path tests/cache/test_cache_words.py covers.
 SINKS, LENGTH = (
     2,
     24,
-)  # below a plane of 32 tokens, whose own path tests/cache/test_cache_words.py covers
+)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH + 1))
 METHOD = kvquant(bits=3, outliers=0.1, sinks=SINKS)
 LATE = kvquant(bits=3, outliers=0.1, sinks=SINKS, buffer=32)
@@ -125,9 +126,8 @@ def test_decoding_equals_attention_by_hand():
     ]
     assert off.min() > 1e-3  # no token is stored exactly
     np.testing.assert_allclose(logits[:, -1], wanted, atol=2e-4)
-    assert (
-        np.abs(exact - wanted).max() > 0.02
-    )  # the cache is lossy, so equality above is not the exact model's
+    # The cache is lossy, so equality above is not the exact model's.
+    assert np.abs(exact - wanted).max() > 0.02
 
 
 @jax.jit

@@ -132,10 +132,11 @@ def test_nothing_is_rotated_per_cached_token(form, monkeypatch):
     cache = kvq.init_cache(model, method, 2, 4096, form=form)
     monkeypatch.setattr(rotations, "turned", noted)
     jax.eval_shape(lambda m, c: kvq.attend(m, TEXT[:, :1], jnp.ones(2, jnp.int32), c), model, cache)
+    # Rows, token, KV heads, queries of each.
     assert shapes == [
         ((2, 1, 2, 2, 16), False),
         ((2, 1, 2, 2, 16), True),
-    ]  # rows, token, KV heads, queries of each
+    ]
 
 
 def test_drafts_see_what_steps_would_have_seen():
@@ -206,9 +207,8 @@ def test_calibration_of_tables_sees_rotated_vectors():
         for t in (lambda s, x: x, lambda s, x: turn({}, s, x))
     ]
     sums = [np.asarray(a.k_fisher).reshape(2, 2, 64, 2, 16).sum(-1) for a in both]
-    np.testing.assert_allclose(
-        *sums, rtol=1e-3, atol=1e-9
-    )  # a rotation keeps the length of a head's gradient
+    # A rotation keeps the length of a head's gradient.
+    np.testing.assert_allclose(*sums, rtol=1e-3, atol=1e-9)
     assert np.abs(both[0].k_fisher - both[1].k_fisher).max() > 0
 
 
@@ -312,9 +312,8 @@ def bits(text, heads=8, dim=128):
 
 def test_bits_are_the_true_ones():
     """Norms, factors, scales and minima included, at the papers' geometry."""
-    assert (
-        bits("omniscale:bits=2") == 3 + 16 / 1024 / 2
-    )  # one bfloat16 norm a token for keys; float32 would be twice
+    # One bfloat16 norm a token for keys; float32 would be twice.
+    assert bits("omniscale:bits=2") == 3 + 16 / 1024 / 2
     assert bits("omniscale:bits=2,scales=float32") == 4 + 32 / 1024 / 2
     assert bits("omniscale:bits=2,group=128,value_group=128") == pytest.approx(2.25 + 16 / 1024 / 2)
     assert bits("kvarn:bits=2") == 2 + 0.375
@@ -445,9 +444,8 @@ def test_factors_are_divided_out_as_stored(text):
 
     one, eight, zero, huge = recon(x), recon(8 * x), recon(padded), recon(1e30 * x)
     for name in "kv":
-        assert (
-            np.abs(eight[name] - 8 * one[name]).mean() < 1e-3 * np.abs(x).mean()
-        )  # some codes at ties differ
+        # Some codes at ties differ.
+        assert np.abs(eight[name] - 8 * one[name]).mean() < 1e-3 * np.abs(x).mean()
         assert np.isfinite(zero[name]).all()
         np.testing.assert_allclose(zero[name][0], 0, atol=1e-3)
         assert np.isfinite(huge[name]).all()

@@ -53,7 +53,6 @@ def test_one_block_of_keys_and_values(config, spec):
     accumulator, layer = 4 * carried * (LARGE - SMALL), 4 * 2 * config.kv_width * (LARGE - SMALL)
     growth = large - small
     assert accumulator <= growth <= 1.1 * accumulator + 0.05 * layer, (small, large)
-    block = (
-        4 * (2 * config.kv_width + config.width) * 256
-    )  # keys, values and what they are made from
+    # Keys, values and what they are made from.
+    block = 4 * (2 * config.kv_width + config.width) * 256
     assert small <= 8 * block + 4 * carried * SMALL

@@ -94,9 +94,8 @@ def test_identity_changes_nothing(name, spec):
     method = parse(spec)
     model = make(MODELS[name], method)
     wanted = decoder.logits(model.params, TOKENS, model.config)
-    got, cache = through_cache(
-        model, method, 16, TOKENS
-    )  # few enough for values to be summed first
+    # Few enough for values to be summed first.
+    got, cache = through_cache(model, method, 16, TOKENS)
     assert all(int(run.flushed[0].min()) >= 3 for run in cache.runs)
     assert float(jnp.abs(got - wanted).max()) < 1e-4 * float(jnp.abs(wanted).max())
 

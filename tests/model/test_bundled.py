@@ -81,9 +81,8 @@ def test_shape_serves_every_method(name):
     assert config.head_dim == 64
     assert config.max_position >= 1024
     assert (config.num_kv_heads < config.num_heads) == (name != "mha")
-    assert (
-        len(kvq.load(_folder(name)).tokenizer) == config.vocab_size
-    )  # no token that the model lacks
+    # No token that the model lacks.
+    assert len(kvq.load(_folder(name)).tokenizer) == config.vocab_size
 
 
 def test_recall_answers_at_512_tokens():

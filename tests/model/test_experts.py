@@ -108,9 +108,8 @@ def test_ways_of_computing_agree(count):
 def test_ties_go_to_the_expert_with_the_lower_number():
     model = mixed()
     router = decoder.layer(model.params, 0)["router"].read()
-    twins = jnp.concatenate(
-        [router[:, :2]] * 4, axis=1
-    )  # experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7
+    # Experts 0, 2, 4, 6 score alike, and 1, 3, 5, 7.
+    twins = jnp.concatenate([router[:, :2]] * 4, axis=1)
     chosen, shares = experts.route(
         jax.random.normal(jax.random.key(0), (50, 32)), twins, model.config
     )
@@ -160,9 +159,8 @@ def test_dense_layers_among_sparse_ones_in_both_forms():
         "layers": model.params["layers"]
         | {"gate": jax.tree.map(jnp.zeros_like, model.params["layers"]["gate"])}
     }
-    assert (
-        np.abs(run(other, tokens(2, 20), model.config) - wanted).max() > 1e-2
-    )  # the dense layer is not passed over
+    # The dense layer is not passed over.
+    assert np.abs(run(other, tokens(2, 20), model.config) - wanted).max() > 1e-2
 
 
 SPECS = [

@@ -30,11 +30,12 @@ LENGTH, CAPACITY = 160, 256
 COUNTS = (160, 77)
 BOUND = 2e-4
 
+# Their layers feed each other, so that all must see the same tokens.
 SAME_WINDOWS = (
     "aqua",
     "aqua-klt",
     "xquant-cl",
-)  # their layers feed each other, so that all must see the same tokens
+)
 
 forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
 plain_logits = jax.jit(decoder.logits, static_argnums=2)

@@ -612,10 +612,11 @@ def test_qwen3_next():
     assert config.recurrent == wanted
     assert config.rope == RopeConfig(fraction=0.25)
     assert (config.output_gate, config.qk_norm, config.norm_offset) == (True, True, 1.0)
+    # Counted among all layers.
     assert (config.dense_layers, config.sparse_layers) == (
         (0,),
         (1, 2, 3),
-    )  # counted among all layers
+    )
     assert parse_config(QWEN3_NEXT | {"full_attention_interval": 2}).attention_layers == (1, 3)
     types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
     assert parse_config(QWEN3_NEXT | {"layer_types": types}).recurrent.layers == (1, 3)

@@ -286,6 +286,7 @@ MODELS = {
     ),
 }
 
+# Each has parts that no other family has.
 NEWEST = (
     "mistral4",
     "gemma2",
@@ -296,7 +297,7 @@ NEWEST = (
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3.5-yarn",
-)  # each has parts that no other family has
+)
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 5.0, 9.0]}
 LONGROPE = {
@@ -431,9 +432,8 @@ def test_rope_by_length(name, tmp_path):
             wanted = theirs(torch.tensor(text[:, :length], dtype=torch.long)).logits.numpy()
         found[length] = np.asarray(PLAIN(model.params, text[:, :length], model.config))
         np.testing.assert_allclose(found[length], wanted, rtol=0, atol=TOLERANCE)
-    assert (
-        np.abs(found[LENGTH][:, :40] - found[40]).max() > 100 * TOLERANCE
-    )  # the two are told apart
+    # The two are told apart.
+    assert np.abs(found[LENGTH][:, :40] - found[40]).max() > 100 * TOLERANCE
     save_params(tmp_path / "ours", model.params, model.config)
     assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
 
@@ -580,6 +580,7 @@ def test_packed_rows_as_codes_and_in_a_list(name, tmp_path):
     q = whole(f"model.layers.{layer}.self_attn.q_proj").reshape(4, 2, 16, 32)
     gate = decoded.params["layers"]["q_gate"].stack[0].T.reshape(4, 16, 32)
     np.testing.assert_array_equal(gate, q[:, 1])
+    # Four channels turn: two pairs at the front of the halves.
     turned = [
         0,
         1,
@@ -587,7 +588,7 @@ def test_packed_rows_as_codes_and_in_a_list(name, tmp_path):
         2,
         3,
         *range(10, 16),
-    ]  # four channels turn: two pairs at the front of the halves
+    ]
     np.testing.assert_array_equal(
         decoded.params["layers"]["q"].stack[0].T.reshape(4, 16, 32), q[:, 0, turned]
     )

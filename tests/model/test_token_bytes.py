@@ -134,11 +134,12 @@ def test_how_many_bytes_a_token_has_at_most(change, most):
 
 
 def test_no_composition_takes_more_bytes_than_the_bound_allows():
+    # Hangul, Greek, the sign of Kelvin.
     wide = [
         "\u1112\u1161\u11ab",
         "\u2126\u0313\u0300\u0345",
         "\u212a",
-    ]  # Hangul, Greek, the sign of Kelvin
+    ]
     tokenizer = byte_level()
     tokenizer.normalizer = NFC
     for text in wide:

@@ -162,9 +162,8 @@ def test_a_checkpoint_s_sampling_is_used_on_request_only(tmp_path, monkeypatch):
 
     def begun(*arguments):
         drawn.append(arguments[2])
-        raise kvq.UserError(
-            "begun"
-        )  # nothing needs to be generated: which options are read is all that is asked
+        # Nothing needs to be generated: which options are read is all that is asked.
+        raise kvq.UserError("begun")
 
     monkeypatch.setattr("kvqjax.generation.decoding.Settings.of", begun)
     for asked in ({}, model.sampling_defaults()):

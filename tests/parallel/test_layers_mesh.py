@@ -55,9 +55,8 @@ def test_a_shape_s_cache_on_a_mesh(spec):
     spread = kvq.init_cache(SHAPE, method, 2, CAPACITY, sharding=rules)
     body = jax.tree.leaves(spread.runs[0].body)[0]
     assert len(body.sharding.device_set) == 8
-    assert (
-        body.addressable_shards[0].data.size <= body.size // 4
-    )  # rows and blocks; heads where they may be split
+    # Rows and blocks; heads where they may be split.
+    assert body.addressable_shards[0].data.size <= body.size // 4
     for counts, length in ((LENGTHS, max(LENGTHS)), ((NEW, 1), NEW)):
         counts = jnp.asarray(counts)
         wanted, alone = call(alone, counts, constants, length)
@@ -68,9 +67,8 @@ def test_a_shape_s_cache_on_a_mesh(spec):
     assert spread.layout.rules == rules
     for run, other in zip(spread.runs, alone.runs, strict=True):
         for name, x in run.window.items():
-            np.testing.assert_allclose(
-                x, other.window[name], atol=1e-6
-            )  # keys are rotated in another program
+            # Keys are rotated in another program.
+            np.testing.assert_allclose(x, other.window[name], atol=1e-6)
 
 
 def test_logarithms_of_denominators_on_a_mesh():

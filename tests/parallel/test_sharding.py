@@ -188,9 +188,8 @@ def test_only_the_merge_is_sent_inside_attention():
     assert set(found) == {0, 1}, found  # nothing inside the loop over blocks
     assert set(found[1]) == {"all-reduce"}
     assert 4 <= len(found[1]) <= 5  # XLA may or may not combine output and denominator
-    assert (
-        found[0] == ["all-reduce"] * 2
-    )  # the embedding rows, and how many new tokens are finite everywhere
+    # The embedding rows, and how many new tokens are finite everywhere.
+    assert found[0] == ["all-reduce"] * 2
 
 
 def test_what_is_not_finite_on_one_device_is_seen_on_all():

@@ -15,9 +15,8 @@ import kvqjax as kvq
 SHAPE = tiny().config.alone
 ROWS, LENGTH, CAPACITY = 4, 80, 512
 VALID = jnp.arange(LENGTH)[None] >= jnp.asarray([[0], [5], [60], [79]])  # left padding
-MASK = jax.random.bernoulli(
-    jax.random.key(2), 0.5, (ROWS, LENGTH, LENGTH)
-)  # of the new tokens that each one sees
+# Of the new tokens that each one sees.
+MASK = jax.random.bernoulli(jax.random.key(2), 0.5, (ROWS, LENGTH, LENGTH))
 
 
 def made(x, weights):
@@ -112,10 +111,11 @@ def test_a_user_s_mesh_gives_what_one_device_gives(name):
     for (out, ours), (_, theirs) in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
         if kind == AxisType.Explicit:
+            # As the queries, whose heads are everywhere.
             assert jax.typeof(out).sharding.spec[:2] == (
                 None,
                 "fsdp",
-            )  # as the queries, whose heads are everywhere
+            )
     np.testing.assert_array_equal(cache.lengths, alone.lengths)
     if split:  # the body is not dealt, so that its arrays are those of one device
         for a, b in zip(jax.tree.leaves(cache.runs), jax.tree.leaves(alone.runs), strict=True):

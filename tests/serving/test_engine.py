@@ -230,9 +230,8 @@ def test_a_prompt_that_made_way_counts_what_it_reused_at_last(model):
     one, two = (
         kvq.ledger(kvq.init_cache(model, "exact", 1, 1024, pages=pages)).bytes for pages in (1, 2)
     )
-    room = 7 * (two - one) + 12 * (
-        2 * one - two
-    )  # pages of 256 tokens, and what rows and snapshots have besides
+    # Pages of 256 tokens, and what rows and snapshots have besides.
+    room = 7 * (two - one) + 12 * (2 * one - two)
     system = [token % 49 for token in range(645)]
     with kvq.Engine(
         model, "exact", rows=3, pool_bytes=room, prefixes=1, stride=2, **LONG
@@ -448,10 +447,11 @@ def test_memory_says_how_many_rows_there_are(model):
     row = kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY)).bytes
     with kvq.Engine(model, "exact", pool_bytes=5 * row, capacity=CAPACITY, chunk=CHUNK) as engine:
         stats = engine.stats()
+    # One takes prompts, two are kept for what prompts begin with.
     assert (stats.rows, stats.capacity) == (
         2,
         CAPACITY,
-    )  # one takes prompts, two are kept for what prompts begin with
+    )
     assert stats.cache_bytes <= 5 * row
     one, two = (
         kvq.ledger(kvq.init_cache(model, "exact", 1, CAPACITY, pages=pages)).bytes

@@ -155,9 +155,8 @@ def test_choices_draw_for_themselves_and_a_seed_repeats(client):
     texts = [choice.text for choice in first.choices]
     assert len(set(texts)) == 3
     assert texts == [choice.text for choice in second.choices]
-    larger = client.completions.create(
-        **options | {"seed": 5 + 2**32, "n": 1}
-    )  # of 32 bits, as JAX's
+    # Of 32 bits, as JAX's.
+    larger = client.completions.create(**options | {"seed": 5 + 2**32, "n": 1})
     assert larger.choices[0].text == texts[0]
     client.completions.create(model=NAME, prompt=TEXT, max_tokens=1, seed=2**32 - 1, n=2)
     for seed in (2**31, 2**63 - 1):
@@ -451,10 +450,11 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         )
         process.terminate()
         assert process.stderr.readline().startswith("ending: answers get 10 seconds")
+        # uvicorn ends by the signal once all is closed.
         assert process.wait(timeout=60) in (
             0,
             -signal.SIGTERM,
-        )  # uvicorn ends by the signal once all is closed
+        )
     assert (status, made["choices"][0]["text"]) == (200, "34")
     assert (tmp_path / "prefixes" / "prefixes-1" / "description.json").exists()
     small = [*command, "--pool", "1K"]

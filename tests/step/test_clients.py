@@ -22,11 +22,12 @@ COMPRESSED = {
     "higgs": "higgs:bits=4,window=0",
     "calibrated": "kvquant:bits=3",
 }
+# Of layer 0's keys and values, over their size.
 ERROR = {
     "kivi": 0.2,
     "higgs": 0.2,
     "calibrated": 0.4,
-}  # of layer 0's keys and values, over their size
+}
 COUNT = 8  # new tokens
 
 
@@ -66,9 +67,8 @@ def stored(cache, layer: int, constants=None):
 def constants(name: str):
     """What `kvq.calibrate.from_tensors` makes of a client's keys and values."""
     module, cache = client(name)[0], exact(name)[1]
-    newest = (
-        np.asarray(cache.lengths)[:, None] - 1 - np.arange(20)[None]
-    )  # tokens that a sliding window shows too
+    # Tokens that a sliding window shows too.
+    newest = np.asarray(cache.lengths)[:, None] - 1 - np.arange(20)[None]
     taken = [stored(cache, layer) for layer in range(module.SHAPE.num_layers)]
     keys, values = (
         [np.take_along_axis(x[part], newest[..., None, None], 1) for x in taken] for part in (0, 1)

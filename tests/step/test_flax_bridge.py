@@ -128,12 +128,13 @@ def same(cache, other) -> None:
             assert np.sum(a != b) <= 1e-3 * a.size
 
 
+# New tokens of a call, valid ones of each row.
 CHUNKS = (
     (40, (40, 33)),
     (40, (30, 40)),
     (1, (1, 0)),
     (40, (40, 40)),
-)  # new tokens of a call, valid ones of each row
+)
 
 
 @pytest.mark.parametrize("name", ["exact", "kivi2", "aqua"])

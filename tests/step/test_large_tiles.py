@@ -60,9 +60,8 @@ def test_scores_far_below_zero_and_far_apart():
     seen = jnp.ones((ROWS, KEYS), bool)
     found, plain = by_tiles(q, k, v, seen), wanted(q, k, v, seen)
     assert plain.lse.max() < -100
-    rounding = 2.0**-23 * float(
-        jnp.abs(plain.lse).max()
-    )  # of a score; both of a weight's come from one
+    # Of a score; both of a weight's come from one.
+    rounding = 2.0**-23 * float(jnp.abs(plain.lse).max())
     np.testing.assert_allclose(found.out, plain.out, atol=2 * rounding * float(jnp.abs(v).max()))
     np.testing.assert_allclose(found.lse, plain.lse, rtol=1e-6)
 

@@ -184,9 +184,8 @@ def test_attention_merges_with_attention_to_tokens_that_lie_elsewhere():
     merged = np.einsum("hs,shd->hd", weights, values) + rest[:, None] * np.asarray(out[0, 0])
     merged = merged / (weights.sum(-1) + rest)[:, None]
     whole, all_lse = dense(shape, 0, q[0], k[0], v[0], total)
-    share = np.exp(all_lse[-1]) / (
-        np.exp(all_lse[-1]) + np.exp(np.asarray(sinks))
-    )  # sinks take the rest
+    # Sinks take the rest.
+    share = np.exp(all_lse[-1]) / (np.exp(all_lse[-1]) + np.exp(np.asarray(sinks)))
     np.testing.assert_allclose(merged, whole[-1] * share[:, None], atol=1e-5, rtol=1e-5)
 
 
@@ -232,9 +231,8 @@ def test_no_second_cache_under_jit_with_donation(spec):
     )
     size = kvq.ledger(cache).bytes
     assert memory.alias_size_in_bytes >= 0.99 * size
-    block = (
-        2 * 1024 * 2 * 16 * 4
-    )  # K and V of one block in float32, and as much again for the scores
+    # K and V of one block in float32, and as much again for the scores.
+    block = 2 * 1024 * 2 * 16 * 4
     assert memory.temp_size_in_bytes < 4 * block
 
 

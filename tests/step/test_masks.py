@@ -131,9 +131,8 @@ def test_a_query_sees_the_cache_and_the_new_tokens_of_its_mask(name):
         for got, want in zip((out, lse), wanted, strict=True):
             np.testing.assert_allclose(got[layer, row, VALID[row]], want, atol=BOUND)
     unmasked = step(cache, *given, jnp.asarray(VALID), constants)[1]
-    jax.tree.map(
-        np.testing.assert_array_equal, after, unmasked
-    )  # a mask changes nothing that is stored
+    # A mask changes nothing that is stored.
+    jax.tree.map(np.testing.assert_array_equal, after, unmasked)
 
 
 def test_documents_side_by_side_are_what_each_is_alone():
@@ -148,9 +147,8 @@ def test_documents_side_by_side_are_what_each_is_alone():
     for start, stop in zip((0, *ends), ends, strict=False):
         alone = step(empty, *(x[:, :, start:stop] for x in given), jnp.asarray([stop - start]))[0]
         for got, want in zip((out, lse), alone, strict=True):
-            np.testing.assert_allclose(
-                got[:, :, start:stop], want, atol=1e-5
-            )  # scores here have size 5
+            # Scores here have size 5.
+            np.testing.assert_allclose(got[:, :, start:stop], want, atol=1e-5)
 
 
 def by_views(cache, q, k, v, mask):

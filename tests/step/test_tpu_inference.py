@@ -153,9 +153,8 @@ def scenario(run) -> None:
     """Calls of a scheduler. `run(news)` takes each."""
     a, b = text(1, [5, 2, 7]), text(2, [0, 8])
     run([New(a, 0, 200, 1)])  # part of a prompt
-    run(
-        [New(b, 0, 1, 2), New(a, 200, 100, 1)]
-    )  # a prompt of one token; the rest of a prompt, into the next block
+    # A prompt of one token; the rest of a prompt, into the next block.
+    run([New(b, 0, 1, 2), New(a, 200, 100, 1)])
     run([New(a, 300, 1, 1), New(b, 1, 250, 2)])  # they change places
     run([New(b, 251, 1, 2), New(a, 301, 1, 1)])
     for held in range(252, 258):  # a step at which the block fills up, and on

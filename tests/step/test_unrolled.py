@@ -121,9 +121,8 @@ def test_no_second_cache_and_no_second_weights(spec):
         .memory_analysis()
     )
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
-    assert memory.temp_size_in_bytes < 4 * (
-        2 * 1024 * model.config.kv_width * 4
-    )  # a block's K and V, and its scores
+    # A block's K and V, and its scores.
+    assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)
 
 
 def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):

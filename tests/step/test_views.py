@@ -172,9 +172,8 @@ def test_blocks_of_unequal_layers_are_scanned_with_a_cache_for_every_place():
         return out, [kvq.commit_layers(view) for view in views]
 
     for seed, mask in enumerate(masks()):
-        blocks = [
-            jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)
-        ]  # [blocks, places, ...]
+        # [blocks, places, ...]
+        blocks = [jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)]
         out, caches = step(caches, *blocks, mask)
         layers = [x.reshape(4, *x.shape[2:]) for x in blocks]
         found = [kvq.attend_layer(whole, i, *(x[i] for x in layers), mask) for i in range(4)]
@@ -194,9 +193,8 @@ def test_no_second_cache_through_views(run):
     step = jax.jit(run, donate_argnums=0).lower(cache, *given, mask)
     memory = step.compile({"xla_backend_optimization_level": 2}).memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
-    block = (
-        2 * 1024 * 2 * 16 * 4
-    )  # K and V of one block in float32, and as much again for the scores
+    # K and V of one block in float32, and as much again for the scores.
+    block = 2 * 1024 * 2 * 16 * 4
     assert memory.temp_size_in_bytes < 4 * block
 
 

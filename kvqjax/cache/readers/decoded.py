@@ -294,9 +294,8 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
     # Each row's last span may be filled in part, so that a span for every row is added.
     span_count = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
     part_count = -(-span_count * size // read_at_a_time(span_count * size))
-    span_count = part_count * -(
-        -span_count // part_count
-    )  # rounded up, so that all parts have as many
+    # Rounded up, so that all parts have as many.
+    span_count = part_count * -(-span_count // part_count)
     if span_count >= row_spans * batch:
         return None
     counts = -(-run.deal.share(body_tokens(run, view.state)) // size)

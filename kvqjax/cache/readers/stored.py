@@ -35,9 +35,8 @@ def _attend_by_heads(call: BodyCall) -> Partial:
     direct = run.wiring.fast.direct
     assert direct is not None  # or this reader would not have taken the body
     count, cut_values = slots_read(reached(view), run.block, slots)
-    body = jax.tree.map(
-        lambda a: cut_along(a, view.layer, 1, 0), view.state.body
-    )  # of this layer, [1, B, ..]
+    # Of this layer, [1, B, ..]
+    body = jax.tree.map(lambda a: cut_along(a, view.layer, 1, 0), view.state.body)
 
     def first_slots(source, stored):
         """Cut the first `count` slots out of all fields of a source."""

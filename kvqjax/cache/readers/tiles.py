@@ -59,9 +59,8 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
         )
     if kind == "tiles":
         return tile_attention(q, call.kv_heads, read, first, last, carry)
-    decoded_bytes = (
-        2 * q.dtype.itemsize * batch * call.kv_heads * run.slots_here * dim
-    )  # keys and values
+    # Keys and values.
+    decoded_bytes = 2 * q.dtype.itemsize * batch * call.kv_heads * run.slots_here * dim
     if same_mask and decoded_bytes <= WHOLE and splash.fits(length, run.slots_here, dim):
         return _attend_whole_body(call, read, first, last, carry)
 

@@ -114,9 +114,8 @@ class CommVQLayer:
             config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased
         )
         shared = _summed_bits(self.bits * config.kv_width, config)
-        biasless = (
-            self.unbiased and config.known_key_bias
-        )  # no kernel reads keys without their bias
+        # No kernel reads keys without their bias.
+        biasless = self.unbiased and config.known_key_bias
         packed = None if biasless else _packed(self.key(config), self.value(), config)
         return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
 

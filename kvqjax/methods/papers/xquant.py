@@ -124,9 +124,8 @@ class LayerInput:
         unit = value_or(self.group, UNIT)
         clock = Clock(("x",), self.window, unit)
         full = input_width(config)
-        width = (
-            min(full, config.kv_width) if self.uses_latents(config) else full
-        )  # of a stored vector
+        # Of a stored vector.
+        width = min(full, config.kv_width) if self.uses_latents(config) else full
         channels = value_or(self.group, fitting_group(width))
         per_token = {"along": "channels", "group": channels, "scales": self.scales, "width": width}
         if not self.uses_latents(config):
@@ -341,8 +340,7 @@ def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
             weights["v_bias"].astype(jnp.float32).reshape(config.num_kv_heads, 1, config.head_dim)
         )
         queries_per_head = config.num_heads // config.num_kv_heads
-        return out + jnp.repeat(bias, queries_per_head, 0).reshape(
-            1, 1, *out.shape[2:]
-        )  # out: [B, T, H, D]
+        # Out: [B, T, H, D]
+        return out + jnp.repeat(bias, queries_per_head, 0).reshape(1, 1, *out.shape[2:])
 
     return SharedValues(width, shared_until(width, width * config.kv_width, config), read, finish)

@@ -52,10 +52,11 @@ from kvqjax.ops.xla_workarounds import kept_apart, rounded
 
 # How the sum of differences is stored between layers: a dtype, or the bits of uniform codes.
 ACCUMULATORS = ("float32", "bfloat16", "2", "3", "4", "5", "6", "8")
+# Differences of inputs after the attention norm, or of the residual stream.
 SPACES = (
     "norm",
     "residual",
-)  # differences of inputs after the attention norm, or of the residual stream
+)
 
 
 # ---- The method and its options ----

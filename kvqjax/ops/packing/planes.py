@@ -188,9 +188,8 @@ def _places(bits: int, ndim: int) -> UInt[np.ndarray, "*_ P"]:
 
 def unpack_lines(words: UInt[Array, "*B n R 32"], bits: int) -> UInt[Array, "*B n*32 D"]:
     """Unpack whole stretches to the codes of their tokens."""
-    turned = jnp.swapaxes(words, -1, -2)[
-        ..., None
-    ]  # words are transposed, not codes, which are more
+    # Words are transposed, not codes, which are more.
+    turned = jnp.swapaxes(words, -1, -2)[..., None]
     codes = (turned >> _places(bits, turned.ndim)) & jnp.uint32((1 << bits) - 1)
     return codes.reshape(*words.shape[:-3], words.shape[-3] * STRETCH, -1)
 
