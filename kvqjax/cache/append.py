@@ -4,8 +4,10 @@ sinks and window.
     a row before the call    sinks | body ......... | window |              new tokens
     a row after the call     sinks | body ................... | window |
 
-    1. flush       Units that are due are encoded. Their tokens come from the window, or from the new tokens.
-    2. remember    New tokens are put into sinks and window. In the window they take the slots of the oldest tokens.
+    1. flush       Units that are due are encoded. Their tokens come from the window, or from the
+                   new tokens.
+    2. remember    New tokens are put into sinks and window. In the window they take the slots of
+                   the oldest tokens.
 
 The order matters: new tokens overwrite window slots whose tokens must be encoded first. A unit is
 due as soon as the row holds `window + unit` tokens that its clock has not encoded.
@@ -30,9 +32,9 @@ What leaves the window is encoded tile by tile (docs/design.md, ideas 2, 6, 8):
 A clock says when its sources leave the window: its unit is how many tokens leave together. A tile
 is one unit of one row of one layer, or several consecutive ones where these give the same bits
 (`units_at_once`). The paths that encode (a decode step, a chunk, a draft, an exact prefill,
-eviction) share `encode_due`, so equal sources give equal words. One
-shortcut for GPUs does not: `_flush_newest`. Rows are looped over, never vmapped: under vmap a
-conditional flush becomes a select that encodes at every step."""
+eviction) share `encode_due`, so equal sources give equal words. One shortcut for GPUs does not:
+`_flush_newest`. Rows are looped over, never vmapped: under vmap a conditional flush becomes a
+select that encodes at every step."""
 
 import functools
 from collections.abc import Callable, Sequence
