@@ -1,6 +1,6 @@
 """Run the Python examples of Markdown pages in the current folder, those of a page in order and in
-one namespace, and
-compare what they print with the page: `python readme_example.py README.md docs/tutorial.md`.
+one namespace, and compare what they print with the page: `python readme_example.py README.md
+docs/tutorial.md`.
 
 A block ```text right after an example is all that it prints; there
 `...` stands for anything, and blanks may differ.

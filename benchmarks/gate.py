@@ -8,9 +8,8 @@ The second form measures a random sample of the recorded rows, or of those that 
 again. It prints a line as each row ends; `--skip N` leaves out the first N rows of the sample,
 which an earlier run measured. It ends with 1 if a row differs by more than rounding can do, or if
 by the record a bound is missed without a reason in benchmarks/gate_bounds.py, or held although one
-is there. Bounds are
-judged by the record alone: a figure beside its bound may fall on either side of it on another
-processor.
+is there. Bounds are judged by the record alone: a figure beside its bound may fall on either side
+of it on another processor.
 
 Windows of 384 tokens: a span of random symbols and the same span again, every token through the
 cache in chunks of 32. The second span, which a model can predict from its cache only, is scored:

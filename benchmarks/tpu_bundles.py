@@ -14,9 +14,9 @@ before RoPE too), `o` the outlier slots of a token's keys and of its values, `om
 the factors of rotated methods, `oscar` keys per token. `--write` renews
 benchmarks/records/tpu_bundles.json for what was compiled. `--attempt` tries work ("tile:pieces", or
 "tile:pieces:ahead" if interleaved) other than that of kvqjax/pallas_kernels/support.py: total and
-spills. `--page` has bodies in pages of so many tokens beside bodies of
-their own, in the tile that is used: total and spills. benchmarks/kernels.md has the record as a
-table (`python -m benchmarks.figures`).
+spills. `--page` has bodies in pages of so many tokens beside bodies of their own, in the tile that
+is used: total and spills. benchmarks/kernels.md has the record as a table (`python -m
+benchmarks.figures`).
 """
 
 import argparse

@@ -200,8 +200,7 @@ def from_tensors(
         method: what is calibrated.
         shape: the model's keys and values.
         keys: one array [N, T, K, D] a layer (a list, or one array with the layers in front, on the
-            host or not), as
-            `attend_layer` takes them: before RoPE where the shape has a rope.
+            host or not), as `attend_layer` takes them: before RoPE where the shape has a rope.
         values: likewise. Keys and values alone calibrate AQUA-KV and centre=mean.
         queries: [N, T, H, D], one array a layer: for CommVQ, whose value encoder then also learns
             from errors of the attention output; without them from errors of the values alone.

@@ -3,8 +3,8 @@
 
 The encoder chooses one of four values for every two bits. In training the choices are drawn from a
 Gumbel softmax with a straight-through gradient (temperature 1); at inference they are the argmax.
-Every layer is trained on the exact
-inputs of the model, as released: no error passes from layer to layer. Its loss is
+Every layer is trained on the exact inputs of the model, as released: no error passes from layer to
+layer. Its loss is
 
     mean |v_hat - v|^2 / mean |v|^2 / 2  +  attention * mean |o_hat - o|^2 / mean |o|^2
 

@@ -37,9 +37,8 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
     16,
     1024,
 )
-FLOOR = (
-    1e-6  # the share of the largest eigenvalue below which an eigenvalue is only a rounding error
-)
+# The share of the largest eigenvalue below which an eigenvalue is only a rounding error.
+FLOOR = 1e-6
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 BINS = 8192  # of a histogram; a multiple of COARSE
-COARSE = (
-    1024  # bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost
-)
+# Bins of the dynamic programme: COARSE^2 interval costs are evaluated for each signpost.
+COARSE = 1024
 LLOYD_STEPS = 100
 
 

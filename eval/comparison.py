@@ -74,8 +74,7 @@ def _calibrate_once(
     update: Callable[[float], None],
 ) -> None:
     """Write the artifact `path` unless it is there. A run that was killed continues where it was.
-    An artifact that
-    cannot be read is written anew: the folder of these is the library's own."""
+    An artifact that cannot be read is written anew: the folder of these is the library's own."""
     from kvqjax.calibrate import run
 
     if path_of(path).exists():

@@ -2,8 +2,7 @@
 rows, layers, lengths).
 
 One that is known and wrong is refused in one line. A number that a trace hides is clipped, and the
-caller is told in
-which entries that was needed: it raises the row's `overflow` flag for them."""
+caller is told in which entries that was needed: it raises the row's `overflow` flag for them."""
 
 import dataclasses
 import functools
@@ -230,8 +229,7 @@ def _text(value) -> str:
 
 def check_within(name: str, value: Any, least: int, most: int, limits: str) -> None:
     """Raise UserError for an integer of the array `value` that is known and lies outside `least` to
-    `most`, both
-    included. `limits` is the range in words: "from 0 to the 8 new tokens given"."""
+    `most`, both included. `limits` is the range in words: "from 0 to the 8 new tokens given"."""
     if is_known(value):
         known = np.asarray(value)  # with jnp these would be traced inside a user's loop
         if known.size and not least <= int(known.min()) <= int(known.max()) <= most:

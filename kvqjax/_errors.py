@@ -56,9 +56,8 @@ class UserError(ValueError):
         return f"{self.cause}; {hint}"
 
 
-ALIKE = (
-    0.7  # share of equal characters; with difflib's 0.6, names that mean something else are near
-)
+# Share of equal characters; with difflib's 0.6, names that mean something else are near.
+ALIKE = 0.7
 OPPOSITE = {"min": "max", "max": "min"}
 
 

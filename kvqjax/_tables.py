@@ -121,9 +121,9 @@ def table(
     rows: list[Row], width: int, title: str = "", caption: str = "", alike: bool = True
 ) -> list[str]:
     """Lines of at most `width` characters for rows of equal keys. What is the same in all rows is
-    said once, below, if `alike`.
-    Where the columns do not fit, names and other words take a line of their own; where that is not
-    enough, every figure does. Only a word that is longer than `width` makes a longer line."""
+    said once, below, if `alike`. Where the columns do not fit, names and other words take a line of
+    their own; where that is not enough, every figure does. Only a word that is longer than `width`
+    makes a longer line."""
     head = _wrapped(title, width) if title else []
     if not rows:
         return [*head, "(nothing)", *(_wrapped(caption, width) if caption else [])]

@@ -16,8 +16,7 @@ In linen a variable of the top module holds it, and a `ForwardPass` is one call 
 Without `store=True`, `kv.append()` stores the new tokens, or the accepted part of a draft.
 
 The variable's value is an ordinary cache: `kvq.crop`, `kvq.ledger` and all others take and return
-it. Nothing here
-computes anything: `kvq.attend_layer` and `kvq.append` do.
+it. Nothing here computes anything: `kvq.attend_layer` and `kvq.append` do.
 """
 
 from collections.abc import Sequence
@@ -113,14 +112,14 @@ class ForwardPass:
     """One call of a model over the cache in a variable: gives each layer the new tokens of the
     layer below it, and keeps them all until `append` stores them. Make it and use it up inside one
     trace (one call of a jitted function). `kv[i].attend(q, k, v)` is `kv.attend(i, q, k, v)`.
-    `jax.checkpoint` and scans over layers want values that they
-    can see: `kvq.layers(read(variable), ...)` gives them.
+    `jax.checkpoint` and scans over layers want values that they can see:
+    `kvq.layers(read(variable), ...)` gives them.
 
     The first `counts[b]` of the new tokens of row b are valid; or those that a mask Bool[B, T] in
     place of the counts marks, any single run of each row (left padding). `constants` are an
     artifact's. `within` as in `kvq.attend_layer`. With `store` the last layer's `attend` appends by
-    itself. `keys` and `values` are what `attend`
-    was given, one array a layer: the data of `kvq.calibrate.from_tensors`."""
+    itself. `keys` and `values` are what `attend` was given, one array a layer: the data of
+    `kvq.calibrate.from_tensors`."""
 
     def __init__(
         self,

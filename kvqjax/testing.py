@@ -285,9 +285,8 @@ def check_method(method: MethodLike, model: Model | None = None) -> list[str]:
 
 # Positions 0 to 63 and 500 to 563: float32 angles are exact to 3e-5 there.
 ROPE_TOKENS, ROPE_FAR = 64, 500
-ROPE_BOUND = (
-    1e-3  # of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2
-)
+# Of numbers of size 1; an angle that is off by a hundredth of a turn moves them by 6e-2.
+ROPE_BOUND = 1e-3
 
 # Keys or queries and their positions [B, T] -> rotated.
 Turning = Callable[[Float[Array, "B T N D"], Any], Any]

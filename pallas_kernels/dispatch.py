@@ -3,9 +3,8 @@ one, else in jnp.
 
 The caller brings a plain computation in jnp with the same result. `spec.target` chooses between the
 two while the program is traced, so that a program for a TPU or GPU can be compiled on a machine
-without one. When the program is
-lowered, the platform is checked as well: a program that was traced for one chip and is lowered for
-another platform gets the plain computation."""
+without one. When the program is lowered, the platform is checked as well: a program that was traced
+for one chip and is lowered for another platform gets the plain computation."""
 
 import functools
 import importlib
@@ -149,10 +148,9 @@ def packed_attention(
         without_kernel: Computes the same where no kernel runs.
         trusted: As in `path`.
         also: What some kernels get as well. `recent`: tokens beside the body, to which a TPU's
-            kernel for exact bodies
-            attends too. `carry`: what layers pass on to each other. `pages` [B, N]: the pages in
-            which a row's tokens lie, -1 where there is none, for bodies whose rows are pages
-            (`takes_pages`).
+            kernel for exact bodies attends too. `carry`: what layers pass on to each other. `pages`
+            [B, N]: the pages in which a row's tokens lie, -1 where there is none, for bodies whose
+            rows are pages (`takes_pages`).
 
     Returns:
         What `without_kernel` returns: attention, or with a carry (attention, carry)."""

@@ -33,8 +33,7 @@ class Work(NamedTuple):
         tile: Tokens of a tile.
         pieces: Parts in which every lane group works off the tile.
         ahead: By how many turns of 512 tokens scores are ahead of values (negative: behind), where
-            lane groups are
-            interleaved. None: they are not interleaved."""
+            lane groups are interleaved. None: they are not interleaved."""
 
     tile: int
     pieces: int = 1

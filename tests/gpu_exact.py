@@ -2,9 +2,8 @@
 stands in for.
 
 The same skeleton as the packed kernels' (`pallas_kernels/gpu/kernel.py`) without unpacking, so that
-JAX's interpreter
-can run it whole and look for races: keys are the left operand of the scores as they lie in shared
-memory, values, transposed, that of the output. No cache uses it."""
+JAX's interpreter can run it whole and look for races: keys are the left operand of the scores as
+they lie in shared memory, values, transposed, that of the output. No cache uses it."""
 
 import dataclasses
 import math

@@ -17,9 +17,8 @@ LENGTH, CAPACITY = 500, 515  # a block of 512 body tokens beside the sinks
 @functools.cache
 def filled(method: str):
     """A model with heads of 128 channels, and a cache of two rows of which one is full. Both held
-    requests before in
-    which one token in fifty was not finite: kernels multiply what is left of them by weights of
-    0."""
+    requests before in which one token in fifty was not finite: kernels multiply what is left of
+    them by weights of 0."""
     model = tiny(head_dim=128, num_layers=1)
     spec, rng = kvq.parse(method), np.random.default_rng(0)
     width = model.config.kv_width

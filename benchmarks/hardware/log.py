@@ -1,6 +1,5 @@
 """The rows of a run: a JSON line when an item begins and one when it ends, so that one that ends
-its process is known.
-No JAX here: the parent process reads them too."""
+its process is known. No JAX here: the parent process reads them too."""
 
 import gc
 import json

@@ -12,8 +12,8 @@ cache takes turns with the exact one and with llama.cpp's three, round after rou
 rounds. A row of the record is one such run, and stands by
 itself: rows that FILE has are kept, but for those of caches that are named, so a run that was cut
 off goes on. Steps are of one token behind a cache of `tokens` random codes; ours flush as they go.
-`--prompt` times a prompt up to its
-first new token: at once, and in chunks through the cache. Nothing else may run on the machine:
+`--prompt` times a prompt up to its first new token: at once, and in chunks through the cache.
+Nothing else may run on the machine:
 llama.cpp's threads spin while they wait for each other, and lose much when one is taken off its
 core.
 """

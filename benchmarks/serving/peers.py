@@ -168,8 +168,7 @@ def by_transformers(
     config: ModelConfig, requests: list[Request], options: argparse.Namespace
 ) -> tuple[Served, float]:
     """Serve the workload by transformers' continuous batching, with pages of float32 that take
-    `options.pool` bytes.
-    Weights are random: no step's time depends on them."""
+    `options.pool` bytes. Weights are random: no step's time depends on them."""
     import torch
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig

@@ -15,9 +15,8 @@ from kvqjax.eval.synthetic import DIGITS, LETTERS, passkey_prompt
 
 __all__ = ["Corpus", "batch"]
 
-UNPREDICTABLE = (
-    0.1  # weight of random symbols: enough to learn their frequencies, too little to drown recall
-)
+# Weight of random symbols: enough to learn their frequencies, too little to drown recall.
+UNPREDICTABLE = 0.1
 Encode = Callable[[str], list[int]]
 
 

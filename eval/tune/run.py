@@ -210,8 +210,7 @@ def tune_windows(
 
 def _check_length(model: Model, candidates: Candidates, length: int, chunk: int) -> None:
     """Raise UserError where windows are no whole chunks, or end before every candidate has encoded
-    something that a
-    later chunk reads: one that has not would seem to lose nothing."""
+    something that a later chunk reads: one that has not would seem to lose nothing."""
     if length % chunk:
         raise UserError(f"windows of {length} tokens do not divide into chunks of {chunk}")
     for method in (*candidates.parts[1:], *candidates.others):

@@ -105,8 +105,8 @@ def layers(
     Args:
         cache: a SamplerCache, as `init_cache` or `commit_layers` made it.
         attention_mask: [B, T, S], as the sampler made it. A token that sees no place at all is
-            padding. The cache
-            itself knows what a token attends to: what came before it in its row, within a layer's
+            padding. The cache itself knows what a token attends to: what came before it in its row,
+            within a layer's
                 sliding window.
         constants: an artifact's.
 

@@ -368,8 +368,7 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
 
     def phase(number, loop):
         """Phase 0: encode single tokens up to a multiple of 32, then as many whole tiles and planes
-        as are due.
-        Phase 1: encode single tokens to the end.
+        as are due. Phase 1: encode single tokens to the end.
 
         Both phases have the same loops, of which some have no turn. One loop that chose the size of
         each tile would make XLA copy the words.

@@ -14,8 +14,8 @@ before a query attends, but the cache still holds them exactly:
 
 `encoded_in_draft` encodes every unit that can fall due, and puts its reconstruction where its exact
 tokens are. `attend_exact` attends to the exact tokens and to the encoded ones, and a mask says for
-each query which of the two it
-sees. Nothing is stored: `commit` encodes the same units to the same words."""
+each query which of the two it sees. Nothing is stored: `commit` encodes the same units to the same
+words."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -127,9 +127,8 @@ def stored_form(target: str) -> str:
     return {"gpu": "heads", "cpu": "stripes", "tpu": "planes"}[family(target)]
 
 
-MANY_QUERIES = (
-    128  # new tokens of a row, at least, whose products are worth decoding large tiles for
-)
+# New tokens of a row, at least, whose products are worth decoding large tiles for.
+MANY_QUERIES = 128
 MOST_ROWS = 128  # queries of a row, those of all heads, at most, that meet the channels of all heads in one product
 AT_ONCE = 16384  # tokens that a GPU decodes in one turn of a loop: few turns, but not a layer's whole body
 

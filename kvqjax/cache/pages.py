@@ -3,8 +3,7 @@
     cache = kvq.init_cache(model, method, 8, 4096, pages=24)      # instead of the 32 that 8 full rows need
     pool = kvq.PagePool(24)
     table = np.full(cache.pages.shape, -1, np.int32)              # a row's pages in the order of its tokens
-    table[0, :2] = pool.take(2)
-    cache = kvq.with_pages(cache, table)
+    table[0, :2] = pool.take(2) cache = kvq.with_pages(cache, table)
 
 A page holds all fields of some consecutive body tokens of one row, in all layers. Its size is a
 multiple of the blocks in which bodies are read, so that no group and no word spans two pages.
@@ -15,8 +14,8 @@ The host gives pages out (`PagePool`), because it knows how long rows are before
 program. A row needs `pages_needed(layout, tokens)` of them. Where it lacks one, it takes no more
 tokens: outside jit that is an error, inside jit the row's overflow flag is raised. Rows may share
 pages whose tokens are all encoded. A row writes behind its last encoded token alone, so that
-`copy_page` of a row's last page is all that two rows need to go on differently.
-`crop` and `evict` move that token back: a row that shares pages is given others first, or copies.
+`copy_page` of a row's last page is all that two rows need to go on differently. `crop` and `evict`
+move that token back: a row that shares pages is given others first, or copies.
 """
 
 import dataclasses

@@ -74,8 +74,7 @@ class Lines(Iterator[str]):
 
     def __init__(self, source: Any):
         """source: a text file as sys.stdin is one, or None where there is none. No type of `typing`
-        or `io` fits all
-        that may stand there: files, buffers, and what replaces sys.stdin."""
+        or `io` fits all that may stand there: files, buffers, and what replaces sys.stdin."""
         self.terminal = source is not None and source.isatty()
         self._source = source
         self._editor = _editor() if self.terminal else None

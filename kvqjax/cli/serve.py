@@ -244,9 +244,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
     """Make uvicorn's server for an application over an engine. Answers under way at a shutdown get
-    GRACE seconds. Then
-    the engine ends them with what they have: uvicorn would cut their connections, and log a
-    traceback for each. A second Ctrl-C ends the process at once."""
+    GRACE seconds. Then the engine ends them with what they have: uvicorn would cut their
+    connections, and log a traceback for each. A second Ctrl-C ends the process at once."""
 
     async def end_answers() -> None:
         await asyncio.sleep(GRACE)

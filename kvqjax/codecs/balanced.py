@@ -82,9 +82,8 @@ def balance(
         return tile / jnp.exp(columns)[..., None, :] / jnp.exp(rows)[..., :, None]
 
     def step(_, state):
-        columns, rows, best, kept = (
-            state  # logarithms so far, the least imbalance, and the logarithms that gave it
-        )
+        # Logarithms so far, the least imbalance, and the logarithms that gave it.
+        columns, rows, best, kept = state
         # Rows are divided by the deviations that they have after the columns were divided.
         columns = grown(columns, over(columns, rows), -2)
         rows = grown(rows, over(columns, rows), -1)

@@ -1,9 +1,9 @@
 """Decoding of CommVQ's keys on TPUs: matrix products with one-hot columns choose the codebook rows.
 
 XLA for TPUs gathers row by row, which is slow. Results differ from those of the gathers in
-kvqjax.codecs.commvq_keys in
-rounding only: a codebook number is taken as the sum of two bfloat16 numbers, its first 16
-significant bits. So a key is off by 2^-16 of the sum of its rows' sizes at most.
+kvqjax.codecs.commvq_keys in rounding only: a codebook number is taken as the sum of two bfloat16
+numbers, its first 16 significant bits. So a key is off by 2^-16 of the sum of its rows' sizes at
+most.
 
     R rounds, C groups, L levels, n tokens; a codebook row has 2g numbers (g2 in shapes)
 """

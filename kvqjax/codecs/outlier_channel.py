@@ -3,9 +3,8 @@ B.1: the first latent).
 
 The inner codec still sees vectors of all channels, in which a neighbour's numbers stand in a kept
 channel's place. So its lanes stay aligned, and a kept channel does not widen the range of a group.
-The price is that kept channels have
-codes too, which no reader looks at: with e bits a code, a kept channel costs 16/W bits per number
-instead of (16 - e)/W.
+The price is that kept channels have codes too, which no reader looks at: with e bits a code, a kept
+channel costs 16/W bits per number instead of (16 - e)/W.
 """
 
 import dataclasses

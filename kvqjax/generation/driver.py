@@ -199,9 +199,8 @@ class Generation:
         start_time, first = time.perf_counter(), not any(self.tokens)
         if not self._unread:
             self._state = self._started() if self._state is None else self._stepped(self._state)
-            self._unread = (
-                True  # an interrupt after this line loses nothing: the next call reads these tokens
-            )
+            # An interrupt after this line loses nothing: the next call reads these tokens.
+            self._unread = True
         assert self._state is not None  # unread tokens are of a state
         piece = self._read(self._state)
         self._unread = False

@@ -181,9 +181,9 @@ def decode_steps(
     limit: Int[Array, ""],
 ) -> LoopState:
     """Up to `limit` decode steps in one while_loop, at most as many as `state.tokens` has room for.
-    A row takes part as
-    long as the cache lacks its newest token: once it is done its last token still enters the cache.
-    `state` is donated. A cache that is `bounded` (kvqjax/cache/runs.py) is read no further."""
+    A row takes part as long as the cache lacks its newest token: once it is done its last token
+    still enters the cache. `state` is donated. A cache that is `bounded` (kvqjax/cache/runs.py) is
+    read no further."""
 
     def step(loop):
         count, state = loop

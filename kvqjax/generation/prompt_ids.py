@@ -58,10 +58,9 @@ def capacity_for(
 
 def padded_rows(model: Model, prompts: Sequence[Sequence[int]], capacity: int) -> int:
     """Choose how many rows a new cache for these prompts has. Up to 8 short prompts share the
-    programs of the next
-    power of two: a row without a prompt is done from the start. It costs what its share of the
-    cache and of the prompts' computation does, so that long prompts, large caches and meshes get no
-    such rows."""
+    programs of the next power of two: a row without a prompt is done from the start. It costs what
+    its share of the cache and of the prompts' computation does, so that long prompts, large caches
+    and meshes get no such rows."""
     rows = len(prompts)
     short = max(len(prompt) for prompt in prompts) <= SHORT and capacity <= 8 * SHORT
     return 1 << (rows - 1).bit_length() if rows < 8 and short and model.rules is None else rows
@@ -95,8 +94,8 @@ def end_ids(model: Model, ids: Any, option: str = "eos_ids") -> Int[np.ndarray, 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
     """Raise UserError where texts of these lengths and `new` more tokens go beyond what the model
-    was trained for,
-    unless that is asked for: its text falls apart there, and nothing else would say so."""
+    was trained for, unless that is asked for: its text falls apart there, and nothing else would
+    say so."""
     longest, most = max(lengths), model.config.trained_length
     if most is not None and longest + new > most and not beyond_trained:
         cause = f"go beyond the {most} that this model was trained for"

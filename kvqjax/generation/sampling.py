@@ -139,9 +139,8 @@ def adjusted(
 
     The repetition penalty is for tokens of the prompt and of the answer: positive logits are
     divided by it, negative ones are multiplied (CTRL, arXiv 1909.05858, section 4.1). The penalties
-    of presence and frequency are for tokens of
-    the answer: they are subtracted, the latter once for each time that the token was made (OpenAI's
-    formula)."""
+    of presence and frequency are for tokens of the answer: they are subtracted, the latter once for
+    each time that the token was made (OpenAI's formula)."""
     if sampling.bias is not None:
         logits = logits + sampling.bias[None]
     if not sampling.penalise or history is None:

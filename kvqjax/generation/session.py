@@ -41,9 +41,8 @@ from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import init_cache
 from kvqjax.step.persist import load_cache, save_cache
 
-LEAST_CAPACITY = (
-    512  # tokens; a session without a capacity of its own begins with so many, and doubles them
-)
+# Tokens; a session without a capacity of its own begins with so many, and doubles them.
+LEAST_CAPACITY = 512
 
 Message = Mapping[str, Any]
 
@@ -316,9 +315,8 @@ class Session:
         capacity = self._options["capacity"] or self._grown(self._capacity, need)
         cache, self._cache, self._ids = self._cache, None, []
         if cache is not None and cache.states and prefix < int(fetched(cache.lengths)[0][0]):
-            prefix = (
-                0  # recurrent layers cannot forget: what follows another beginning is read anew
-            )
+            # Recurrent layers cannot forget: what follows another beginning is read anew.
+            prefix = 0
         if cache is not None:
             cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
             if length := int(fetched(cache.lengths)[0][0]):

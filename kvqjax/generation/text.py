@@ -15,16 +15,13 @@ from kvqjax._errors import UserError
 from kvqjax.model.tokenizer_calls import decoded
 
 _BROKEN = "\ufffd"  # a decoder's answer to bytes that are no character, or not yet
-_MOST_BROKEN = (
-    3  # a UTF-8 character has four bytes at most, so that so many may wait for its last one
-)
+# A UTF-8 character has four bytes at most, so that so many may wait for its last one.
+_MOST_BROKEN = 3
 _CONTEXT = 8  # ids of the prompt that are decoded before its answer: some words, so that clean-up sees them
-_LONGEST = (
-    16  # ids decoded at a step before their window moves on; so many take 19 us, and one 13 us
-)
-_KEPT = (
-    12  # ids that a window of broken characters keeps: three broken ones may stand for nine bytes
-)
+# Ids decoded at a step before their window moves on; so many take 19 us, and one 13 us.
+_LONGEST = 16
+# Ids that a window of broken characters keeps: three broken ones may stand for nine bytes.
+_KEPT = 12
 _FARTHEST = 512  # ids of the prompt that are looked through for a first one that is whole
 
 
@@ -50,9 +47,8 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
 
 def _flag(tokenizer) -> bool:
     """Whether transformers' tokenizer says that spaces before punctuation are taken out of decoded
-    text. Looked up
-    where transformers keeps it: other tokenizers may load transformers for an attribute that they
-    lack."""
+    text. Looked up where transformers keeps it: other tokenizers may load transformers for an
+    attribute that they lack."""
     return vars(tokenizer).get("clean_up_tokenization_spaces", False) is True
 
 

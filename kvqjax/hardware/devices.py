@@ -10,9 +10,8 @@ from kvqjax._errors import UserError, suggest
 from kvqjax.parallel.mesh_size import MOST_DEVICES
 
 GIB = 2**30
-GPU_SHARE = (
-    0.75  # of a GPU's memory JAX takes so much, unless its environment variable says otherwise
-)
+# Of a GPU's memory JAX takes so much, unless its environment variable says otherwise.
+GPU_SHARE = 0.75
 # The newer name first.
 SHARE_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",
@@ -23,10 +22,10 @@ SHARE_VARIABLES = (
 class Device(NamedTuple):
     """One chip. `memory`: GiB that programs can have in all, less than its data sheet says.
     `bandwidth` of that memory in GB/s, and dense 16-bit matrix TFLOP/s, as the vendor states them.
-    `torus`, where the chip can be compiled for
-    ahead of time: the compiler's name for it and the axes of its slices. `sold`: GB by which the
-    chip is named and sold. A v7x chip is two devices to JAX; these are the figures of one. A T4 has
-    no bfloat16; its peak and its bytes are those of float16."""
+    `torus`, where the chip can be compiled for ahead of time: the compiler's name for it and the
+    axes of its slices. `sold`: GB by which the chip is named and sold. A v7x chip is two devices to
+    JAX; these are the figures of one. A T4 has no bfloat16; its peak and its bytes are those of
+    float16."""
 
     memory: float
     bandwidth: int

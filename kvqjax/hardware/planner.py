@@ -49,9 +49,8 @@ ALONE = MeshSize()
 class Plan:
     """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace
     of a decode step. `book` is the whole cache by class, of all devices. Of the weights, one token
-    at least reads `read` bytes and is
-    multiplied by `multiplied` numbers: a looked-up embedding and the experts that the token passes
-    by count in neither.
+    at least reads `read` bytes and is multiplied by `multiplied` numbers: a looked-up embedding and
+    the experts that the token passes by count in neither.
     """
 
     weights: int

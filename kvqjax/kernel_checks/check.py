@@ -56,8 +56,7 @@ def check(
     sizes: tuple[int, ...] = SIZES,
 ) -> Verdict:
     """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would
-    be stored without
-    it. What the plain path raises is raised: it says nothing of the kernel."""
+    be stored without it. What the plain path raises is raised: it says nothing of the kernel."""
     allowed = () if candidate.form is None else (candidate.form,)
     start, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
     verdict = Verdict(outcome="failed", note="no size was tried")
@@ -104,8 +103,7 @@ def obtain(
     folder: Path, key: Key, run: Callable[[], Verdict], tell: Callable[[str], None]
 ) -> Verdict | None:
     """Return the verdict kept in `folder`, or else the one that `run()` gives, which is kept. Where
-    there can be none,
-    tell so in one line and return None: the plain path then serves."""
+    there can be none, tell so in one line and return None: the plain path then serves."""
     try:
         verdict = find(folder, key)
         if verdict is not None:

@@ -1,7 +1,6 @@
 """Compare one kernel with the plain path: it must give the same results, the same at every call,
-and sooner. Pure but
-for the clock: both sides are functions, so that a test can hand in a kernel that is wrong, races,
-crashes or is slow.
+and sooner. Pure but for the clock: both sides are functions, so that a test can hand in a kernel
+that is wrong, races, crashes or is slow.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,5 @@
 """List every kernel that concerns a chip, each with its verdict, and compare with float64 what
-decoding uses there
-where no kernel does: XLA's path over the form that the chip stores."""
+decoding uses there where no kernel does: XLA's path over the form that the chip stores."""
 
 import dataclasses
 import functools
@@ -107,8 +106,7 @@ def _level(
     candidate: Candidate | PromptKernel, target: str, chip: str, verdict: Verdict | None
 ) -> str:
     """Name the level of a kernel: verified where this chip found it right, else the table's.
-    Others' kernels are not
-    in the table: they are compiled."""
+    Others' kernels are not in the table: they are compiled."""
     if verdict is not None and verdict.sound:
         return verified(chip)
     entry = lookup(candidate.form, target)

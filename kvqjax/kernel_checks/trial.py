@@ -1,6 +1,5 @@
 """Bodies to try a kernel on, filled by the cache's own encoder, and two ways to attend to them
-through the very
-functions that decoding uses: by the kernel and by the plain path.
+through the very functions that decoding uses: by the kernel and by the plain path.
 
 Keys and values are signed, with an offset for every channel, every 17th channel ten times as large,
 and a few single outliers. Rows are full, ragged, nearly empty and empty; the last tile is partly
@@ -252,9 +251,8 @@ def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
     """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the
-    body alone. An
-    exact body on a TPU is the exception: its kernel takes the tokens beside it as well, so all are
-    attended to."""
+    body alone. An exact body on a TPU is the exception: its kernel takes the tokens beside it as
+    well, so all are attended to."""
     run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
@@ -318,9 +316,8 @@ def by_plain_path(trial: Trial) -> Attention:
 
 def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]:
     """Make queries [B, T, H, D] for every T of `lengths` that the kernel takes. They are so short
-    that no token takes
-    all the weight: with larger scores the plain path's own rounding would be a matter of
-    percents."""
+    that no token takes all the weight: with larger scores the plain path's own rounding would be a
+    matter of percents."""
     run, random = trial.run, np.random.default_rng(1)
     shape, plain = run.shape, by_plain_path(trial)
     most, out = np.log(run.slots) + SPREAD, []

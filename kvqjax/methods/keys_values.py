@@ -189,9 +189,8 @@ class KeysAndValues:
     window: int = 0
     unit: int = 32
     clocks: tuple[Clock, ...] = ()
-    unbiased: bool = (
-        False  # keys are kept without the model's key bias; no kernel reads such bodies yet
-    )
+    # Keys are kept without the model's key bias; no kernel reads such bodies yet.
+    unbiased: bool = False
     key_rotation: str = "none"  # of the body (kvqjax.methods.rotation)
     value_rotation: str = "none"
 
@@ -217,8 +216,7 @@ class KeysAndValues:
 
 def _without_constants(wiring: Wiring) -> Wiring:
     """Give the wiring of a layer of latents, which the general loop over blocks reads. Raises
-    UserError where constants
-    are to be calibrated: calibrations read keys and values by head."""
+    UserError where constants are to be calibrated: calibrations read keys and values by head."""
     if wiring.wanted():
         raise UserError(
             "it is calibrated on keys and values by head; this model caches a latent that all heads share"

@@ -215,17 +215,15 @@ class Fast(NamedTuple):
     has none."""
 
     packed: Packed | None = None  # a kernel reads the body as it is stored
-    direct: Direct | None = (
-        None  # XLA reads all of it at once, stored head by head (kvqjax.methods.direct)
-    )
+    # XLA reads all of it at once, stored head by head (kvqjax.methods.direct).
+    direct: Direct | None = None
     shared: SharedValues | None = None  # values are summed before they are mapped to heads
     # As `shared`, but used only where no kernel reads the body: on a GPU, or with few queries on a
     # CPU.
     summed: SharedValues | None = None
     mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU or GPU
-    reading: int = (
-        1  # tokens that are decoded at a time, where the body's block is smaller and divides them
-    )
+    # Tokens that are decoded at a time, where the body's block is smaller and divides them.
+    reading: int = 1
     before_rope: bool = False  # `expand` rotates keys by RoPE
     # waves(n) makes a function of n consecutive positions. `expand` takes the function's result in
     # place of the positions (kvqjax.model.rope.following). Set on CPUs, for keys that are kept

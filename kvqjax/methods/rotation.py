@@ -31,9 +31,8 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.latents import key_parts, latent_key
 
 KINDS = ("none", "hadamard", "signs", "pairs", "fitted")
-CONSTANTS = (
-    "rotation"  # the group of a layer's fitted matrices: {"keys": [K, D, D], "values": [K, D, D]}
-)
+# The group of a layer's fitted matrices: {"keys": [K, D, D], "values": [K, D, D]}
+CONSTANTS = "rotation"
 NAMES = {"k": "keys", "v": "values"}  # of sources in that group
 
 Rotations = dict[str, str]  # source -> rotation, as policies write it

@@ -266,9 +266,8 @@ def _of_layer(
 
 def scaled_queries(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N D"]:
     """Multiply queries so that scores, which attention multiplies by D^-1/2, come out times the
-    shape's `scale`. The
-    factor is a float32 number: rounded to bfloat16 it would change all scores by up to 0.4
-    percent."""
+    shape's `scale`. The factor is a float32 number: rounded to bfloat16 it would change all scores
+    by up to 0.4 percent."""
     scale = config.common_scale
     return (
         q
@@ -507,8 +506,8 @@ def up_to(
     params: Params, index: Int[Array, ""] | int, h: Float[Array, "B T E"], config: ModelConfig
 ):
     """Run the recurrent layers directly before the layer of attention `index` over texts that begin
-    at place 0 of h,
-    without a cache: for training, calibration and reference. `index` as in `over_recurrent`."""
+    at place 0 of h, without a cache: for training, calibration and reference. `index` as in
+    `over_recurrent`."""
     shape = config.recurrent
     if shape is None:
         return h

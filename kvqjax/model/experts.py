@@ -25,9 +25,8 @@ from kvqjax.model.weight_trees import ACTIVATIONS, BY_EXPERT, OF_EXPERTS, Layer,
 from kvqjax.ops.xla_workarounds import few_rows, times_matrix
 
 MOST_AT_ONCE = 512  # most tokens for which all experts compute together, on GPUs (`_at_once`)
-MOST_TOGETHER = (
-    128  # most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`)
-)
+# Most tokens of a tile, which one product with an expert's matrices takes (`_in_turn`).
+MOST_TOGETHER = 128
 
 
 def _expert(

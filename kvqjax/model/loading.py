@@ -126,8 +126,8 @@ class Model(struct.PyTreeNode):
 
     def sampling_defaults(self) -> dict[str, Any]:
         """How the checkpoint's generation_config.json would sample, as options of `generate` and
-        `stream`. Only what
-        asks for it uses it: `generate(model, prompts, **model.sampling_defaults())`."""
+        `stream`. Only what asks for it uses it: `generate(model, prompts,
+        **model.sampling_defaults())`."""
         return read_sampling(self.folder) if self.folder else {}
 
     @property
@@ -176,8 +176,7 @@ class Model(struct.PyTreeNode):
 
         Raises:
             UserError: no text, one that surely has more than `most` tokens, one that the tokenizer
-                does not take, or an
-                id that the model lacks: the tokenizer is another model's.
+                does not take, or an id that the model lacks: the tokenizer is another model's.
         """
         if not isinstance(text, str):
             raise UserError(f"encode takes one text, not a {type(text).__name__}")
@@ -439,8 +438,7 @@ def load(
         name: a bundled or fetched name, a folder, a GGUF file or a hub id, looked for in this
             order; "./demo" is always a folder.
         dtype: the compute policy: "bfloat16", "float16" (T4), "float32", their short forms "bf16",
-            "f16", "f32", or a
-            jnp dtype. None: float32 on the CPU backend, bfloat16 elsewhere.
+            "f16", "f32", or a jnp dtype. None: float32 on the CPU backend, bfloat16 elsewhere.
         sharding: the rules of a mesh (kvqjax.parallel.sharding.rules_for): every host reads only
             what its devices hold. Or `sharding(parameter name)` gives each parameter's placement
             alone (kvqjax.model.weights.load_params).

@@ -4,8 +4,8 @@ A family whose queries are gated packs query and gate of a head into one matrix.
 
 A rope that turns a part of a head's channels turns the first ones in the checkpoint. Here they
 stand first in both halves of the head. So every rope turns channel i with channel i + D/2, and
-pairs of other channels have the frequency
-0. Keys and queries are laid out alike, so that scores do not change.
+pairs of other channels have the frequency 0. Keys and queries are laid out alike, so that scores do
+not change.
 
 Recurrent layers pack their projections in two ways. Attention of latents packs the latent with the
 shared part of the keys, and a head's keys with its values.

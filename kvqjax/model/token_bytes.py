@@ -4,8 +4,8 @@ least.
 `decode([token])` is no token's text. Decoders of the SentencePiece kind take the blank off a text's
 first word, so that "▁the" and "the" would be one. A part of a character becomes U+FFFD, whichever
 part it is. Here a token is decoded behind a letter, whose text is taken away again. A token with a
-part of a character has the bytes that its vocabulary's spelling
-stands for: "<0xE0>" is a byte, and of byte-level BPE every character is one.
+part of a character has the bytes that its vocabulary's spelling stands for: "<0xE0>" is a byte, and
+of byte-level BPE every character is one.
 """
 
 import functools

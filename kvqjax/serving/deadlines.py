@@ -6,9 +6,8 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-HEAD_SECONDS = (
-    20  # from a connection, or from the first byte of a further request, to the end of its headers
-)
+# From a connection, or from the first byte of a further request, to the end of its headers.
+HEAD_SECONDS = 20
 
 
 class ImpatientProtocol(AutoHTTPProtocol):

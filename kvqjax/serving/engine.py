@@ -60,9 +60,8 @@ QUEUE = 1024  # requests that wait
 # idle rows first: 24 requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran
 # (SmolLM2-135M, 2 cores).
 MOST_CHUNKS = 4
-PREFIXES = (
-    2  # rows' memory for what prompts begin with: system prompts, and the newest conversations
-)
+# Rows' memory for what prompts begin with: system prompts, and the newest conversations.
+PREFIXES = 2
 
 # What an engine counts from its beginning on: fields of `Stats`.
 COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted")
@@ -142,21 +141,20 @@ class Engine:
     """Serve requests through one running batch whose rows share the pages of one compressed cache.
 
         with kvq.Engine(model, "kivi:bits=2", rows=16, capacity=4096) as engine:
-            handles = [engine.submit(text, max_new_tokens=64) for text in texts]
-            answers = [handle.result().text for handle in handles]
+            handles = [engine.submit(text, max_new_tokens=64) for text in texts] answers =
+            [handle.result().text for handle in handles]
 
     A row may hold `capacity` tokens, and takes pages as it grows. Prompts enter the cache chunk by
-    chunk, so that later
-    chunks see earlier ones compressed: the answer to one is that of `kvqjax.generate` with its
-    options and the engine's `chunk` and `capacity`.
+    chunk, so that later chunks see earlier ones compressed: the answer to one is that of
+    `kvqjax.generate` with its options and the engine's `chunk` and `capacity`.
 
     Args:
         model: what `kvqjax.load` gives, with the constants of a calibrated method. On a mesh, one
             without a data axis.
         method: of the cache, such as "kivi:bits=2"; None: exact.
         rows: requests that make tokens at a time; default 8, or as many full rows as `pool_bytes`
-            holds. A greater
-            number is allowed: a request for which there is no page makes way for the others.
+            holds. A greater number is allowed: a request for which there is no page makes way for
+            the others.
         capacity: tokens of a row, prompt and answer together; default 4096, or what the model was
             trained for.
         pool_bytes: memory for the cache in bytes; default: what `rows` full rows, the prompt and

@@ -3,9 +3,8 @@ kept, and later prompts go on from there.
 
 Chunks begin at multiples of their length, so that a kept prefix is to the bit what reading the same
 tokens again would give. A prefix is kept as the numbers of its pages, which other rows go on using,
-and a snapshot of what the row has
-beside them. The prefixes form a tree: each is named by a trace of all its tokens, a hash of the
-chunk's tokens and of the trace of the chunk before.
+and a snapshot of what the row has beside them. The prefixes form a tree: each is named by a trace
+of all its tokens, a hash of the chunk's tokens and of the trace of the chunk before.
 """
 
 import hashlib

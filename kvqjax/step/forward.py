@@ -470,9 +470,9 @@ def forward(
     works inside and outside jit.
 
     Positions beyond those that the model was trained for (`model.config.trained_length`) are
-    computed like any others,
-    without a word: how many tokens a row holds is known inside jit alone. Logits mean less and less
-    there. `generate` and its like refuse such texts unless told otherwise.
+    computed like any others, without a word: how many tokens a row holds is known inside jit alone.
+    Logits mean less and less there. `generate` and its like refuse such texts unless told
+    otherwise.
 
     Args:
         model: the model.

@@ -133,8 +133,8 @@ def attend_layer(
         v: their values.
         counts: how many of each row's tokens are valid, from the first on; their positions follow
             what the row holds. A mask Bool[B, T] in its place marks any single run of each row, so
-            that rows padded on the left come as
-            they are: q, k and v are rolled inside, and the output is rolled back.
+            that rows padded on the left come as they are: q, k and v are rolled inside, and the
+            output is rolled back.
         below: what the layer beneath returned; methods whose layers depend on each other need it,
             such as AQUA-KV.
         constants: an artifact's.
@@ -522,8 +522,7 @@ def append_accepted(cache: Cache, new: New | Sequence[New], counts, given, const
 
     Returns:
         The cache that holds them. The flag `overflow[b]` is raised of a row whose counts a trace
-        hides and which are
-        more than were valid: the others are not stored.
+        hides and which are more than were valid: the others are not stored.
 
     Raises:
         UserError: as `append`, and for known counts of more tokens than were valid.

@@ -44,9 +44,8 @@ from kvqjax.pallas_kernels.tpu.scores import rotated_scores, token_factors, unro
 from kvqjax.pallas_kernels.tpu.sums import add_sums, fold, no_sums, weights_of
 from kvqjax.pallas_kernels.tpu.tile import NEVER, prepare
 
-TURN = (
-    512  # tokens of scores, and of values, in turn: so that every matrix unit gets products of both
-)
+# Tokens of scores, and of values, in turn: so that every matrix unit gets products of both.
+TURN = 512
 
 
 def kernel(refs: Refs, ends, plan, *, per_split: int):

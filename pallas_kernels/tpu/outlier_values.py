@@ -2,10 +2,9 @@
 `outliers`).
 
 A slot of a token names a lane, to which the token's softmax weight times its change is to be added.
-This scatter is a
-matrix product: a one-hot matrix says which lane each of 128 tokens names. Lanes are counted within
-a lane group, so that one matrix serves several lane groups. In each of them the changes of other
-groups' channels are 0."""
+This scatter is a matrix product: a one-hot matrix says which lane each of 128 tokens names. Lanes
+are counted within a lane group, so that one matrix serves several lane groups. In each of them the
+changes of other groups' channels are 0."""
 
 import math
 

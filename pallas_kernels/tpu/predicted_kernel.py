@@ -34,9 +34,8 @@ def kernel(refs: Refs, ends, plan):
 
     Args:
         refs: The kernel's references, as declared in `predicted`. `keys` and `values` are pairs of
-            references
-            [1, S, W]: those of the layer below, which are read, and this layer's, which are
-            written.
+            references [1, S, W]: those of the layer below, which are read, and this layer's, which
+            are written.
         ends: First visible tile, one past the last, and the last tile to fetch, of every row
             (`rows.tile_ends`).
         plan: The call's plan. The grid is (row, tile)."""

@@ -49,9 +49,8 @@ pytestmark = [
 
 def test_experts_over_eight_gpus():
     """A layer's sums over all devices are two, as without experts: after attention and after the
-    experts. Four KV heads
-    for eight devices: pairs of them gather queries and merge what they attended to. No expert's
-    matrix moves."""
+    experts. Four KV heads for eight devices: pairs of them gather queries and merge what they
+    attended to. No expert's matrix moves."""
     output = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     ).stdout

@@ -106,8 +106,7 @@ def test_dead_slots_may_hold_anything(name):
 @pytest.mark.parametrize("name", with_nightly(GENERAL))
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they
-    would be alone.
-    Cropped or evicted: an ordinary row."""
+    would be alone. Cropped or evicted: an ordinary row."""
     model, cache = model_and_method(name)[0], fresh(name, ROWS)
     want = attend(model, TOKENS, COUNTS, cache)[0]
     more = extend(name, cache, [list(range(200, 300)), [], list(range(60, 70))], broken={0: 50})

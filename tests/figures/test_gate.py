@@ -111,8 +111,7 @@ def test_a_changed_verdict_is_noticed(gate, record, monkeypatch):
 
 def test_a_figure_beside_its_bound_may_fall_on_either_side(gate, record, monkeypatch):
     """A recorded growth just over its bound, explained, and a live one just under it, as rounding
-    on another processor
-    may give: no problem."""
+    on another processor may give: no problem."""
     key = ("qwen3", KIVI, "none", "long decode")
     bound = 1.25 * max(
         r["growth"] for r in record if r["shape"] == "qwen3" and r["cache"] in gate.NOISES

@@ -1,7 +1,6 @@
 """The TPU kernel on keys before RoPE (KIVI*, KVQuant), interpreted, against decoding everything,
-rotating it in float64
-and attending exactly. Bound: as for the plain form; tables of cos and sin are rounded to bfloat16
-as well."""
+rotating it in float64 and attending exactly. Bound: as for the plain form; tables of cos and sin
+are rounded to bfloat16 as well."""
 
 import functools
 

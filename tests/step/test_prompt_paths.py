@@ -36,8 +36,7 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
 @pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
 def test_paths_agree(monkeypatch, path, sliding):
     """On ragged and padded rows, one of them empty, with and without sliding windows, which are
-    shorter than a part of
-    a chunk, than a chunk, and longer: 384 tokens are three chunks."""
+    shorter than a part of a chunk, than a chunk, and longer: 384 tokens are three chunks."""
     monkeypatch.setattr("kvqjax.step.prompt.TILES", 1)  # up to three chunks' keys a tile
     arguments = {"sliding_window": sliding}, [300, 0, 129], 300
     wanted, held = prefilled(monkeypatch, Path("off", 64), *arguments)

@@ -1,8 +1,7 @@
 """Paged attention as vLLM's TPU engine calls it (kvqjax/adapters/tpu_inference.py), against dense
-attention in float64
-over what is stored: mixed calls of a small scheduler, whose sequences change places, share blocks
-and lose them. Where tpu-inference is installed (`pip install --no-deps tpu-inference`), against its
-own reference too."""
+attention in float64 over what is stored: mixed calls of a small scheduler, whose sequences change
+places, share blocks and lose them. Where tpu-inference is installed (`pip install --no-deps
+tpu-inference`), against its own reference too."""
 
 import ast
 import functools

@@ -192,8 +192,7 @@ def _attend_whole_body(
     """Attend to the whole body by one call of splash attention for each row.
 
     Tiles are decoded one after the other into the keys and values of all slots, [B, K, S, D]. All
-    queries of a row see
-    the same tokens: all that the body holds of the row, which are the first.
+    queries of a row see the same tokens: all that the body holds of the row, which are the first.
 
     Args:
         call: The layer's queries on its body.

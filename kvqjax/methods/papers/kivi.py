@@ -40,9 +40,8 @@ def uniform(
     value_rotate: str = "same",
 ) -> Method:
     """The simplest compression, a baseline: uniform codes of keys (after RoPE) and values, with a
-    scale and a minimum
-    for every `group` channels of a token: by default 128, or 64 or 32 where the model's channels
-    are no multiple of that.
+    scale and a minimum for every `group` channels of a token: by default 128, or 64 or 32 where the
+    model's channels are no multiple of that.
 
     `bits` of a code, 1 to 6 or 8. `window` newest and `sinks` first tokens stay exact; `scales` is
     the dtype of scales and minima. `centre` takes off the keys first: "auto" the model's key bias,

@@ -224,8 +224,8 @@ class CrossLayer:
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values among those of the loop, with their window and unit. The
-        accumulator passes
-        that layer by: the layer above stores its difference from the layer below."""
+        accumulator passes that layer by: the layer above stores its difference from the layer
+        below."""
         if not isinstance(other, KeysAndValues):
             return other
         return dataclasses.replace(

@@ -290,9 +290,8 @@ def convert(old: Packing, new: Packing, stored: Stored, slots: int, new_slots: i
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordPacking(Packing):
     """Codes in uint32 words. A number of bits that is no power of two is stored as several plane
-    sets, each in an array
-    of its own: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where the words of one plane
-    set lie."""
+    sets, each in an array of its own: 3 bits = 2 + 1, 6 = 4 + 2, 12 = 8 + 4. A subclass says where
+    the words of one plane set lie."""
 
     @property
     def token_bits(self) -> float:

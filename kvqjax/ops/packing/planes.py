@@ -153,9 +153,8 @@ class Planes(WordPacking):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns(Planes):
     """The same words transposed, `[L, B, W, S*b/32]`, with tokens on a TPU's lanes: for a width
-    that is no multiple of
-    128. XLA for TPUs stores arrays of such widths in this order anyway. Declared as `Planes`, they
-    would be transposed before and after every decode loop."""
+    that is no multiple of 128. XLA for TPUs stores arrays of such widths in this order anyway.
+    Declared as `Planes`, they would be transposed before and after every decode loop."""
 
     axes = (CHANNELS, TOKENS)
 
