@@ -25,11 +25,11 @@ class Served(NamedTuple):
     until its first token (`first`) and then per further token (`pace`).
 
     - `running`: the mean number of rows that made tokens, over time or over steps; None if the
-    engine does not say.
+      engine does not say.
     - `reused`: prompt tokens that were not computed, since an earlier prompt began with them.
     - `preempted`: how often a request made way for another.
     - `pages_shared`: the most pages that several rows or kept prefixes had at a time; None if the
-    engine does not say."""
+      engine does not say."""
 
     seconds: float
     first: list[float]

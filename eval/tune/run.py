@@ -1,12 +1,12 @@
 """`kvq.tune`: the mixture of methods and bits of least divergence within a budget, for one model.
 
 1. The divergence of each candidate in one layer's keys or values alone, all else exact (`Meter`,
-one program).
+   one program).
 2. A dynamic programme over layers as if these added up (`guess`): the first policy, and the front
-of the report.
+   of the report.
 3. Measured exchanges of the whole policy until none helps beyond noise (`climb`).
 4. For each method whose layers feed each other, the same for the exceptions that it admits
-(`Chain`).
+   (`Chain`).
 5. The report, on text that nothing above has seen.
 
 `estimated` says what that would take on a machine that is not here.

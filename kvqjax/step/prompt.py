@@ -15,7 +15,7 @@ chunks; a chunk is what is projected and attends together.
     exact_layer          runs one layer, in two loops over the chunks of the prompt:
                            1. sources, keys and values of all tokens
                            2. queries of a chunk attend to all keys, and the chunk's hidden states
-                           are computed
+                              are computed
 
 Only the second loop needs queries. It computes them anew for every chunk, unless a kernel wants
 those of the whole prompt at once. A chunk attends to the prompt in one of these ways:
