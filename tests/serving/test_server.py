@@ -467,18 +467,21 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
 
 
 def test_a_second_ctrl_c_ends_the_command_at_once():
-    """Also while its programs are compiled."""
+    """An answer is under way, which the first one waits for."""
     words = [sys.executable, "-P", "-m", "kvqjax", "serve", "-m", "recall", "--port", "0", "--json"]
+    words += ["--capacity", "2048", "--rows", "1", "--prefixes", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    body = {"prompt": TEXT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     with subprocess.Popen(words, **pipes) as process:
         address = json.loads(process.stdout.readline())["address"]
         said = [process.stderr.readline() for _ in range(3)]
-        with urllib.request.urlopen(address.removesuffix("v1") + "health", timeout=120) as health:
-            assert health.status == 200
-        process.send_signal(signal.SIGINT)
-        said.append(process.stderr.readline())
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=120) as stream:
+            stream.readline()
+            process.send_signal(signal.SIGINT)
+            said.append(process.stderr.readline())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
         said.append(process.stderr.read())
     assert said[3].startswith("ending: ")
     assert said[4] == "stopped\n"
