@@ -255,9 +255,11 @@ def _server(uvicorn: Any, app: Any, engine: Engine, log_requests: bool) -> Any:
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit and sig == signal.SIGINT:
                 end_stopped()
-            if not self.should_exit:
-                say_at_once(ENDING)
+            is_first = not self.should_exit
+            # Before the line is written: a second Ctrl-C may come while it is.
             super().handle_exit(sig, frame)
+            if is_first:
+                say_at_once(ENDING)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             ending = asyncio.create_task(end_answers())
