@@ -29,7 +29,7 @@ from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.calibrate.activations import Captured, cached
 from kvqjax.calibrate.aqua_fit import MEASURES, Recipe, cast, fit_layer
-from kvqjax.calibrate.klt import costs_of, energy_of
+from kvqjax.calibrate.klt import costs_of, query_moments
 from kvqjax.calibrate.parts import by_run
 from kvqjax.calibrate.resume import identity, stepped
 from kvqjax.codecs.klt import Klt
@@ -39,6 +39,7 @@ from kvqjax.methods.papers.aqua import AquaLayer
 from kvqjax.model import decoder
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
+from kvqjax.step.layers import ready_queries
 from kvqjax.step.prompt import Path as PromptPath
 from kvqjax.step.prompt import exact_layer
 
@@ -67,9 +68,9 @@ class Row(NamedTuple):
 
     k: Float[Array, "T W"]  # as cached
     v: Float[Array, "T W"]
-    # The mean square of every query channel. It has no rows where queries are not known or no
-    # transform needs it.
-    energy: Float[Array | np.ndarray, "H D"]
+    # The queries' second moments. They have no heads where queries are not known or no transform
+    # needs them.
+    moments: Float[Array | np.ndarray, "K D D"]
     above: Float[Array, "1 T E"] | None  # the input of the layer above; None for the last layer
 
 
@@ -119,18 +120,18 @@ def _layer_pass(
         index: of the layer.
         h: its input, [1, T, E].
         last: whether no layer is above.
-        transformed: whether a source is coded by a transform, which needs the queries' energy.
+        transformed: whether a source is coded by a transform, which needs the queries' moments.
 
     Returns:
         The layer's activations.
     """
     length, run = h.shape[1], runs_of(layout)[number]
     h = decoder.up_to(model.params, index, h, model.config)
-    energy = jnp.zeros((0, model.config.head_dim))
+    moments = jnp.zeros((0, 1, 1))
     if transformed:
         positions, weights = jnp.arange(length)[None], decoder.layer(model.params, index)
         q = decoder.project(weights, h, positions, model.config, run.first).q
-        energy = jnp.square(q[0].astype(jnp.float32)).mean(0)
+        moments = query_moments(q[0], model.config.kv_shape.layer(run.first))
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
     counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
 
@@ -147,7 +148,7 @@ def _layer_pass(
         jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan)
         for name in ("k", "v")
     )
-    return Row(k, v, energy, None if last else above[:, :length])
+    return Row(k, v, moments, None if last else above[:, :length])
 
 
 def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
@@ -181,14 +182,13 @@ def _of_captured(data: Captured, method: Method) -> Layers:
     def read(index: int, number: int, h):
         run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
         k, v = cached(run, data.keys[index][rows], data.values[index][rows])
-        # Queries may be rotated by RoPE or not: `key_costs` reads only the energy of rotary pairs,
-        # which RoPE keeps.
-        energy = (
-            np.zeros((0, 1))
-            if data.queries is None
-            else energy_of(jnp.asarray(data.queries[index][rows]))
-        )
-        return Row(k[0], v[0], energy, None)
+        moments = np.zeros((0, 1, 1))
+        if data.queries is not None:
+            layer_shape = layout.shape.layer(index)
+            positions = jnp.arange(data.size[1])[None]
+            q = ready_queries(jnp.asarray(data.queries[index][rows]), positions, layer_shape)
+            moments = query_moments(q[0], layer_shape)
+        return Row(k[0], v[0], moments, None)
 
     def outputs(index: int):
         return np.zeros((0, 1)) if data.outputs is None else data.outputs[index]
@@ -271,14 +271,15 @@ def _fresh_state(task: _Task) -> dict:
 
 
 def _costs(
-    data: Layers, index: int, energy: Float[np.ndarray, "H D"]
+    data: Layers, index: int, moments: Float[np.ndarray, "K D D"]
 ) -> dict[str, Float[np.ndarray, "W W"]]:
     """Compute what errors cost, for the sources of a layer that are coded by a transform."""
     sources = _transformed(data.layout, index)
-    return {
-        source: costs_of(source, energy, data.outputs(index), data.layout.shape)
-        for source in sources
-    }
+    if not sources:
+        return {}
+    shape = data.layout.shape.layer(index)
+    costs = costs_of(moments, data.outputs(index), shape, data.h.shape[1])
+    return {source: costs[source] for source in sources}
 
 
 def _advance_layer(task: _Task, state: dict) -> dict:
@@ -286,11 +287,11 @@ def _advance_layer(task: _Task, state: dict) -> dict:
     index = int(state["done"])
     h = np.empty_like(state["h"])  # the input of the layer above
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
-    energies = []
+    moments = []
     for i in range(len(h)):
         row = task.data.read(index, i, state["h"][i : i + 1])
         exact["k"][i], exact["v"][i] = row.k[task.span], row.v[task.span]
-        energies.append(np.asarray(row.energy, np.float64))
+        moments.append(np.asarray(row.moments, np.float64))
         if row.above is not None:
             h[i] = row.above[0]
     constants, recon, report = fit_layer(
@@ -301,7 +302,7 @@ def _advance_layer(task: _Task, state: dict) -> dict:
         task.dtype,
         exact_below=state["exact"],
         seed=index,
-        costs=_costs(task.data, index, np.mean(energies, 0)),
+        costs=_costs(task.data, index, np.mean(moments, 0)),
     )
     measures = state["measures"].copy()
     for row, source in enumerate(("k", "v")):

@@ -577,10 +577,9 @@ def fit_layer(
             # A transform is fitted to the predictor's errors, which it codes.
             predictor, train = cast(constants[source], dtype), recipe.training(len(exact[source]))
             residuals = [_missed(layer, source, predictor, *inputs_of(i)) for i in range(train)]
-            # Coefficients that get bits.
-            kept = layer.needs(source, exact[source].shape[-1])["into"][1]
+            needs = layer.needs(source, exact[source].shape[-1])
             assert costs is not None, f"a transform of {source} needs to know what its errors cost"
-            constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], kept)
+            constants[source] |= klt.constants_of(jnp.stack(residuals), costs[source], needs)
         fixed = cast(constants[source], dtype)
         out = np.empty(exact[source].shape, np.float32)
         for i in range(len(out)):

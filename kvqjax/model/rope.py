@@ -211,6 +211,16 @@ def rotate(
     return _turned(x, _waves(_angles(positions, config), pair_factors(config)))
 
 
+def unrotated(
+    x: Float[Array, "*B T N D"], positions: Int[Array, "*B T"], config: KVShape
+) -> Float[Array, "*B T N D"]:
+    """Turn N heads of T tokens back from their positions. The factor that the rope multiplies by
+    stays."""
+    if config.turning is None or config.turning.kind == "none":
+        return x
+    return _turned(x, _waves(_angles(-positions, config), 1.0))
+
+
 def positions_of_layer(
     positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:

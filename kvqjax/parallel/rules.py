@@ -27,7 +27,6 @@ from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, Run
 from kvqjax.methods.layer_cache import Wiring
-from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig, RecurrentConfig
 from kvqjax.model.weight_trees import MATRICES, OF_EXPERTS, LayerMatrices, is_unrolled, stack_of
 from kvqjax.ops.packing.base import CHANNELS, TOKENS
@@ -326,7 +325,7 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
 
     Returns:
         True if every stored field of a part is `parts` times narrower than that of all heads, there
-        is no carry, and no constants are calibrated for all heads together.
+        is no carry, and the first axis of every calibrated constant is `parts` times shorter.
     """
     if parts == 1:
         return True
@@ -353,7 +352,14 @@ def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
         }
         return widths, fields
 
-    # Constants are of all heads together, except for fitted rotations, of which each head has its
-    # own.
-    by_head = not (parent.chain.carry or parent.wanted().keys() - {ROTATIONS})
+    def constants(wiring: Wiring, times: int) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Give the shapes of calibrated constants, with the first axis `times` as long."""
+        return {
+            (group, name): (times * shape[0], *shape[1:])
+            for group, shapes in wiring.wanted().items()
+            for name, shape in shapes.items()
+        }
+
+    # A constant of which each head has its own part has heads or channels on its first axis alone.
+    by_head = not parent.chain.carry and constants(parent, 1) == constants(part, parts)
     return by_head and widened(parent, 1) == widened(part, parts)

@@ -37,7 +37,6 @@ from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache
 from kvqjax.methods import MethodLike, parse
-from kvqjax.methods.rotation import CONSTANTS as ROTATIONS
 from kvqjax.model.config import KVShape, ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.recurrent import GIVEN
@@ -205,14 +204,10 @@ def _restored(result, layout: CacheLayout):
 
 
 def of_constants(rules: Rules, constants):
-    """Give the specs of calibrated constants. Rotations [L, K, D, D] are split by head; all others
-    are on every device."""
-
-    def spec(path, _):
-        is_rotation = any(getattr(key, "key", None) == ROTATIONS for key in path)
-        return PartitionSpec(None, rules.kv_heads) if is_rotation else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(spec, constants)
+    """Give the specs of calibrated constants [L, ...]. Where KV heads are split, the axis behind
+    the layers is that of heads or channels (`shares_heads`), and is split with them."""
+    spec = PartitionSpec(None, rules.kv_heads)
+    return jax.tree.map(lambda x: spec if x.ndim > 1 else PartitionSpec(), constants)
 
 
 def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: tuple, out):

@@ -124,6 +124,11 @@ def aqua(
     With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that
     are not listed here.
     """
+    if key_inputs == "none" and value_inputs in ("k", "none"):
+        raise UserError(
+            f"key_inputs=none,value_inputs={value_inputs} needs no layer below, and AQUA-KV is a chain of layers; "
+            "klt:values=keys predicts values from the keys of their own layer"
+        )
     shared = {"rope": rope, "window": window, "unit": buffer}
     unbiased = centre == "auto" and rope == "pre"
     transformed = backbone == "klt"
@@ -239,7 +244,7 @@ class AquaLayer:
         The layer gets no predictor, and this layer's window, unit and `rope`. The layer above
         predicts from its reconstruction. A rotated layer stays as it is: it is no part of the
         chain, and the carry passes it by."""
-        if not isinstance(other, KeysAndValues) or {other.key_rotation, other.value_rotation} != {
+        if type(other) is not KeysAndValues or {other.key_rotation, other.value_rotation} != {
             "none"
         }:
             return other
