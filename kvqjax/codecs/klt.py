@@ -49,14 +49,14 @@ FIT = Fit("kvqjax.calibrate.klt")
 # wider: the first coefficients have heavier tails. Against a step of .335 it takes a tenth off
 # attention's error at 2.25 bits (SmolLM2-135M, 2026-11-29).
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.42}
-# Codes of 8 bits are evenly spaced in asinh x, and reach this many deviations: beyond the furthest
-# token seen on SmolLM2-135M (2026-11-27).
+# Codes of more bits are evenly spaced in asinh x, and reach this many deviations: beyond the
+# furthest token seen on SmolLM2-135M (2026-11-27).
 REACH = 16
 # Bits of a coefficient -> squared error of its points, of normally distributed numbers of variance
-# 1 (measured again by tests/codecs/test_klt.py). Without codes of 6 bits attention's error is the
-# same across heads and 3 % larger within them; without those of 3 bits it is a tenth larger
-# (SmolLM2-135M at 2.25 bits, 2026-11-29).
-ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.0374, 4: 0.0148, 8: 0.000127}
+# 1 (measured again by tests/codecs/test_klt.py). 5 bits are left out: points that reach as far as
+# those of 6 and 8 would err like those of 4. Without codes of 6 bits a token far out would be
+# clipped; without those of 3 bits attention's error is a tenth larger (SmolLM2-135M at 2.25 bits).
+ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.0374, 4: 0.0148, 6: 0.0020, 8: 0.000127}
 MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothing to choose
 # Slopes of the spectra of keys, and of values or what keys do not predict of them. Of .5 to 1.5 and
 # .25 to .8 these lose least, within heads and across them (SmolLM2-135M, 2026-11-29).
@@ -186,7 +186,7 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
 
 
 def codes_of(numbers: Float[Array, "*S"], bits: int) -> UInt[Array, "*S"]:
-    """Find the code of the point nearest to each number of variance 1; with 8 bits the nearest in
+    """Find the code of the point nearest to each number of variance 1; above 4 bits the nearest in
     asinh x."""
     most = (1 << bits) - 1
     if bits in STEPS:
