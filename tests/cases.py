@@ -76,10 +76,12 @@ HALF = ("kivi2", "sliding-mixed", "kvquant", "aqua")
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 
 
-def with_nightly(names: Iterable[str], often: Collection[str] = CORE) -> list:
-    """Parameters of a test: the names that are in `often`, and the others marked nightly."""
+def with_nightly(values: Iterable, often: Collection = CORE) -> list:
+    """Parameters of a test: the values that are in `often`, and the others marked nightly. A tuple
+    is the values of several parameters."""
     return [
-        name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names
+        pytest.param(*_as_tuple(value), marks=() if value in often else pytest.mark.nightly)
+        for value in values
     ]
 
 

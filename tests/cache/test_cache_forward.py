@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method, thinned
+from cases import GENERAL, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -71,7 +71,15 @@ def test_exact_prefill_is_the_plain_decoder(windows):
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"], 2)
+    "name",
+    [
+        "kivi2",
+        pytest.param("kivi-pre", marks=pytest.mark.nightly),
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("mixed", marks=pytest.mark.nightly),
+        pytest.param("sliding-mixed", marks=pytest.mark.nightly),
+        pytest.param("kvquant", marks=pytest.mark.nightly),
+    ],
 )
 def test_drafts_see_what_single_steps_see(name):
     """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a
@@ -93,7 +101,10 @@ def test_drafts_see_what_single_steps_see(name):
     )
 
 
-@pytest.mark.parametrize("name", thinned([name for name in GENERAL if name.startswith("kivi")], 2))
+@pytest.mark.parametrize(
+    "name",
+    with_nightly((name for name in GENERAL if name.startswith("kivi")), ["kivi2", "kivi-pre"]),
+)
 def test_a_row_in_a_batch_is_the_row_alone(name):
     model, method = model_and_method(name)
     text, counts = tokens(2, LENGTH), jnp.asarray(COUNTS)

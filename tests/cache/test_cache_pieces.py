@@ -118,7 +118,14 @@ def test_long_bodies_change_their_form_with_their_capacity():
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["kivi2", "kivi8", "kivi-published", "uniform", "exact"], 3)
+    "name",
+    [
+        pytest.param("kivi2", marks=pytest.mark.nightly),
+        pytest.param("kivi8", marks=pytest.mark.nightly),
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        "uniform",
+        pytest.param("exact", marks=pytest.mark.nightly),
+    ],
 )
 def test_bodies_head_by_head(name):
     """The form of GPUs: int4, pairs of codes in a nibble, int8."""
@@ -157,7 +164,7 @@ def test_a_smaller_capacity_is_refused_where_rows_hold_more():
     )
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kvquant"]))
 @pytest.mark.parametrize("wish", thinned([230, 70], 2))
 def test_a_cache_is_what_it_was_cut_into(name, wish):
     """Head and tail, each made as small as it goes, joined; and a tail that another text has behind

@@ -249,7 +249,7 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
     assert slow.outcome == "slower"
 
 
-@pytest.mark.parametrize("stored", ["planes", "heads"])
+@pytest.mark.parametrize("stored", [pytest.param("planes", marks=pytest.mark.nightly), "heads"])
 def test_timed_bodies_hold_encoded_tokens(stored):
     """Every row of the bodies that are timed is the trial's first row, and a longer one goes on
     with it."""

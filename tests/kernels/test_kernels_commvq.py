@@ -185,13 +185,20 @@ def run(case: Case, interpret):
 
 
 @pytest.mark.parametrize(
-    "case", [HALVES, MANY, PADDED], ids=["halves", "many levels", "padded rows"]
+    "case",
+    [
+        HALVES,
+        pytest.param(MANY, marks=pytest.mark.nightly),
+        pytest.param(PADDED, marks=pytest.mark.nightly),
+    ],
+    ids=["halves", "many levels", "padded rows"],
 )
 def test_kernel_equals_the_oracle(case):
     _, body, q, start, stop, *_ = drawn(case)
     near(case, run(case, True)(q, body, jnp.int32(1), start, stop))
 
 
+@pytest.mark.nightly
 def test_race_free_on_simulated_memory():
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(

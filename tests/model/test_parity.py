@@ -438,7 +438,10 @@ def test_rope_by_length(name, tmp_path):
     assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
 
 
-@pytest.mark.parametrize("name", ["qwen3-longrope-given-factor", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3-longrope-given-factor", marks=pytest.mark.nightly), "llama-dynamic"],
+)
 def test_rope_by_length_of_caches(name, tmp_path):
     """Keys cached after RoPE, before it, and layer inputs, in two steps; nothing longer than what
     was said."""
@@ -844,7 +847,7 @@ def test_mxfp4_experts(tmp_path):
 
 GREEDY = with_nightly(
     ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3", *NEWEST],
-    ("mixtral", "gpt-oss"),
+    ["mixtral"],
 )
 
 

@@ -66,8 +66,7 @@ def run(shape, method, tokens, constants=None):
 
 
 METHODS = ("kivi:bits=2,window=32", "higgs:bits=2,window=16")
-# By day each order, fraction and method runs once; the other cases run at night.
-BY_DAY = {("front", 0.5, 0), ("neighbours", 1.0, 1)}
+BY_DAY = {("front", 0.5, 0)}
 CASES = [
     pytest.param(*other, method, marks=() if (*other, number) in BY_DAY else pytest.mark.nightly)
     for other in OTHERS

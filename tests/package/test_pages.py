@@ -188,7 +188,12 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"]
+    "page",
+    [
+        "howto/own-loop.md",
+        "howto/conversations.md",
+        pytest.param("howto/own-model.md", marks=pytest.mark.nightly),
+    ],
 )
 def test_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,9 @@ def engine_of(model, method, rows=3, **options):
     return kvq.Engine(model, method, rows=rows, capacity=CAPACITY, chunk=CHUNK, **options)
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32"]
+)
 def test_every_request_gets_what_it_gets_alone(model, method):
     """More requests than rows, drawn and greedy ones side by side, of different lengths."""
     lengths = [NEW - 3 * number for number in range(len(PROMPTS))]
@@ -299,7 +301,14 @@ def test_the_smallest_row_is_warmed_and_gives_a_token(model):
         assert len(engine.submit(PROMPTS[0][:1], max_new_tokens=1, eos_ids=()).result().tokens) == 1
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "exact",
+        "kivi:bits=2,window=32",
+        pytest.param("higgs:bits=2,window=16", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_prompts_begin_with_is_read_once(model, method):
     """The second prompt that begins so keeps a row at the end of the last shared chunk, later ones
     go on from there."""
@@ -389,7 +398,9 @@ def alone_long(model, prompt, method, **options):
     return kvq.generate(model, [prompt], method, **LONG, eos_ids=(), **options).tokens[0]
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32,sinks=4"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32,sinks=4"]
+)
 def test_prompts_that_begin_alike_share_pages(model, method):
     """Each goes on in pages of its own; the last page of what they share is copied, for all write
     there."""

@@ -4,6 +4,7 @@ caches are donated."""
 
 import functools
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 
@@ -117,8 +119,12 @@ def run(name: str, kind: str, folder, **options):
         assert 0 < error < ERROR[kind]
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    with_nightly(
+        itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model"), ("calibrated", "pure_jax")]
+    ),
+)
 def test_a_compressed_cache_holds_what_the_layers_gave(name, kind, tmp_path):
     run(name, kind, tmp_path)
 
@@ -127,7 +133,9 @@ def auto_mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("name", ["nnx_model", "gemma_linen"])
+@pytest.mark.parametrize(
+    "name", ["nnx_model", pytest.param("gemma_linen", marks=pytest.mark.nightly)]
+)
 def test_a_cache_on_an_automatic_mesh(name):
     module, weights = client(name)
     options = {"mesh": auto_mesh(), "batch_axis": "data", "head_axis": "model"}
@@ -136,7 +144,7 @@ def test_a_cache_on_an_automatic_mesh(name):
     assert len(cache.runs[0].window["k"].devices()) == 4
 
 
-@pytest.mark.parametrize("kind", ["exact", "kivi"])
+@pytest.mark.parametrize("kind", ["exact", pytest.param("kivi", marks=pytest.mark.nightly)])
 def test_another_explicit_mesh(kind):
     module, weights = client("pure_jax")
     weights = module.make(module.meshes()[1])

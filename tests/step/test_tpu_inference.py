@@ -222,6 +222,7 @@ def test_scores_as_the_engine_asks():
 CALIBRATED = "kvquant:bits=3,sinks=0;0=higgs:bits=2,group=16,rope=pre,sinks=0,window=0,buffer=32"
 
 
+@pytest.mark.nightly
 def test_keys_before_rope_and_constants_of_a_layer():
     """Methods that rotate keys themselves, one of them calibrated: each layer as a cache of one row
     without pages."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method, thinned
+from cases import model_and_method
 from tiny import in_form, tiny, tokens
 
 import kvqjax as kvq
@@ -45,7 +45,15 @@ def layer_by_layer(cache):
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"], 3)
+    "name",
+    [
+        "exact",
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("mixed", marks=pytest.mark.nightly),
+        pytest.param("commvq", marks=pytest.mark.nightly),
+        pytest.param("aqua", marks=pytest.mark.nightly),
+        pytest.param("xquant-cl", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_list_of_layers_caches_what_a_stack_does(name):
     model, method = model_and_method(name)
@@ -108,7 +116,9 @@ def test_every_form_is_made_of_every_other():
             jax.tree.map(np.testing.assert_array_equal, in_form(params, form), wanted)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32"])
+@pytest.mark.parametrize(
+    "spec", ["exact", pytest.param("kivi:bits=2,window=32", marks=pytest.mark.nightly)]
+)
 def test_no_second_cache_and_no_second_weights(spec):
     model = tiny(num_layers=4)
     apart = model.replace(params=unrolled(model.params))
