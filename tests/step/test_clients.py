@@ -80,7 +80,7 @@ def constants(name: str):
     ).constants
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("name", with_nightly(CLIENTS, ["nnx_model", "pure_jax"]))
 def test_an_exact_cache_gives_the_tokens_of_the_models_own(name):
     module, weights = client(name)
     tokens, cache = exact(name)
@@ -121,9 +121,7 @@ def run(name: str, kind: str, folder, **options):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    with_nightly(
-        itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model"), ("calibrated", "pure_jax")]
-    ),
+    with_nightly(itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model")]),
 )
 def test_a_compressed_cache_holds_what_the_layers_gave(name, kind, tmp_path):
     run(name, kind, tmp_path)
@@ -163,7 +161,7 @@ def test_beams_pick_rows_of_the_cache():
 
 
 @pytest.mark.parametrize(
-    "name", ["pure_jax", "gemma_linen"]
+    "name", with_nightly(["pure_jax", "gemma_linen"], ["pure_jax"])
 )  # of nnx.Variable: test_flax_bridge.py
 def test_a_donated_cache_is_gone(name, monkeypatch):
     """Every step takes the memory of the cache that it was given, or hands on arrays that it did

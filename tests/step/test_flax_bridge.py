@@ -26,9 +26,8 @@ def example():
     return runpy.run_path(str(SCRIPT))
 
 
-@pytest.mark.parametrize(
-    "spec", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32"])
 def test_the_example_writes_what_our_model_writes(example, spec):
     model, config = example["load"](example["FOLDER"])
     ours = kvq.load("demo")

@@ -79,7 +79,7 @@ def both(name: str, within: str, keep: str = ""):
     [
         "exact",
         pytest.param("kivi-published", marks=pytest.mark.nightly),
-        "sliding-mixed",
+        pytest.param("sliding-mixed", marks=pytest.mark.nightly),
         pytest.param("kvquant", marks=pytest.mark.nightly),
         pytest.param("commvq", marks=pytest.mark.nightly),
         pytest.param("aqua", marks=pytest.mark.nightly),

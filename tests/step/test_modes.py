@@ -62,7 +62,7 @@ def debugging():
 SETTINGS = {"enable_x64": lambda: jax.enable_x64(True), "debugging": debugging}
 
 
-@pytest.mark.parametrize("call", with_nightly(CALLS, [speculated]), ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", with_nightly(CALLS, [beams]), ids=lambda call: call.__name__)
 def test_the_same_under_every_setting(call):
     wanted = call()
     for name, setting in SETTINGS.items():

@@ -208,6 +208,7 @@ def appended(cache, mask):
     return layers(cache, q, k, v, mask, None)[1]
 
 
+@pytest.mark.nightly
 def test_a_mask_on_a_mesh():
     """Each device rolls its own rows."""
     method = kvq.parse("kivi:bits=2,window=32,sinks=2")
