@@ -136,16 +136,16 @@ def test_no_second_cache_and_no_second_weights(spec):
 
 
 def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
-    scan, *others = (kvq.load("demo", layers=form) for form in ("scan", "unroll", "switch"))
+    scan, *others = (kvq.load("recall", layers=form) for form in ("scan", "unroll", "switch"))
     assert [is_unrolled(model.params) for model in (scan, *others)] == [False, True, False]
     assert isinstance(others[1].params["layers"]["q"], LayerMatrices)
     method = kvq.parse("kivi:bits=4,window=32")
-    wanted = kvq.generate(scan, ["The old house"], method, max_new_tokens=12).tokens
+    wanted = kvq.generate(scan, ["ab12,cd34,?cd"], method, max_new_tokens=12).tokens
     for model in others:
         jax.tree.map(np.testing.assert_array_equal, stacked(model.params), scan.params)
-        assert kvq.generate(model, ["The old house"], method, max_new_tokens=12).tokens == wanted
+        assert kvq.generate(model, ["ab12,cd34,?cd"], method, max_new_tokens=12).tokens == wanted
     with pytest.raises(kvq.UserError, match="known: scan, switch, unroll"):
-        kvq.load("demo", layers="list")
+        kvq.load("recall", layers="list")
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,16 @@ def assert_steps_equal(left, right, run, wanted_run, constants=None) -> None:
 METHODS = [name for name in CORE if name != "xquant-cl"]  # its caches are of our models alone
 
 
-@pytest.mark.parametrize("name", with_nightly(METHODS, ["kivi2", "sliding-mixed"]))
+@pytest.mark.parametrize("name", with_nightly(METHODS, ["sliding-mixed"]))
 def test_views_give_what_attend_layer_and_append_give(name):
     cache = kvq.init_cache(shape_of(name), CASES[name][0], ROWS, CAPACITY)
     assert_steps_equal(cache, cache, jax.jit(by_views), plain, model_and_method(name)[0].constants)
 
 
 @pytest.mark.parametrize(
-    ("name", "wrap"), [("aqua", jax.jit), ("kivi2", jax.checkpoint)], ids=["jit", "remat"]
+    ("name", "wrap"),
+    [pytest.param("aqua", jax.jit, marks=pytest.mark.nightly), ("kivi2", jax.checkpoint)],
+    ids=["jit", "remat"],
 )
 def test_a_view_crosses(name, wrap):
     """Each layer is a program of its own, called outside jit; or all are one program that computes
