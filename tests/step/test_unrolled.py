@@ -135,6 +135,7 @@ def test_no_second_cache_and_no_second_weights(spec):
     assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)
 
 
+@pytest.mark.nightly
 def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
     scan, *others = (kvq.load("recall", layers=form) for form in ("scan", "unroll", "switch"))
     assert [is_unrolled(model.params) for model in (scan, *others)] == [False, True, False]
