@@ -58,7 +58,9 @@ def test_elsewhere_the_general_path(method):
     np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())
 
 
-@pytest.mark.parametrize("method", ["kivi:bits=2,group=128,sinks=3", METHODS[0]])
+@pytest.mark.parametrize(
+    "method", with_nightly(["kivi:bits=2,group=128,sinks=3", METHODS[0]], METHODS[:1])
+)
 def test_kernels_read_pages_where_they_lie(method, monkeypatch):
     """As a chip's program does it, interpreted; and where such a program runs on a CPU, without the
     kernel."""
