@@ -211,7 +211,12 @@ def test_every_kind_of_cache(spec):
 
 @pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize(
-    "form", [pytest.param("scan", marks=pytest.mark.nightly), "switch", "unroll"]
+    "form",
+    [
+        pytest.param("scan", marks=pytest.mark.nightly),
+        "switch",
+        pytest.param("unroll", marks=pytest.mark.nightly),
+    ],
 )
 def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}

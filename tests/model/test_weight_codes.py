@@ -173,7 +173,7 @@ OTHERS = {
 WINDOW = (8, None)  # fewer tokens than the text has
 
 
-@pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss", "Gemma3", "Llama4", "Mistral4"]))
+@pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss", "Mistral4"]))
 def test_parts_of_other_families_load_as_codes(family, tmp_path):
     """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded
     matrices."""
@@ -215,7 +215,7 @@ def test_codes_mean_the_decoded_matrices():
 ALSO = ("xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0")
 
 
-@pytest.mark.parametrize("name", thinned([*CASES, *ALSO], 6))
+@pytest.mark.parametrize("name", with_nightly([*CASES, *ALSO], ["kivi-pre", "xquant-latents"]))
 def test_every_kind_of_cache_takes_them(name):
     """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is
     about."""
