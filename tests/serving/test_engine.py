@@ -102,6 +102,7 @@ def test_pieces_come_as_they_are_made(model):
     assert [token for piece in pieces for token in piece.tokens] == handle.result().tokens
 
 
+@pytest.mark.nightly
 def test_a_stop_string_and_an_end_token_end_an_answer():
     model = kvq.load("demo")
     text = "The baker came home after the rain."
@@ -284,6 +285,7 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             kvq.Engine(model, "exact", **({"capacity": CAPACITY} | options))
 
 
+@pytest.mark.nightly
 def test_a_chunk_longer_than_any_prompt_is_one_of_a_row_s_length(model):
     with kvq.Engine(model, "exact", rows=2, capacity=64, chunk=10**9) as engine:
         made = engine.submit(PROMPTS[1], max_new_tokens=4, eos_ids=()).result().tokens
@@ -346,6 +348,7 @@ def test_prefixes_used_least_recently_go_first(model):
     assert {answer.reused_tokens for answer in answers} == {0}
 
 
+@pytest.mark.nightly
 def test_a_common_prefix_outlives_the_prompts_between(model):
     """Half of all requests begin alike. Where there is a place for one prefix, the others do not
     displace theirs, but a prefix that nobody has begun with for long goes."""
@@ -421,6 +424,7 @@ def test_prompts_that_begin_alike_share_pages(model, method):
         assert answer.tokens == alone_long(model, prompt, method, max_new_tokens=100)
 
 
+@pytest.mark.nightly
 def test_requests_make_way_when_pages_run_out(model):
     """More rows than pages: those that came last wait in the host's memory. All get what they get
     alone, drawn too."""

@@ -132,12 +132,9 @@ VALUES = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("path", "base"),
-    [
-        ("completions", WHOLE | {"max_tokens": 1}),
-        pytest.param("chat/completions", CHAT, marks=pytest.mark.nightly),
-    ],
+    ("path", "base"), [("completions", WHOLE | {"max_tokens": 1}), ("chat/completions", CHAT)]
 )
 def test_no_value_of_a_field_is_the_server_s_fault(port, path, base):
     """Every field with values of every type and size: an answer, or one line that says what is
