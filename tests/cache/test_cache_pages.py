@@ -37,7 +37,7 @@ def shuffled(cache, lengths):
 
 @pytest.mark.parametrize(
     "name",
-    with_nightly(GENERAL, ["exact", "kivi2", "sliding-mixed", "kvquant", "aqua", "xquant-cl"]),
+    with_nightly(GENERAL, ["sliding-mixed", "kvquant", "xquant-cl"]),
 )
 def test_pages_hold_the_words_of_rows_of_their_own(name):
     """Ragged rows of the same sources, in chunks of any size and single tokens."""
@@ -60,7 +60,7 @@ def test_pages_hold_the_words_of_rows_of_their_own(name):
         check_row(name, alone, row, numbers)
 
 
-@pytest.mark.parametrize("name", with_nightly(CORE, ["sliding-mixed", "aqua"]))
+@pytest.mark.parametrize("name", with_nightly(CORE, ["aqua"]))
 def test_queries_see_through_pages_what_they_see_in_rows(name):
     """Chunks, then single tokens, of rows of different lengths; some longer than a page."""
     model, method = model_and_method(name)

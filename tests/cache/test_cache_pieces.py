@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, check_row, empty, encoded, extend, fresh, same_words
-from cases import GENERAL, HALF, model_and_method, thinned, with_nightly
+from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -51,7 +51,7 @@ def same(cache, other) -> None:
         same_words(cache, row, other, row)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "aqua"]))
 def test_another_capacity_and_back(name):
     """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow
     as if nothing had been there."""
@@ -64,7 +64,11 @@ def test_another_capacity_and_back(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"]
+    "name",
+    with_nightly(
+        ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"],
+        ["kivi-published", "sliding-mixed"],
+    ),
 )
 def test_a_resized_cache_is_as_one_that_was_made_so(name):
     """Down to capacities whose rows fit the window, whose rings are shorter."""

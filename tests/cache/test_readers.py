@@ -126,7 +126,11 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"]
+    "spec",
+    with_nightly(
+        ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"],
+        ["kivi:bits=4,window=32"],
+    ),
 )
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_sinks_take_their_share(spec, softcap):

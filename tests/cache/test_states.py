@@ -98,9 +98,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
     near(cache.states, filled(model).states, 5e-5)
 
 
-@pytest.mark.parametrize(
-    "form", ["scan", "switch", pytest.param("unroll", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("form", with_nightly(["scan", "switch", "unroll"], ["switch"]))
 def test_an_exact_prefill_and_left_padding(form):
     model, text, counts = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH), np.asarray(COUNTS)
     last, cache = prefill(
@@ -209,7 +207,10 @@ SCALED = RopeConfig(
 )
 
 
-@pytest.mark.parametrize("spec", ["higgs:bits=4,window=32", "xquant:bits=4,group=32"])
+@pytest.mark.parametrize(
+    "spec",
+    with_nightly(["higgs:bits=4,window=32", "xquant:bits=4,group=32"], ["xquant:bits=4,group=32"]),
+)
 def test_a_scaled_rope_of_some_channels(spec):
     """Keys cached before the rope, and in the layer's input: the factor is of the channels that
     turn."""

@@ -239,6 +239,7 @@ def faster(*_):
     return Speed(1.0, 2.0)
 
 
+@pytest.mark.nightly
 def test_the_interpreter_passes_as_a_chip(interpreter):
     """On pages first, then on rows of their own."""
     found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(1300, 600))

@@ -42,7 +42,7 @@ CASES = [
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
-BY_DAY = ("kivi3", "kivi_star2", "kvquant4")
+BY_DAY = ("kivi3", "kvquant4")
 
 
 @pytest.fixture

@@ -81,7 +81,9 @@ def bits_here(model: kvq.Model, names: list[str]) -> int:
 @pytest.mark.parametrize(
     ("name", "method", "bits", "sizes", "layers"),
     [
-        ("dense", "exact", 8, {"data": 2, "model": 4}, "scan"),
+        pytest.param(
+            "dense", "exact", 8, {"data": 2, "model": 4}, "scan", marks=pytest.mark.nightly
+        ),
         # Keys and values from whole projections.
         pytest.param(
             "dense", "xquant:bits=8,group=32", 4, {"model": 4}, "scan", marks=pytest.mark.nightly
@@ -117,7 +119,7 @@ def test_logits_and_bytes(name, method, bits, sizes, layers):
     ("layers", "weights"),
     [
         ("scan", "int4"),
-        ("switch", "int4"),
+        pytest.param("switch", "int4", marks=pytest.mark.nightly),
         pytest.param("unroll", "int8", marks=pytest.mark.nightly),
     ],
 )
