@@ -35,12 +35,9 @@ def record(gate):
     return json.loads(gate.RECORD.read_text(encoding="utf-8"))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*keys have a bias")
-@pytest.mark.parametrize(
-    "wanted",
-    [pytest.param(row, marks=() if row[0] == "mistral" else pytest.mark.nightly) for row in LIVE],
-    ids=lambda row: " ".join(row[:3]),
-)
+@pytest.mark.parametrize("wanted", LIVE, ids=lambda row: " ".join(row[:3]))
 def test_recorded_rows_are_measured_again(gate, record, wanted):
     """Nothing differs, and by the record every bound is held or missed for the reason that is
     written down."""
