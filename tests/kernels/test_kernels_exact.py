@@ -130,7 +130,7 @@ def _whole(cache, length: int, within: str, mask=None):
         pytest.param(1, "chunk", None, False, False, marks=pytest.mark.nightly),
         pytest.param(3, "step", None, False, False, marks=pytest.mark.nightly),
         pytest.param(3, "chunk", 500, False, False, marks=pytest.mark.nightly),
-        (3, "chunk", 500, True, False),
+        pytest.param(3, "chunk", 500, True, False, marks=pytest.mark.nightly),
         (3, "chunk", None, False, True),
     ],
 )
