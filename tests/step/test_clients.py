@@ -80,7 +80,7 @@ def constants(name: str):
     ).constants
 
 
-@pytest.mark.parametrize("name", with_nightly(CLIENTS, ["nnx_model", "pure_jax"]))
+@pytest.mark.parametrize("name", with_nightly(CLIENTS, ["nnx_model"]))
 def test_an_exact_cache_gives_the_tokens_of_the_models_own(name):
     module, weights = client(name)
     tokens, cache = exact(name)

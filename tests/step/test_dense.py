@@ -75,7 +75,7 @@ def biased(model: kvq.Model) -> kvq.Model:
 
 @pytest.mark.parametrize(
     "name",
-    with_nightly([*CASES, *OTHERS], ["kivi2", "aqua", "xquant-cl"]),
+    with_nightly([*CASES, *OTHERS], ["kivi2", "xquant-cl"]),
 )
 def test_attention_over_dense_arrays_is_that_of_forward(name):
     if name in OTHERS:

@@ -270,6 +270,7 @@ def test_linen_equals_nnx():
         linen.apply({"params": params}, x, counts, mutable=["cache"])
 
 
+@pytest.mark.nightly
 def test_a_draft_is_verified_and_its_accepted_part_stored():
     """Five new tokens in one call see what they see one at a time; three are kept."""
     towers = [

@@ -119,7 +119,7 @@ METHODS = (
 )
 
 
-@pytest.mark.parametrize("name", with_nightly(METHODS, ["sliding-mixed", "aqua"]))
+@pytest.mark.parametrize("name", with_nightly(METHODS, ["sliding-mixed"]))
 def test_a_query_sees_the_cache_and_the_new_tokens_of_its_mask(name):
     """Rows padded on the left and on the right. What was encoded is read as `dense` reads it."""
     spec, constants = CASES[name][0], model_and_method(name)[0].constants
