@@ -65,21 +65,23 @@ SAME = (
 )
 GENERAL = tuple(name for name in CASES if name not in SAME)
 
-# One of every family: the tests of general behaviour run over these with every change, and over the
-# others nightly.
+# One of every family.
 CORE = ("exact", "kivi2", "mixed", "sliding-mixed", "kvquant", "commvq", "aqua", "xquant-cl")
 
-# Half of these, for tests that compile several programs for every case.
+# Half of these: the tests of general behaviour run over them with every change, and over the others
+# nightly.
 HALF = ("kivi2", "sliding-mixed", "kvquant", "aqua")
 
 # A few that differ most, for tests that compile much.
 FEW = ("exact", "kivi2", "kivi-published", "mixed")
 
 
-def with_nightly(names: Iterable[str], often: Collection[str] = CORE) -> list:
-    """Parameters of a test: the names that are in `often`, and the others marked nightly."""
+def with_nightly(values: Iterable, often: Collection = HALF) -> list:
+    """Parameters of a test: the values that are in `often`, and the others marked nightly. A tuple
+    is the values of several parameters."""
     return [
-        name if name in often else pytest.param(name, marks=pytest.mark.nightly) for name in names
+        pytest.param(*_as_tuple(value), marks=() if value in often else pytest.mark.nightly)
+        for value in values
     ]
 
 

@@ -63,28 +63,6 @@ MOST_BYTES = 4 * 2**30
 PAGES = Path("/proc/self/statm")
 UNDER_WAY = 30  # seconds that a program takes to be written, at most
 
-NIGHTLY = {
-    line
-    for line in Path(__file__).with_name("nightly.txt").read_text().splitlines()
-    if not line.startswith("#")
-}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Mark what nightly.txt names, before pytest chooses by marks. A run of all files finds names
-    of no test."""
-    collected = {item.nodeid.removeprefix("tests/"): item for item in items}
-    for name in NIGHTLY & collected.keys():
-        collected[name].add_marker(pytest.mark.nightly)
-    files = {name.partition("::")[0] for name in collected}
-    complete = not any("::" in argument for argument in config.args)
-    unknown = NIGHTLY - collected.keys()
-    if complete and unknown and all(name.partition("::")[0] in files for name in NIGHTLY):
-        raise pytest.UsageError(
-            f"tests/nightly.txt names what is no test: {', '.join(sorted(unknown))}"
-        )
-
 
 def pytest_runtest_teardown(item, nextitem):
     """Let go of programs before there are too many, or too large ones; those needed again come from

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import body, extend, fresh
-from cases import CASES, model_and_method
+from cases import CASES, model_and_method, with_nightly
 from evicted import (
     BOUND,
     BUDGET,
@@ -138,7 +138,7 @@ ONE_CLOCK = ("exact", "kivi2", "kivi3-sinks", "sliding-mixed", "kvquant", "commv
 ONE_CLOCK += tuple(name for name in ("higgs", "aqua", "xquant", "xquant_cl") if name in CASES)
 
 
-@pytest.mark.parametrize("name", ONE_CLOCK)
+@pytest.mark.parametrize("name", with_nightly(ONE_CLOCK, ["kivi3-sinks", "commvq"]))
 def test_every_method_stores_a_kept_token_as_it_would_without_eviction(name):
     """Filled from sources without attention: the newest groups are kept, and their words are those
     of the whole row."""

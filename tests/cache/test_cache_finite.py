@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, HALF, model_and_method, thinned, with_nightly
+from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -91,7 +91,7 @@ def with_bad_field(field, stored, end, slots: int):
     return (jnp.where(dead, bad_like(x, field.dtype), x),)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kvquant"]))
 def test_dead_slots_may_hold_anything(name):
     """Whatever is put into the arrays themselves: a row that is long, one that was cropped, and one
     that is new."""
@@ -103,7 +103,7 @@ def test_dead_slots_may_hold_anything(name):
         same(attend(model, TOKENS, COUNTS, with_bad_dead_slots(cache), within=within)[0], want)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["sliding-mixed", "aqua"]))
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they
     would be alone. Cropped or evicted: an ordinary row."""
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
 THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", "exact:keep=streaming:32")
 
 
-@pytest.mark.parametrize("name", thinned(THROUGH, 2))
+@pytest.mark.parametrize("name", with_nightly(THROUGH, ["kivi3-sinks"]))
 def test_a_token_without_a_finite_embedding(name):
     """Through `forward` and through `prefill`: logits are NaN from that token on, and in later
     calls; the padding, which is such tokens too, and the other rows do no harm."""
@@ -200,10 +200,15 @@ HUGE = 6e4
 
 @pytest.mark.parametrize(
     "name",
-    thinned(
-        ["kivi-published", "kivi-pre", "kvquant", "commvq", "aqua", "xquant-latents", "xquant-cl"],
-        3,
-    ),
+    [
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("kivi-pre", marks=pytest.mark.nightly),
+        pytest.param("kvquant", marks=pytest.mark.nightly),
+        "commvq",
+        pytest.param("aqua", marks=pytest.mark.nightly),
+        pytest.param("xquant-latents", marks=pytest.mark.nightly),
+        "xquant-cl",
+    ],
 )
 def test_reconstructions_saturate_in_float16(name):
     """Sources near the largest number of float16: what is stored, decoded and attended to stays

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method, thinned
+from cases import GENERAL, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -46,7 +46,7 @@ def through(model, method, size: int, within: str):
     return np.concatenate(out, 1)[:, :LENGTH], cache
 
 
-@pytest.mark.parametrize("windows", [None, (40, None)])
+@pytest.mark.parametrize("windows", [pytest.param(None, marks=pytest.mark.nightly), (40, None)])
 @pytest.mark.parametrize("size", [7, 64])
 def test_exact_cache_in_chunks_is_the_plain_decoder(size, windows):
     got, _ = through(tiny(sliding_window=windows), kvq.exact(sinks=3), size, "chunk")
@@ -56,7 +56,7 @@ def test_exact_cache_in_chunks_is_the_plain_decoder(size, windows):
         )
 
 
-@pytest.mark.parametrize("windows", [None, (40, None)])
+@pytest.mark.parametrize("windows", [pytest.param(None, marks=pytest.mark.nightly), (40, None)])
 def test_exact_prefill_is_the_plain_decoder(windows):
     """And generation goes on from it as from the chunks."""
     model, counts = tiny(sliding_window=windows), jnp.asarray(COUNTS)
@@ -71,7 +71,15 @@ def test_exact_prefill_is_the_plain_decoder(windows):
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["kivi2", "kivi-pre", "kivi-published", "mixed", "sliding-mixed", "kvquant"], 2)
+    "name",
+    [
+        "kivi2",
+        pytest.param("kivi-pre", marks=pytest.mark.nightly),
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("mixed", marks=pytest.mark.nightly),
+        pytest.param("sliding-mixed", marks=pytest.mark.nightly),
+        pytest.param("kvquant", marks=pytest.mark.nightly),
+    ],
 )
 def test_drafts_see_what_single_steps_see(name):
     """`within="step"` in pieces of 9 equals one token at a time, through several flushes inside a
@@ -93,7 +101,10 @@ def test_drafts_see_what_single_steps_see(name):
     )
 
 
-@pytest.mark.parametrize("name", thinned([name for name in GENERAL if name.startswith("kivi")], 2))
+@pytest.mark.parametrize(
+    "name",
+    with_nightly((name for name in GENERAL if name.startswith("kivi")), ["kivi-pre"]),
+)
 def test_a_row_in_a_batch_is_the_row_alone(name):
     model, method = model_and_method(name)
     text, counts = tokens(2, LENGTH), jnp.asarray(COUNTS)

@@ -5,7 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, model_and_method, thinned, with_nightly
+from cases import CASES, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -66,7 +66,14 @@ def check(compiled, cache, more: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["exact", "kivi2", "kivi4-float32", "kivi-published", "mixed"], 3)
+    "name",
+    [
+        "exact",
+        pytest.param("kivi2", marks=pytest.mark.nightly),
+        pytest.param("kivi4-float32", marks=pytest.mark.nightly),
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("mixed", marks=pytest.mark.nightly),
+    ],
 )
 def test_no_second_cache_in_forward(name):
     model, cache = abstract(name, 2, 65536)
@@ -81,7 +88,7 @@ def test_no_second_cache_in_forward(name):
     check(compiled, cache, 2 * block * (8 * config.kv_width + 4 * config.num_heads * length) * 4)
 
 
-@pytest.mark.parametrize("name", ["kivi2", "mixed"])
+@pytest.mark.parametrize("name", ["kivi2", pytest.param("mixed", marks=pytest.mark.nightly)])
 def test_no_second_cache_in_a_decode_loop(name):
     model, cache = abstract(name, 2, 65536)
     state = jax.eval_shape(unbegun, cache)

@@ -35,7 +35,10 @@ def shuffled(cache, lengths):
     return kvq.with_pages(cache, table)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize(
+    "name",
+    with_nightly(GENERAL, ["sliding-mixed", "kvquant", "xquant-cl"]),
+)
 def test_pages_hold_the_words_of_rows_of_their_own(name):
     """Ragged rows of the same sources, in chunks of any size and single tokens."""
     rows = [list(range(512)), list(range(100, 257))]
@@ -57,9 +60,7 @@ def test_pages_hold_the_words_of_rows_of_their_own(name):
         check_row(name, alone, row, numbers)
 
 
-@pytest.mark.parametrize(
-    "name", with_nightly(CORE, ("exact", "kivi2", "kvquant", "aqua", "sliding-mixed"))
-)
+@pytest.mark.parametrize("name", with_nightly(CORE, ["aqua"]))
 def test_queries_see_through_pages_what_they_see_in_rows(name):
     """Chunks, then single tokens, of rows of different lengths; some longer than a page."""
     model, method = model_and_method(name)
@@ -82,7 +83,12 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
 
 
 @pytest.mark.parametrize(
-    ("form", "target"), [("stripes", "cpu"), ("planes", "v5e"), ("heads", "sm90")]
+    ("form", "target"),
+    [
+        pytest.param("stripes", "cpu", marks=pytest.mark.nightly),
+        ("planes", "v5e"),
+        ("heads", "sm90"),
+    ],
 )
 def test_forms_of_all_chips_lie_in_pages(form, target):
     """As CPUs store long bodies, and TPUs and GPUs; the readers of these two want pages side by

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import check_row, extend, fresh
-from cases import FEW, model_and_method
+from cases import FEW, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -16,7 +16,7 @@ from kvqjax.model.config import RopeConfig
 from kvqjax.step import persist
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2"]))
 def test_comes_back(name, tmp_path):
     model, _ = model_and_method(name)
     cache = fresh(name, [list(range(150)), list(range(33))])

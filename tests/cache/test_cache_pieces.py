@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, check_row, empty, encoded, extend, fresh, same_words
-from cases import GENERAL, HALF, model_and_method, thinned, with_nightly
+from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -51,7 +51,7 @@ def same(cache, other) -> None:
         same_words(cache, row, other, row)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "aqua"]))
 def test_another_capacity_and_back(name):
     """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow
     as if nothing had been there."""
@@ -64,7 +64,11 @@ def test_another_capacity_and_back(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"]
+    "name",
+    with_nightly(
+        ["kivi3-sinks", "kivi-published", "sliding-mixed", "exact", "kvquant"],
+        ["kivi-published", "sliding-mixed"],
+    ),
 )
 def test_a_resized_cache_is_as_one_that_was_made_so(name):
     """Down to capacities whose rows fit the window, whose rings are shorter."""
@@ -118,7 +122,14 @@ def test_long_bodies_change_their_form_with_their_capacity():
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["kivi2", "kivi8", "kivi-published", "uniform", "exact"], 3)
+    "name",
+    [
+        pytest.param("kivi2", marks=pytest.mark.nightly),
+        pytest.param("kivi8", marks=pytest.mark.nightly),
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        "uniform",
+        pytest.param("exact", marks=pytest.mark.nightly),
+    ],
 )
 def test_bodies_head_by_head(name):
     """The form of GPUs: int4, pairs of codes in a nibble, int8."""
@@ -157,7 +168,7 @@ def test_a_smaller_capacity_is_refused_where_rows_hold_more():
     )
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kvquant"]))
 @pytest.mark.parametrize("wish", thinned([230, 70], 2))
 def test_a_cache_is_what_it_was_cut_into(name, wish):
     """Head and tail, each made as small as it goes, joined; and a tail that another text has behind

@@ -22,7 +22,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "xquant-cl"]))
 def test_tree_code_along_the_row_axes_is_repeat(name):
     cache = empty(name, 2)
     axes = kvq.row_axes(cache)
@@ -101,7 +101,7 @@ def test_every_door_names_what_a_tree_map_did():
             assert "\n" not in str(caught.value), name
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2", "mixed"]))
 def test_every_kind_of_fault_has_its_line(name):
     cache = empty(name, 3)
     run = cache.runs[0]

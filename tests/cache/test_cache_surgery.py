@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, PAD, all_finite, check_row, empty, encoded, extend, fresh
-from cases import CASES, FEW, GENERAL, HALF, model_and_method, with_nightly
+from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ BROKEN = -1
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, HALF))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["sliding-mixed", "kvquant"]))
 def test_crop_inside_the_window_is_exact(name):
     """No encoded token is cut: the length is kept to the token, and other tokens follow as if
     nothing had been there."""

@@ -54,14 +54,14 @@ def test_words_do_not_depend_on_chunks(name):
         check_row(name, pieces, row, tokens)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2", "kivi-published"]))
 def test_words_do_not_depend_on_neighbours(name):
     together = fresh(name, ROWS)
     for row, tokens in enumerate(ROWS):
         same_words(together, row, fresh(name, [tokens]), 0)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2", "kivi-published"]))
 def test_one_token_at_a_time(name):
     """A decode step writes by another path than a chunk."""
     rows = [list(range(170)), list(range(9, 100))]

@@ -16,17 +16,24 @@ from kvqjax.cache import runs_of
 
 LENGTHS, CHUNK, FEW = (1100, 1041), 512, 100
 AT_ONCE = [
-    ("kivi:bits=2,value_group=16,window=32,sinks=3", "planes"),
+    pytest.param(
+        "kivi:bits=2,value_group=16,window=32,sinks=3", "planes", marks=pytest.mark.nightly
+    ),
     ("kivi:key_bits=3,value_bits=1,value_group=16,window=0", "planes"),
-    ("kivi:bits=2,value_group=16,window=32,sinks=3", "heads"),
-    ("kivi:bits=4,value_group=16,window=64,rule=published", "planes"),
-    ("kivi:bits=4,value_group=16,window=32;0=exact", "heads"),
-    (
-        "kivi:bits=4,value_group=16,window=480",
-        "planes",
-    ),  # a window as large as a tile, which begins anywhere in it
+    pytest.param(
+        "kivi:bits=2,value_group=16,window=32,sinks=3", "heads", marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        "kivi:bits=4,value_group=16,window=64,rule=published", "planes", marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        "kivi:bits=4,value_group=16,window=32;0=exact", "heads", marks=pytest.mark.nightly
+    ),
+    # A window as large as a tile, which begins anywhere in it.
+    ("kivi:bits=4,value_group=16,window=480", "planes"),
     ("xquant:bits=4,group=32,window=32", "planes"),
-    ("kvquant:bits=3,window=40,sinks=3", "planes"),  # single tokens: many planes at once
+    # Single tokens: many planes at once.
+    pytest.param("kvquant:bits=3,window=40,sinks=3", "planes", marks=pytest.mark.nightly),
 ]
 
 

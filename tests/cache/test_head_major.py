@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method, thinned
+from cases import CASES, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -107,7 +107,10 @@ def encoded(cache):
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    thinned([*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")], 4),
+    with_nightly(
+        [*((name, "scan") for name in COMPARED), ("mixed", "unroll"), ("kvarn4", "unroll")],
+        [("omniscale", "scan")],
+    ),
 )
 def test_equal_codes_and_logits(name, layers):
     model, method = model_and_method(name)
@@ -153,7 +156,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(DECODED, 4))
+@pytest.mark.parametrize("name", with_nightly(DECODED, ["xquant-cl"]))
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that
     ends with the longest row; or all of it after such a loop, where what flows is what is read.
@@ -173,7 +176,9 @@ def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["kivi3-sinks", "kvquant"])
+@pytest.mark.parametrize(
+    "name", ["kivi3-sinks", pytest.param("kvquant", marks=pytest.mark.nightly)]
+)
 def test_sinks_and_window_fill_token_by_token_as_in_planes(name):
     """From an empty cache, one row at every step, the other at every second."""
     model, method = model_and_method(name)

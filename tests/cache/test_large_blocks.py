@@ -34,7 +34,7 @@ def logits(model, method, target):
 
 
 @pytest.mark.parametrize(
-    "name", ["aqua", "xquant-cl"]
+    "name", [pytest.param("aqua", marks=pytest.mark.nightly), "xquant-cl"]
 )  # keys and values of every head; values summed for all heads
 def test_what_flows_between_layers_is_replaced_once(name, monkeypatch):
     model, method = (
@@ -53,6 +53,7 @@ def test_what_flows_between_layers_is_replaced_once(name, monkeypatch):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_no_token_of_an_evicted_body_is_seen_twice(monkeypatch):
     wanted, _ = logits(tiny(), kvq.parse("exact:keep=streaming:640"), "cpu")
     monkeypatch.setattr(runs, "TPU_LANES", 512)

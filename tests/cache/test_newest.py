@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.base import split_bits
@@ -29,10 +30,11 @@ def held(field: Field) -> tuple:
     return tuple(jnp.asarray(x.swapaxes(2, 3) if field.form == "columns" else x) for x in words)
 
 
-@pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
-def test_one_token_of_every_row_is_written_as_row_by_row(field):
+@pytest.mark.parametrize("name", with_nightly(FIELDS, FIELDS.keys() - {"codes"}))
+def test_one_token_of_every_row_is_written_as_row_by_row(name):
     """Tokens in other planes, words and blocks of each row; a row that is not wanted keeps all its
     bits, and so does the other layer."""
+    field = FIELDS[name]
     rng, stored = np.random.default_rng(1), held(field)
     slots, wanted = jnp.asarray([5, 1023, 700, SLOTS - 1]), jnp.asarray([True, True, False, True])
     if field.packed:

@@ -4,13 +4,14 @@ attend alike."""
 import csv
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, HALF, model_and_method, with_nightly
+from cases import CASES, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -95,8 +96,13 @@ def attend_densely(call, carry):
     return Partial(jnp.einsum("bhts,bshd->bthd", weights, v), jnp.moveaxis(lse, 1, 2)), carry
 
 
-@pytest.mark.parametrize("form", ["planes", "heads"])
-@pytest.mark.parametrize("name", with_nightly(CASES, HALF))
+@pytest.mark.parametrize(
+    ("name", "form"),
+    with_nightly(
+        itertools.product(CASES, ["planes", "heads"]),
+        [("kivi2", "heads"), ("sliding-mixed", "planes")],
+    ),
+)
 def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
     """Of ragged rows, decoded and drafted, through every codec and every reader that this machine
     has."""
@@ -120,7 +126,11 @@ def test_capped_scores_equal_a_dense_oracle(name, form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec", ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"]
+    "spec",
+    with_nightly(
+        ["exact", "kivi:bits=4,window=32", "kivi:bits=4,keep=streaming:64"],
+        ["kivi:bits=4,window=32"],
+    ),
 )
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
 def test_sinks_take_their_share(spec, softcap):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method, with_constants
+from cases import CASES, model_and_method, with_constants, with_nightly
 from recurrent import EVEN, PARTS, UNEVEN, drawn, hybrid, recurrent
 from tiny import in_form as form_of
 from tiny import tokens
@@ -72,8 +72,10 @@ def following(model, cache) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["scan", pytest.param("unroll", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("layers", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("size", [7, 64, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(EVEN, marks=pytest.mark.nightly), UNEVEN], ids=["even", "uneven"]
+)
+@pytest.mark.parametrize("size", with_nightly([7, 64, 1], [7]))
 def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
     """Rows of different lengths, one of which is empty in later chunks; the last tokens one by
     one."""
@@ -96,7 +98,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
     near(cache.states, filled(model).states, 5e-5)
 
 
-@pytest.mark.parametrize("form", ["scan", "switch", "unroll"])
+@pytest.mark.parametrize("form", with_nightly(["scan", "switch", "unroll"], ["switch"]))
 def test_an_exact_prefill_and_left_padding(form):
     model, text, counts = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH), np.asarray(COUNTS)
     last, cache = prefill(
@@ -114,6 +116,7 @@ def test_an_exact_prefill_and_left_padding(form):
     near(again.states, cache.states)
 
 
+@pytest.mark.nightly
 def test_a_long_prompt_in_chunks_of_a_prefill():
     """More tokens than an exact prefill computes at a time: the state goes from chunk to chunk."""
     model, text = hybrid(), tokens(1, 700)
@@ -185,7 +188,7 @@ def case(name: str) -> tuple[kvq.Model, kvq.Method]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in CORE else pytest.mark.nightly) for name in CASES],
+    with_nightly(CASES, ["kivi2"]),
 )
 def test_every_method_caches_the_layers_of_attention(name):
     model, method = case(name)
@@ -204,7 +207,10 @@ SCALED = RopeConfig(
 )
 
 
-@pytest.mark.parametrize("spec", ["higgs:bits=4,window=32", "xquant:bits=4,group=32"])
+@pytest.mark.parametrize(
+    "spec",
+    with_nightly(["higgs:bits=4,window=32", "xquant:bits=4,group=32"], ["xquant:bits=4,group=32"]),
+)
 def test_a_scaled_rope_of_some_channels(spec):
     """Keys cached before the rope, and in the layer's input: the factor is of the channels that
     turn."""
@@ -251,6 +257,7 @@ CALIBRATED = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     [
@@ -277,7 +284,7 @@ def test_calibrations_pass_through_recurrent_layers(spec):
 # --- Two phases ---
 
 
-@pytest.mark.parametrize("form", ["scan", "unroll"])
+@pytest.mark.parametrize("form", ["scan", pytest.param("unroll", marks=pytest.mark.nightly)])
 def test_attend_leaves_the_states_and_commit_takes_what_is_accepted(form):
     model, text = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH)
     cache = filled(model, counts=(100, 60))
@@ -296,7 +303,7 @@ def test_attend_leaves_the_states_and_commit_takes_what_is_accepted(form):
 PROMPTS = [[7, 3, 9] * 20, list(range(40))]
 
 
-@pytest.mark.parametrize("drafter", [False, True])
+@pytest.mark.parametrize("drafter", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_speculation_equals_plain_decoding(drafter):
     """Drafts from the text itself and from a recurrent model, right ones and wrong ones."""
     model, method = hybrid(), "kivi:bits=2,window=32"
@@ -307,6 +314,7 @@ def test_speculation_equals_plain_decoding(drafter):
     assert made.drafted > made.accepted
 
 
+@pytest.mark.nightly
 def test_a_drafter_that_is_the_model_is_always_right():
     made = kvq.speculate(hybrid(), PROMPTS, "exact", max_new_tokens=31, draft=5, drafter=hybrid())
     assert made.tokens == kvq.generate(hybrid(), PROMPTS, "exact", max_new_tokens=31).tokens
@@ -466,6 +474,7 @@ def test_what_would_part_tokens_from_states_is_refused():
 # --- Files and meshes ---
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"seq": 4, "model": 2}], ids=str)
 def test_a_mesh_computes_the_same_and_rows_are_saved_and_read_on_others(mesh, tmp_path):
     model, counts, method = hybrid(UNEVEN), jnp.asarray(COUNTS) - 1, "kivi:bits=4,window=32"

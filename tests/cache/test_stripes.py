@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -40,7 +41,7 @@ def held(cache):
     return {codec.fields["codes"].form for codec in codecs}
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", with_nightly(SPECS, ["kivi:bits=8,sinks=4"]))
 def test_the_same_codes_and_logits_as_in_planes(spec):
     model = tiny(head_dim=32)
     (wanted, planes), (found, stripes) = (

@@ -55,7 +55,7 @@ def agree(artifact, wanted, **bound) -> None:
 @pytest.mark.parametrize(
     "spec", thinned(["kvquant:bits=2,sinks=2", "kvquant:bits=2;0=exact", "kvquant;0=exact"], 3)
 )
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_kvquant(captured, spec, gradients):
     tensors, slopes = captured
     model, method = tiny(), kvq.parse(spec)
@@ -121,7 +121,7 @@ def test_aqua_of_transforms(captured, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("attention", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_commvq(captured, attention, monkeypatch):
     """The keys and values that our calibration itself saw; with queries, also the same loss on
     attention outputs."""
@@ -209,17 +209,14 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "spec",
-    thinned(
-        [
-            "kvquant:bits=4",
-            AQUA,
-            COMMVQ.replace("window=32", "window=0"),
-            CENTRED,
-            "klt:buffer=32",
-            AQUA_KLT,
-        ],
-        2,
-    ),
+    [
+        "kvquant:bits=4",
+        pytest.param(AQUA, marks=pytest.mark.nightly),
+        pytest.param(COMMVQ.replace("window=32", "window=0"), marks=pytest.mark.nightly),
+        pytest.param(CENTRED, marks=pytest.mark.nightly),
+        pytest.param("klt:buffer=32", marks=pytest.mark.nightly),
+        pytest.param(AQUA_KLT, marks=pytest.mark.nightly),
+    ],
 )
 def test_attention_takes_the_constants(captured, spec):
     """Calibrated with no more of a model than a KVShape, attention is nearer to exact attention

@@ -73,7 +73,7 @@ def errors(bits):
     return all_of(values(1, 8).reshape(-1, WIDTH))
 
 
-@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_learned_codes_beat_asymmetric_quantisation_at_equal_bits(bits):
     """Table 11 on unseen values; and 2 bits below 1 bit."""
     ours, begun, theirs = errors(bits)

@@ -49,8 +49,8 @@ def stacked(histograms):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *histograms)
 
 
-@pytest.mark.parametrize("source", ["k", "v"])
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
+@pytest.mark.parametrize("source", [pytest.param("k", marks=pytest.mark.nightly), "v"])
+@pytest.mark.parametrize("mode", [pytest.param("sparse", marks=pytest.mark.nightly), "dense"])
 def test_reaches_the_optimum_of_every_golden_case(golden, source, mode):
     u, weights = points(golden, source, mode)
     make = jax.jit(kmeans.histogram)

@@ -65,6 +65,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.nightly
 def test_a_transformed_layer_joins_the_chain():
     """AQUA-KV's calibration finds the transforms of a layer of klt too, which the layer above
     predicts from."""

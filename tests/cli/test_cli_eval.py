@@ -393,7 +393,11 @@ def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:40])]
+    "damage",
+    [
+        pytest.param(Path.unlink, marks=pytest.mark.nightly),
+        lambda file: file.write_bytes(file.read_bytes()[:40]),
+    ],
 )
 def test_a_kept_calibration_that_is_damaged_is_made_anew(tmp_path, damage):
     model, caches = kvq.load("recall"), ["kivi:bits=2,window=0,centre=mean"]

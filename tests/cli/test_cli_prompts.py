@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import with_nightly
 from commands import run
 
 from kvqjax._errors import UserError
@@ -52,7 +53,11 @@ def test_a_file_is_one_prompt_and_so_is_standard_input(monkeypatch, tmp_path, ra
 
 
 @pytest.mark.parametrize(
-    "shell", ["cat '{file}' | {command}", "{command} < '{file}'", "{command} -f '{file}'", "here"]
+    "shell",
+    with_nightly(
+        ["cat '{file}' | {command}", "{command} < '{file}'", "{command} -f '{file}'", "here"],
+        ["cat '{file}' | {command}"],
+    ),
 )
 def test_a_long_prompt_from_a_shell(tmp_path, shell):
     script = "import sys; from pathlib import Path; from kvqjax.cli.prompts import read_prompts; "

@@ -138,6 +138,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(call, tmp_path):
     assert err.count("cannot be written; compiled programs are not kept") == 1
 
 
+@pytest.mark.nightly
 def test_programs_are_kept_below_the_user_s_cache_folder(tmp_path):
     """Bounded in size; a folder that the user has set for JAX stays, with the user's bound."""
     script = """if True:
@@ -207,6 +208,7 @@ def test_what_a_killed_run_left_does_not_keep_programs_out(tmp_path):
     assert [path for path in (*whole, *sound) if not path.exists()] == []
 
 
+@pytest.mark.nightly
 def test_a_program_that_cannot_be_read_is_kept_anew(tmp_path):
     folder = Path(fresh(KEEPS, XDG_CACHE_HOME=str(tmp_path))[-1])
     programs = {path: path.read_bytes() for path in folder.glob("*-cache")}

@@ -16,6 +16,7 @@ def call(capsys, monkeypatch):
     return lambda *words: run(capsys, monkeypatch, *words)
 
 
+@pytest.mark.nightly
 def test_from_a_text_to_an_answer(call, tmp_path):
     """The same command again measures nothing and says the same; its policy serves other
     commands."""

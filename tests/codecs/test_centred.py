@@ -32,7 +32,7 @@ def error(codec, constants) -> float:
     [
         Uniform(bits=3, along="channels", group=32),
         Uniform(bits=3, along="tokens"),
-        Higgs(bits=3, group=64),
+        pytest.param(Higgs(bits=3, group=64), marks=pytest.mark.nightly),
     ],
     ids=["per token", "per channel", "higgs"],
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from biased import TOKENS, biased, filled, logits
-from cases import _constants, thinned
+from cases import _constants, thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -87,7 +87,7 @@ AFTER_ROPE = (
 )
 
 
-@pytest.mark.parametrize("text", thinned(AFTER_ROPE, 2))
+@pytest.mark.parametrize("text", with_nightly(AFTER_ROPE, ["turboquant:bits=3"]))
 def test_after_rope_the_bias_is_taken_off_too(text):
     """RoPE turns it at every token's position; a rotated body gets it rotated. The first layer's
     words are those of a model without a bias, and what is read errs less than with the bias in the

@@ -182,6 +182,7 @@ def test_costs_of_values_are_those_of_the_attention_output():
     assert error @ klt.value_costs(outputs, shape) @ error == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_a_cache_of_a_calibrated_model_is_nearer_to_exact_than_higgs_of_as_many_bits(tmp_path):
     caches = ["klt:bits=2,buffer=32", "higgs:bits=2,buffer=32"]
     options = {"tokens": 512, "window": 128, "sequences": 4, "store": tmp_path}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -80,7 +80,7 @@ def trial(model):
     return Trial(model, found, Learnt(fixed, ()))
 
 
-@pytest.mark.parametrize("policy", thinned(POLICIES, 3), ids=str)
+@pytest.mark.parametrize("policy", with_nightly(POLICIES, POLICIES[3:4]), ids=str)
 def test_codecs_as_data_give_what_the_policy_gives_in_its_own_cache(trial, windows, policy):
     """Windows of two lengths, keys and values of other methods, calibrated constants, an assembled
     artifact."""

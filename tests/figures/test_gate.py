@@ -35,6 +35,7 @@ def record(gate):
     return json.loads(gate.RECORD.read_text(encoding="utf-8"))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*keys have a bias")
 @pytest.mark.parametrize("wanted", LIVE, ids=lambda row: " ".join(row[:3]))
 def test_recorded_rows_are_measured_again(gate, record, wanted):

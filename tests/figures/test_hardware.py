@@ -28,8 +28,8 @@ def rows_of(out: Path) -> dict:
     "blocks",
     [
         "environment,ceilings,kernels,prompts",
-        "correctness,words,text",
-        "attention,torch,steps,kernel-steps,million",
+        pytest.param("correctness,words,text", marks=pytest.mark.nightly),
+        pytest.param("attention,torch,steps,kernel-steps,million", marks=pytest.mark.nightly),
     ],
     ids=["quick", "right", "speed"],
 )

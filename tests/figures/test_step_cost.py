@@ -289,6 +289,7 @@ ENTRY %main (x: bf16[4,256], at: s32[]) -> bf16[1,256] {
     assert counted(counter, text)[0] == {"z.3": (1, 512 + 4, 512)}
 
 
+@pytest.mark.nightly
 def test_tpu_step_adds_estimates_and_kernels(counter, tmp_path):
     account, config = counter("account"), tiny().config
     layout = layout_for(config, kvq.parse("kivi:bits=2,group=32,window=32"), 8192, "v6e")

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.model import decoder
@@ -36,7 +37,7 @@ def projected(model, params):
     return got.q[0], got.k[0], rotate(got.k, positions, model.config)[0]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", with_nightly(SHAPES, ["qwen2"]))
 def test_powers_of_two_change_keys_and_no_bit_of_the_logits(stress, name):
     model = shape(name)
     hard = stress.stressed(model, keys=8.0)

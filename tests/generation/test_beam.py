@@ -34,7 +34,14 @@ def searched(model, prompt, beams, new, penalty, eos):
     return sorted(final, key=lambda o: -o[0])[:beams]
 
 
-@pytest.mark.parametrize(("penalty", "eos"), [(0.0, ()), (1.0, (7, 11)), (0.5, (20,))])
+@pytest.mark.parametrize(
+    ("penalty", "eos"),
+    [
+        pytest.param(0.0, (), marks=pytest.mark.nightly),
+        pytest.param(1.0, (7, 11), marks=pytest.mark.nightly),
+        (0.5, (20,)),
+    ],
+)
 def test_equals_a_search_over_lists(penalty, eos):
     model = tiny()
     out = kvq.beam_search(

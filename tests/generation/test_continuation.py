@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from cases import model_and_method, thinned
+from cases import model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -59,13 +59,13 @@ def assert_continues(model, method, prompts, made: kvq.Generated) -> None:
     jax.tree.map(np.testing.assert_array_equal, *flushed)
 
 
-@pytest.mark.parametrize("name", thinned(WAYS, 3))
+@pytest.mark.parametrize("name", with_nightly(WAYS, ["kivi-published"]))
 def test_a_cache_goes_on_as_if_it_had_been_one_call(name):
     model, method = model_and_method(name)
     assert_continues(model, method, PROMPTS, kept(model, method, PROMPTS, NEW))
 
 
-@pytest.mark.parametrize("name", thinned(WAYS, 3))
+@pytest.mark.parametrize("name", with_nightly(WAYS, ["kivi-published"]))
 def test_a_stop_string_leaves_no_token_behind_it(name):
     """A row ends within a stride: what was computed past the end is not in the cache, encoded or
     not."""

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import with_nightly
 from greedy import reference
 from tiny import tiny
 
@@ -93,7 +94,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", with_nightly(CALLS, ["generate", "speculate"]))
 def test_texts_beyond_what_the_model_was_trained_for_are_asked_for(name):
     model, prompts = tiny(max_position=24), [[1, 2, 3], list(range(20))]
     with pytest.raises(

@@ -115,11 +115,12 @@ def test_penalties_and_bias_are_those_of_the_formulas():
 def test_a_penalty_of_frequency_counts_the_answer_and_not_the_prompt(model):
     """Greedy decoding by hand: the most likely token after OpenAI's formula."""
     prompt, answer = [4] * 8, []
-    for _ in range(8):
-        text = jnp.asarray([prompt + answer])
-        cache = kvq.init_cache(model, "exact", 1, 64)
+    empty = kvq.init_cache(model, "exact", 1, 64)
+    for made in range(8):
+        text = prompt + answer
+        padded = jnp.asarray([text + [0] * (8 - made)])  # one length, one program
         logits = np.asarray(
-            kvq.forward(model, text, jnp.asarray([text.shape[1]]), cache, last=True)[0]
+            kvq.forward(model, padded, jnp.asarray([len(text)]), empty, last=True)[0]
         )[0]
         counts = np.bincount(answer, minlength=VOCAB)
         answer.append(int((logits - 1.5 * counts - 0.5 * (counts > 0)).argmax()))

@@ -30,7 +30,9 @@ def example():
     return module
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32"]
+)
 def test_requests_come_and_go_as_generate_answers_them(example, method):
     """Rows end at different steps, so that requests join rows that others left."""
     model = tiny()
@@ -42,6 +44,7 @@ def test_requests_come_and_go_as_generate_answers_them(example, method):
     assert example.serve(stopping, PROMPTS, method, rows=2, new=NEW, capacity=256) == wanted
 
 
+@pytest.mark.nightly
 def test_the_page_on_shared_prefixes_runs():
     """Its blocks of Python, one after the other: the joined batch goes on as the one that was
     cut."""

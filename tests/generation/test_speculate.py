@@ -19,7 +19,9 @@ def plain(model, method, new=NEW, **options):
     return kvq.generate(model, PROMPTS, method, max_new_tokens=new, **options).tokens
 
 
-@pytest.mark.parametrize("name", ["kivi2", "kivi-published"])
+@pytest.mark.parametrize(
+    "name", ["kivi2", pytest.param("kivi-published", marks=pytest.mark.nightly)]
+)
 def test_equals_greedy_with_lookup(name):
     model, method = model_and_method(name)
     out = kvq.speculate(model, PROMPTS, method, max_new_tokens=NEW, draft=5)

@@ -239,6 +239,7 @@ def faster(*_):
     return Speed(1.0, 2.0)
 
 
+@pytest.mark.nightly
 def test_the_interpreter_passes_as_a_chip(interpreter):
     """On pages first, then on rows of their own."""
     found = check(candidate_of(), "v6e", "planes", timed=faster, sizes=(1300, 600))
@@ -249,7 +250,7 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
     assert slow.outcome == "slower"
 
 
-@pytest.mark.parametrize("stored", ["planes", "heads"])
+@pytest.mark.parametrize("stored", [pytest.param("planes", marks=pytest.mark.nightly), "heads"])
 def test_timed_bodies_hold_encoded_tokens(stored):
     """Every row of the bodies that are timed is the trial's first row, and a longer one goes on
     with it."""

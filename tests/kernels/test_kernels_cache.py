@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import with_nightly
 from kernel_cache import CAPACITY, LENGTH, filled, for_chip, logits
 from kernel_cases import check_outputs
 from kernel_forms import rope
@@ -23,7 +23,7 @@ ROTATED = ["omniscale:bits=4,window=0,sinks=3", "kvarn:bits=2,sinks=3"]
 ROTATED += ["oscar:bits=2,rotate=hadamard,window=0,sinks=3"]
 
 
-@pytest.mark.parametrize("method", thinned(METHODS + ROTATED, 2))
+@pytest.mark.parametrize("method", with_nightly(METHODS + ROTATED, ROTATED[:1]))
 def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     model, cache = filled(method)
     plain, calls = logits(model, cache), []
@@ -43,7 +43,10 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     check_outputs(found, plain)
 
 
-@pytest.mark.parametrize("method", [METHODS[0], "kvquant:bits=2,outliers=0,sinks=3"])
+@pytest.mark.parametrize(
+    "method",
+    [METHODS[0], pytest.param("kvquant:bits=2,outliers=0,sinks=3", marks=pytest.mark.nightly)],
+)
 def test_elsewhere_the_general_path(method):
     """Traced for a TPU, run on a CPU."""
     model, cache = filled(method)
@@ -55,7 +58,9 @@ def test_elsewhere_the_general_path(method):
     np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())
 
 
-@pytest.mark.parametrize("method", ["kivi:bits=2,group=128,sinks=3", METHODS[0]])
+@pytest.mark.parametrize(
+    "method", with_nightly(["kivi:bits=2,group=128,sinks=3", METHODS[0]], METHODS[:1])
+)
 def test_kernels_read_pages_where_they_lie(method, monkeypatch):
     """As a chip's program does it, interpreted; and where such a program runs on a CPU, without the
     kernel."""

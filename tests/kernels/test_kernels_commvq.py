@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import (
     BATCH,
@@ -185,13 +186,20 @@ def run(case: Case, interpret):
 
 
 @pytest.mark.parametrize(
-    "case", [HALVES, MANY, PADDED], ids=["halves", "many levels", "padded rows"]
+    "case",
+    [
+        HALVES,
+        pytest.param(MANY, marks=pytest.mark.nightly),
+        pytest.param(PADDED, marks=pytest.mark.nightly),
+    ],
+    ids=["halves", "many levels", "padded rows"],
 )
 def test_kernel_equals_the_oracle(case):
     _, body, q, start, stop, *_ = drawn(case)
     near(case, run(case, True)(q, body, jnp.int32(1), start, stop))
 
 
+@pytest.mark.nightly
 def test_race_free_on_simulated_memory():
     """Buffers start as NaN, reads out of bounds raise, races are detected."""
     params = pltpu.InterpretParams(
@@ -202,7 +210,9 @@ def test_race_free_on_simulated_memory():
     near(case, run(case, params)(q, body, jnp.int32(1), start, stop))
 
 
-@pytest.mark.parametrize(("slots", "page"), [(2048, 1024), (4096, 2048)])
+@pytest.mark.parametrize(
+    ("slots", "page"), with_nightly([(2048, 1024), (4096, 2048)], [(2048, 1024)])
+)
 def test_pages_are_read_where_they_lie(slots, page):
     """Also pages of fewer words than lanes. Tile by tile the same numbers, so that not a bit
     differs."""

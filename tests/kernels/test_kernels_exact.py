@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, with_nightly
 from kernel_cache import for_chip
 from kernel_cases import check_equal, check_second_row_sees_nothing, in_pages
 from tiny import tiny, tokens
@@ -42,13 +42,21 @@ def _case(length: int, heads: int, dim: int, slots: int):
 
 CASES = {
     "argnames": ("length", "heads", "dim", "slots", "tile"),
-    "argvalues": [(1, 2, 128, 512, 256), (3, 4, 64, 768, 768), (2, 1, 128, 1280, 256)],
+    "argvalues": [
+        (1, 2, 128, 512, 256),
+        (3, 4, 64, 768, 768),
+        pytest.param(2, 1, 128, 1280, 256, marks=pytest.mark.nightly),
+    ],
     "ids": ["tiles", "two heads a lane group", "one head"],
 }
 
 
 @pytest.mark.parametrize(**CASES)
-@pytest.mark.parametrize("sinks", [None, 0, 5], ids=["body", "recent", "recent and sinks"])
+@pytest.mark.parametrize(
+    "sinks",
+    [pytest.param(None, marks=pytest.mark.nightly), pytest.param(0, marks=pytest.mark.nightly), 5],
+    ids=["body", "recent", "recent and sinks"],
+)
 def test_the_kernel_attends_to_what_is_stored(length, heads, dim, slots, tile, sinks, monkeypatch):
     """Layer 1 of 2, the body alone, or with a window, sinks and new tokens, of which the second row
     sees none."""
@@ -123,10 +131,10 @@ def _whole(cache, length: int, within: str, mask=None):
 @pytest.mark.parametrize(
     ("length", "within", "sliding", "masked", "paged"),
     [
-        (1, "chunk", None, False, False),
-        (3, "step", None, False, False),
-        (3, "chunk", 500, False, False),
-        (3, "chunk", 500, True, False),
+        pytest.param(1, "chunk", None, False, False, marks=pytest.mark.nightly),
+        pytest.param(3, "step", None, False, False, marks=pytest.mark.nightly),
+        pytest.param(3, "chunk", 500, False, False, marks=pytest.mark.nightly),
+        pytest.param(3, "chunk", 500, True, False, marks=pytest.mark.nightly),
         (3, "chunk", None, False, True),
     ],
 )
@@ -170,14 +178,14 @@ def fresh_runs():
 @pytest.mark.usefixtures("fresh_runs")
 @pytest.mark.parametrize(
     "spec",
-    thinned(
+    with_nightly(
         [
             "exact:sinks=3",
             "exact:window=32,keep=streaming:64",
             "kivi:bits=4,value_group=16",
             "higgs:bits=2",
         ],
-        2,
+        ["exact:sinks=3"],
     ),
 )
 @pytest.mark.parametrize("sliding", thinned([None, 70], 2))

@@ -42,6 +42,7 @@ CASES = [
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
+BY_DAY = ("kivi3", "kvquant4")
 
 
 @pytest.fixture
@@ -49,7 +50,15 @@ def simulated(monkeypatch):
     install(monkeypatch, gpu_call, *BODIES)
 
 
-@pytest.mark.parametrize(("case", "place", "splits"), CASES, ids=[name(case) for case, *_ in CASES])
+@pytest.mark.parametrize(
+    ("case", "place", "splits"),
+    [
+        pytest.param(
+            *run, id=name(run[0]), marks=() if name(run[0]) in BY_DAY else pytest.mark.nightly
+        )
+        for run in CASES
+    ],
+)
 def test_kernel_equals_the_oracle(simulated, case, place, splits):
     q, body, key, value, start, stop = inputs(case, **place)
     want = oracle(q, key, value, start, stop)

@@ -132,11 +132,13 @@ def encoded(runs, given, constants, dtype):
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ({}, "float32"),
-        ({"exact": "2", "predictor": "int4", "seed": 3}, "bfloat16"),
+        pytest.param({}, "float32", marks=pytest.mark.nightly),
+        pytest.param(
+            {"exact": "2", "predictor": "int4", "seed": 3}, "bfloat16", marks=pytest.mark.nightly
+        ),
         ({"backbone": "channel", "bits": 3}, "bfloat16"),
         ({"backbone": "token", "group": 16, "first_bits": 16}, "float32"),
-        ({"backbone": "klt", "bits": 2.5}, "bfloat16"),
+        pytest.param({"backbone": "klt", "bits": 2.5}, "bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def test_decoder_gives_what_the_encoder_reconstructed_at_every_depth(options, dtype):

@@ -9,6 +9,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.codecs import Uniform
@@ -46,6 +47,8 @@ OPTIONS = [
     for name, make in kvq.METHODS.items()
     for option in inspect.signature(make).parameters
 ]
+# By day every option by its first method.
+BY_DAY = {option: name for name, option in reversed(OPTIONS)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,7 +70,11 @@ def refused(make) -> str | None:
     return text
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=map("-".join, OPTIONS))
+@pytest.mark.parametrize(
+    ("name", "option"),
+    with_nightly(OPTIONS, [(name, option) for option, name in BY_DAY.items()]),
+    ids=map("-".join, OPTIONS),
+)
 def test_a_value_is_refused_in_one_line_or_makes_a_cache(name, option):
     """What a factory takes, a cache of a model takes, or says in one line why it cannot."""
     make, annotation = (

@@ -159,7 +159,8 @@ def test_kvarn_small_tiles_meet_the_released_floor():
 
 
 @pytest.mark.parametrize(
-    ("source", "along", "name"), [("k", "tokens", "token"), ("v", "channels", "channel")]
+    ("source", "along", "name"),
+    [pytest.param("k", "tokens", "token", marks=pytest.mark.nightly), ("v", "channels", "channel")],
 )
 def test_kvarn_codes(source, along, name):
     data = golden("kvarn")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method, thinned
+from cases import model_and_method, with_nightly
 from kernel_cache import filled, for_chip, logits
 from kernel_cases import check_outputs
 from tiny import tiny, tokens
@@ -55,18 +55,15 @@ def orthogonal(model, method):
 
 @pytest.mark.parametrize(
     ("kind", "rope", "keep"),
-    thinned(
-        [
-            ("hadamard", "post", None),
-            ("signs:3", "post", None),
-            ("pairs", "post", None),
-            ("pairs", "pre", None),
-            ("pairs", "pre", "streaming:96"),
-            ("fitted", "post", None),
-            ("fitted", "post", "streaming:96"),
-        ],
-        4,
-    ),
+    [
+        ("hadamard", "post", None),
+        pytest.param("signs:3", "post", None, marks=pytest.mark.nightly),
+        pytest.param("pairs", "post", None, marks=pytest.mark.nightly),
+        pytest.param("pairs", "pre", None, marks=pytest.mark.nightly),
+        pytest.param("pairs", "pre", "streaming:96", marks=pytest.mark.nightly),
+        pytest.param("fitted", "post", None, marks=pytest.mark.nightly),
+        pytest.param("fitted", "post", "streaming:96", marks=pytest.mark.nightly),
+    ],
 )
 def test_exact_codecs_in_any_frame_give_exact_attention(kind, rope, keep):
     """float32: the products of a rotation and its inverse differ from 1 by some eps."""
@@ -171,7 +168,13 @@ COMPOSED = (
 )
 
 
-@pytest.mark.parametrize("text", thinned(COMPOSED, 6))
+@pytest.mark.parametrize(
+    "text",
+    with_nightly(
+        COMPOSED,
+        ["kivi:bits=4,window=32,rope=pre,rotate=pairs,value_rotate=signs", "turboquant:bits=4"],
+    ),
+)
 def test_codecs_in_a_rotated_frame_are_near_exact(text):
     """Calibrated where the codec or the rotation needs it: logits move, and less than by another
     frame, which would leave nothing of them. 4 bits of random vectors of 16 numbers cost up to a
@@ -275,7 +278,7 @@ def test_methods_of_a_rotation_say_which_remain(text):
         )
 
 
-@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("rope", [pytest.param("pre", marks=pytest.mark.nightly), "post"])
 def test_a_rotated_body_gets_the_bias_rotated(rope):
     """At 8 bits nothing else is lost: a bias that were added as it is would change every score."""
     model = biased.biased(num_layers=1)

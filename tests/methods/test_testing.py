@@ -15,6 +15,7 @@ from kvqjax.model.config import KVShape
 from kvqjax.testing import CHECKS, check_codec, check_method, check_rope
 
 
+@pytest.mark.nightly
 def test_a_method_of_ours_passes_with_its_constants():
     with pytest.raises(kvq.UserError, match="calibrated"):
         check_method("kvquant:bits=3")

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import with_nightly
 
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.aot import abstract_model
@@ -44,7 +45,7 @@ def temporaries(config, method, capacity):
     )
 
 
-@pytest.mark.parametrize(("config", "spec"), CASES)
+@pytest.mark.parametrize(("config", "spec"), with_nightly(CASES, CASES[:1]))
 def test_one_block_of_keys_and_values(config, spec):
     (small, carried), (large, _) = (
         temporaries(config, parse(spec), capacity) for capacity in (SMALL, LARGE)

@@ -72,7 +72,11 @@ def through_cache(model, method, chunk, tokens):
 
 SLOW = pytest.mark.slow
 IDENTITY = [
-    ("mha", "xquant_cl:bits=16,high_bits=16,group=32,base=0,space=residual,window=32"),
+    pytest.param(
+        "mha",
+        "xquant_cl:bits=16,high_bits=16,group=32,base=0,space=residual,window=32",
+        marks=pytest.mark.nightly,
+    ),
     ("qwen2", "xquant:bits=16,group=32,sinks=5"),
     ("qwen3", "xquant_cl:bits=16,high_bits=16,group=32,base=0,sinks=3"),
     pytest.param("mha", "xquant:bits=16,group=32", marks=SLOW),
@@ -102,7 +106,9 @@ def test_identity_changes_nothing(name, spec):
 
 LOSSY = [
     ("gqa", "xquant:bits=2,group=32,outliers=1"),
-    ("gqa", "xquant_cl:bits=2,group=32,base=0,protected=1,sinks=2"),
+    pytest.param(
+        "gqa", "xquant_cl:bits=2,group=32,base=0,protected=1,sinks=2", marks=pytest.mark.nightly
+    ),
     pytest.param("mha", "xquant:bits=3,group=32", marks=SLOW),
     pytest.param(
         "mha", "xquant_cl:bits=2,group=32,base=1,protected=2,axis=channel,accumulator=4", marks=SLOW

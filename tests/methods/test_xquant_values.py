@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
@@ -53,7 +54,16 @@ def layer_of(spec):
     return wiring, weights, constants, sources, jnp.tile(jnp.arange(TOKENS), (2, 1))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "spec",
+    with_nightly(
+        SPECS,
+        [
+            "xquant:bits=4,group=32,latent=false",
+            "xquant_cl:bits=4,group=32,base=0,protected=1,latent=true,space=residual",
+        ],
+    ),
+)
 def test_both_orders_agree(spec):
     """Each order rounds a product of N numbers and a sum of S; both bounded by (N + S) eps times
     the sum of absolute values, which needs no knowledge of the order of additions."""

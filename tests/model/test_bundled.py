@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, with_nightly
 
 import kvqjax as kvq
 from kvqjax._errors import UserError
@@ -98,7 +98,7 @@ def test_recall_answers_at_512_tokens():
     assert _exact_answers(model, blank) <= 0.2
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", with_nightly(SMALL, ["qwen2"]))
 def test_small_models_answer_within_256_tokens(name):
     model = kvq.load(_folder(name))
     problems = [key_value_recall(np.random.default_rng((6, seed)), 249, len) for seed in range(32)]

@@ -69,7 +69,7 @@ def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("normalised", thinned([True, False], 3))
-@pytest.mark.parametrize("count", [1, 3, 70])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 3, 70])
 def test_experts_are_what_the_formula_says(count, normalised):
     model = mixed()
     config = dataclasses.replace(
@@ -210,7 +210,14 @@ def test_every_kind_of_cache(spec):
 
 
 @pytest.mark.parametrize("bits", thinned([8, 4], 3))
-@pytest.mark.parametrize("form", ["scan", "switch", "unroll"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("scan", marks=pytest.mark.nightly),
+        "switch",
+        pytest.param("unroll", marks=pytest.mark.nightly),
+    ],
+)
 def test_coded_experts(bits, form):
     model, names = mixed(), {"q", "k", "v", "o", "gate", "up", "down", *experts.BY_EXPERT}
     names |= {"shared_gate", "shared_up", "shared_down"}
@@ -269,6 +276,7 @@ AQUA = "aqua:bits=4,first_bits=16,backbone=token,group=32,buffer=32"
 RECIPES = {"kvquant:bits=4,sinks=1": {}, AQUA: {}, str(METHOD): {"recipe": QUICK}}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(RECIPES, 3))
 def test_calibrations_and_evaluation(spec):
     """KVQuant's needs gradients through the routed experts; all run a layer at a time by number."""
@@ -282,6 +290,7 @@ def test_calibrations_and_evaluation(spec):
     assert 1e-6 < rows[0]["kld"] < 0.5 * rows[1]["kld"]
 
 
+@pytest.mark.nightly
 def test_gradients_pass_the_experts():
     """Against finite differences along one direction, stacked and as a list. All experts are
     chosen: where a choice changes, the function jumps."""

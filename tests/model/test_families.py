@@ -7,12 +7,13 @@ method.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method, with_constants
+from cases import CASES, model_and_method, with_constants, with_nightly
 from checkpoints import random_params
 from families import EXPERTS, FAMILIES, FAR
 from tiny import tiny, tokens
@@ -62,7 +63,7 @@ def plain(family: str):
     return np.asarray(plain_logits(model.params, tokens(2, LENGTH), model.config))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_nightly(FAMILIES, ["gemma3", "llama4"]))
 @pytest.mark.parametrize("size", [64, pytest.param(LENGTH, marks=pytest.mark.nightly)])
 def test_exact_cache_in_chunks_and_one_by_one(size, family):
     """Rows of different lengths: a prompt at once or in chunks, the last tokens by themselves."""
@@ -84,7 +85,7 @@ def test_exact_cache_in_chunks_and_one_by_one(size, family):
         np.testing.assert_allclose(logits[:, 0], wanted[np.arange(2), place], atol=BOUND)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_nightly(FAMILIES, ["gemma2", "gpt-oss"]))
 def test_exact_prefill(family):
     model, wanted = family_model(family), plain(family)
     last, _ = prefill(
@@ -112,7 +113,11 @@ NEUTRAL = {
 
 
 @pytest.mark.parametrize(
-    ("family", "field"), [(name, field) for name, fields in NEUTRAL.items() for field in fields]
+    ("family", "field"),
+    with_nightly(
+        ((name, field) for name, fields in NEUTRAL.items() for field in fields),
+        [("gemma2", "softcap"), ("gemma3", "rope"), ("llama4", "chunked"), ("gpt-oss", "experts")],
+    ),
 )
 def test_every_field_changes_what_is_computed(family, field):
     model = family_model(family)
@@ -178,11 +183,10 @@ def next_logits(model, cache, newest):
 
 
 OTHERS = {"streaming": "kivi:bits=2,window=32,sinks=4,keep=streaming:64"}
-PAIRS = [
-    pytest.param(name, family, marks=() if name in (*CORE, "streaming") else pytest.mark.nightly)
-    for name in (*CASES, *OTHERS)
-    for family in FAMILIES
-]
+PAIRS = with_nightly(
+    itertools.product([*CASES, *OTHERS], FAMILIES),
+    [("mixed", "gemma3"), ("kvquant", "gpt-oss")],
+)
 
 
 def case(name: str, family: str) -> tuple[kvq.Model, kvq.Method]:
@@ -246,7 +250,7 @@ def test_a_mesh_computes_the_same(family, mesh):
     np.testing.assert_allclose(logits[:, 0], wanted[:, 76], atol=BOUND)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_nightly(FAMILIES, ["gpt-oss"]))
 def test_calibrations_read_what_a_cache_is_given(family):
     """A calibration attends by itself, so it must know the windows, caps, sinks and ropes of every
     layer."""

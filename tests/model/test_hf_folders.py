@@ -2,6 +2,7 @@
 was."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 from checkpoints import random_params
 from hf_folders import config_to_hf, save_params
 
@@ -84,8 +86,13 @@ def config_of(architecture: str, kind: str) -> ModelConfig:
     return parse_config(raw_of(architecture, kind, turned), rope_length=LENGTH)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    with_nightly(
+        itertools.product(FAMILIES, KINDS),
+        [(name, "yarn") for name in FAMILIES] + [("LlamaForCausalLM", kind) for kind in KINDS],
+    ),
+)
 def test_every_family_with_every_rope_is_read_back(architecture, kind):
     if FAMILIES[architecture].latent and kind != "yarn":
         with pytest.raises(UserError, match="wanted yarn"):
@@ -140,9 +147,10 @@ READ_BY_TRANSFORMERS = [("LlamaForCausalLM", kind) for kind in KINDS] + [
     ("Gemma3ForCausalLM", "default"),
     ("Qwen3NextForCausalLM", "default"),
 ]
+READ_BY_DAY = [("LlamaForCausalLM", "longrope"), ("GptOssForCausalLM", "default")]
 
 
-@pytest.mark.parametrize(("architecture", "kind"), READ_BY_TRANSFORMERS)
+@pytest.mark.parametrize(("architecture", "kind"), with_nightly(READ_BY_TRANSFORMERS, READ_BY_DAY))
 def test_transformers_computes_the_same_of_a_folder(architecture, kind, tmp_path):
     torch = pytest.importorskip("torch", reason="the reference implementation: pip install torch")
     transformers = pytest.importorskip("transformers")

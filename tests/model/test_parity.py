@@ -385,7 +385,20 @@ def ours(model, **changes) -> np.ndarray:
     return np.asarray(PLAIN(model.params, tokens(), config))
 
 
-@pytest.mark.parametrize("name", with_nightly(MODELS, (*list(MODELS)[::4], *NEWEST)))
+# A model of each way of computing; the others add fields.
+BY_DAY = (
+    "llama-mha",
+    "qwen3-llama3",
+    "qwen2-moe",
+    "mistral4",
+    "gemma3",
+    "gpt-oss",
+    "llama4",
+    "qwen3-next",
+)
+
+
+@pytest.mark.parametrize("name", with_nightly(MODELS, BY_DAY))
 def test_logits_equal_torch(name, tmp_path):
     kind, fields, exercised = MODELS[name]
     wanted = reference(write(tmp_path, kind, fields))
@@ -421,7 +434,7 @@ def test_latents_are_written_on_as_torch_does(tmp_path):
     assert made == [row[0, 40:].tolist()]
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
+@pytest.mark.parametrize("name", with_nightly(BY_LENGTH, ["llama-longrope", "qwen3-dynamic"]))
 def test_rope_by_length(name, tmp_path):
     """Texts up to the length before scaling, and longer ones under the length that was said."""
     kind, fields = BY_LENGTH[name]
@@ -438,7 +451,10 @@ def test_rope_by_length(name, tmp_path):
     assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
 
 
-@pytest.mark.parametrize("name", ["qwen3-longrope-given-factor", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3-longrope-given-factor", marks=pytest.mark.nightly), "llama-dynamic"],
+)
 def test_rope_by_length_of_caches(name, tmp_path):
     """Keys cached after RoPE, before it, and layer inputs, in two steps; nothing longer than what
     was said."""
@@ -466,7 +482,7 @@ def test_rope_by_length_of_caches(name, tmp_path):
         load(tmp_path, rope_length=0)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", with_nightly(["mixtral", "qwen2_moe", "qwen3_moe"], ["mixtral"]))
 def test_fused_experts(kind, tmp_path):
     """Newer releases of transformers may save one tensor for all experts of a layer."""
     fields = (
@@ -519,7 +535,9 @@ def test_both_spellings_of_rope_are_one_config(name, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied-layer-types", *NEWEST])
+@pytest.mark.parametrize(
+    "name", with_nightly(["qwen3-tied-layer-types", *NEWEST], ["gpt-oss", "qwen3.5-moe"])
+)
 def test_saved_params_are_read_by_transformers(name, tmp_path):
     kind, fields, _ = MODELS[name]
     wanted = reference(write(tmp_path / "theirs", kind, fields))
@@ -625,11 +643,12 @@ def mistral3(folder, kind: str, rope: dict):
 @pytest.mark.parametrize(
     ("kind", "rope", "architecture"),
     [
-        ("mistral", {}, "MistralForCausalLM"),
-        (
+        pytest.param("mistral", {}, "MistralForCausalLM", marks=pytest.mark.nightly),
+        pytest.param(
             "ministral3",
             {"rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}},
             "Ministral3ForCausalLM",
+            marks=pytest.mark.nightly,
         ),
         ("mistral4", MISTRAL4 | {"head_dim": 18}, "Mistral4ForCausalLM"),
     ],
@@ -761,7 +780,7 @@ def pictures(folder, kind: str):
     return model
 
 
-@pytest.mark.parametrize("kind", PICTURES)
+@pytest.mark.parametrize("kind", with_nightly(PICTURES, ["qwen3_vl_moe", "gemma3"]))
 def test_text_of_a_model_of_pictures(kind, tmp_path):
     theirs = pictures(tmp_path, kind)
     # Without a picture, transformers' Llama 4 fails when it puts its results together.
@@ -844,7 +863,7 @@ def test_mxfp4_experts(tmp_path):
 
 GREEDY = with_nightly(
     ["mixtral", "qwen2-moe-dense-among-sparse", "qwen3-moe", "ministral3", *NEWEST],
-    ("mixtral", "gpt-oss"),
+    ["mixtral"],
 )
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.calibrate import from_tensors
@@ -66,8 +67,7 @@ def run(shape, method, tokens, constants=None):
 
 
 METHODS = ("kivi:bits=2,window=32", "higgs:bits=2,window=16")
-# By day each order, fraction and method runs once; the other cases run at night.
-BY_DAY = {("front", 0.5, 0), ("neighbours", 1.0, 1)}
+BY_DAY = {("front", 0.5, 0)}
 CASES = [
     pytest.param(*other, method, marks=() if (*other, number) in BY_DAY else pytest.mark.nightly)
     for other in OTHERS
@@ -105,7 +105,9 @@ def textbook(x, positions, pairs, fraction):
     return new
 
 
-@pytest.mark.parametrize(("pairs", "fraction"), OTHERS)
+@pytest.mark.parametrize(
+    ("pairs", "fraction"), with_nightly(OTHERS, [("front", 0.5), ("neighbours", 1.0)])
+)
 def test_attention_is_that_of_the_textbook_s_rope(pairs, fraction):
     """Dense attention in float64 over keys that another model's function turned."""
     tokens, positions = new_tokens(), np.broadcast_to(np.arange(TOKENS), (2, TOKENS))
@@ -122,7 +124,7 @@ def test_attention_is_that_of_the_textbook_s_rope(pairs, fraction):
     np.testing.assert_allclose(kvq.dense(cache, 1)[0][:, :TOKENS], k[:, :, ::2], atol=2e-5)
 
 
-@pytest.mark.parametrize(("pairs", "fraction"), OTHERS)
+@pytest.mark.parametrize(("pairs", "fraction"), with_nightly(OTHERS, [("neighbours", 0.5)]))
 def test_the_check_names_the_order(pairs, fraction):
     def theirs(x, positions):
         return textbook(x, positions, pairs, fraction).astype(np.float32)

@@ -3,12 +3,13 @@ the weights."""
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method, thinned
+from cases import CASES, model_and_method, thinned, with_nightly
 from families import FAMILIES
 from hf_folders import save_params
 from jax.sharding import NamedSharding, PartitionSpec
@@ -131,8 +132,13 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("layers", thinned(["scan", "unroll", "switch"], 2))
+@pytest.mark.parametrize(
+    ("layers", "weights"),
+    with_nightly(
+        itertools.product(["scan", "unroll", "switch"], ["int8", "int4"]),
+        [("scan", "int4"), ("switch", "int8")],
+    ),
+)
 @pytest.mark.parametrize("experts", thinned([{}, EXPERTS], 2), ids=["dense", "experts"])
 def test_a_model_of_odd_widths_loads_in_every_option(tmp_path, weights, layers, experts):
     """Its logits are those of a model of the decoded matrices."""
@@ -167,7 +173,7 @@ OTHERS = {
 WINDOW = (8, None)  # fewer tokens than the text has
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss", "Mistral4"]))
 def test_parts_of_other_families_load_as_codes(family, tmp_path):
     """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded
     matrices."""
@@ -209,7 +215,7 @@ def test_codes_mean_the_decoded_matrices():
 ALSO = ("xquant:bits=4,group=32", "xquant_cl:bits=2,group=32,base=0,protected=0")
 
 
-@pytest.mark.parametrize("name", thinned([*CASES, *ALSO], 6))
+@pytest.mark.parametrize("name", with_nightly([*CASES, *ALSO], ["kivi-pre", "xquant-latents"]))
 def test_every_kind_of_cache_takes_them(name):
     """Traced only: methods see a layer's weights through `decoder.layer`, which the test above is
     about."""

@@ -49,8 +49,15 @@ OWN = MATRICES & {
 }
 
 
-@pytest.mark.parametrize("piece", [1, 2**28], ids=["layer-by-layer", "at-once"])
-@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize(
+    ("layers", "piece"),
+    [
+        pytest.param("scan", 1, id="scan-layer-by-layer", marks=pytest.mark.nightly),
+        pytest.param("scan", 2**28, id="scan-at-once"),
+        pytest.param("unroll", 1, id="unroll-layer-by-layer"),
+        pytest.param("unroll", 2**28, id="unroll-at-once", marks=pytest.mark.nightly),
+    ],
+)
 def test_loaded_matrices_are_tiled(layers, piece, folder, monkeypatch):
     monkeypatch.setattr(weights, "PIECE", piece)
     params = weights.load_params(folder, CONFIG, jnp.bfloat16, layers=layers)

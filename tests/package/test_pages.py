@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import with_nightly
 from commands import run
 
 import kvqjax as kvq
@@ -54,6 +55,14 @@ PARSED = {
     "doctor": "compiles every kernel's plain path; tests/hardware runs it",
 }
 
+# Commands that run at night only: the tests of the command line go the same ways by day.
+AT_NIGHT = {
+    "eval ppl": "reads a corpus through three caches",
+    "eval retrieval": "asks at two lengths",
+    "eval compare": "compares four caches",
+    "calibrate --cache higgs:bits=3,centre=mean": "another recipe runs by day",
+}
+
 
 def commands(page: Path) -> list[str]:
     """The `kvqjax` commands in a page's shell blocks, as printed, without comments."""
@@ -92,7 +101,18 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("readme")
 
 
-@pytest.mark.parametrize("command", commands(README))
+def runs_at_night(command: str) -> bool:
+    words = words_of(command)
+    return begins(words, AT_NIGHT) is not None or "--mesh" in words
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.nightly if runs_at_night(command) else ())
+        for command in commands(README)
+    ],
+)
 def test_a_command_of_readme(capsys, monkeypatch, folder, command):
     monkeypatch.chdir(folder)
     words = words_of(command)
@@ -179,7 +199,10 @@ def test_commands_read_nothing_that_is_not_there():
         written |= {options[name] for name in ("--out", "--plot") if name in options}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+# By day .ci/run runs the tutorial on the wheel.
+@pytest.mark.parametrize(
+    "page", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.nightly)]
+)
 def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page = runpy.run_path(str(ROOT / ".ci" / "readme_example.py"))["run_page"]
@@ -188,7 +211,10 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"]
+    "page",
+    with_nightly(
+        ["howto/own-loop.md", "howto/conversations.md", "howto/own-model.md"], ["howto/own-loop.md"]
+    ),
 )
 def test_code_of_a_page_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from cases import _constants
+from cases import _constants, with_nightly
 from meshes import CAPACITY, LENGTHS, TOKENS, pending
 from tiny import tiny
 
@@ -39,7 +39,7 @@ def read(model, cache):
     )
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", with_nightly(SPECS, ["kvquant:bits=4,sinks=2"]))
 def test_from_any_mesh_to_any(spec, tmp_path):
     model, method = SPECS[spec], kvq.parse(spec)
     model = model.replace(constants=_constants(model, method))

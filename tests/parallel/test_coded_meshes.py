@@ -81,16 +81,17 @@ def bits_here(model: kvq.Model, names: list[str]) -> int:
 @pytest.mark.parametrize(
     ("name", "method", "bits", "sizes", "layers"),
     [
-        ("dense", "exact", 8, {"data": 2, "model": 4}, "scan"),
-        (
-            "dense",
-            "xquant:bits=8,group=32",
-            4,
-            {"model": 4},
-            "scan",
-        ),  # keys and values from whole projections
-        ("experts", "exact", 4, {"data": 2, "model": 4}, "scan"),
-        ("experts", "exact", 8, {"model": 2}, "unroll"),
+        pytest.param(
+            "dense", "exact", 8, {"data": 2, "model": 4}, "scan", marks=pytest.mark.nightly
+        ),
+        # Keys and values from whole projections.
+        pytest.param(
+            "dense", "xquant:bits=8,group=32", 4, {"model": 4}, "scan", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "experts", "exact", 4, {"data": 2, "model": 4}, "scan", marks=pytest.mark.nightly
+        ),
+        pytest.param("experts", "exact", 8, {"model": 2}, "unroll", marks=pytest.mark.nightly),
         ("experts", "exact", 8, {"data": 2, "model": 2}, "switch"),
     ],
 )
@@ -115,7 +116,12 @@ def test_logits_and_bytes(name, method, bits, sizes, layers):
 
 
 @pytest.mark.parametrize(
-    ("layers", "weights"), [("scan", "int4"), ("switch", "int4"), ("unroll", "int8")]
+    ("layers", "weights"),
+    [
+        ("scan", "int4"),
+        pytest.param("switch", "int4", marks=pytest.mark.nightly),
+        pytest.param("unroll", "int8", marks=pytest.mark.nightly),
+    ],
 )
 def test_loaded_in_place(layers, weights, tmp_path):
     """What `load` puts on a mesh is what `shard` makes of the model loaded whole."""

@@ -20,6 +20,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.nightly
 def test_two_processes_generate_what_one_does(tmp_path):
     """Each has two devices; rows are split over the processes, heads within them. Process 0 alone
     prints."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants
+from cases import _constants, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -45,7 +45,9 @@ def call(cache, counts, constants, length: int):
     return jnp.stack(outs), kvq.append(cache, new, counts, constants=constants)
 
 
-@pytest.mark.parametrize("spec", SPLIT)
+@pytest.mark.parametrize(
+    "spec", with_nightly(SPLIT, ["kivi:bits=4,value_group=16,window=32,sinks=3"])
+)
 def test_a_shape_s_cache_on_a_mesh(spec):
     method = kvq.parse(spec)
     rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))
@@ -89,6 +91,7 @@ def test_logarithms_of_denominators_on_a_mesh():
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_what_a_mesh_s_cache_goes_through(tmp_path, monkeypatch):
     """Surgery knows no mesh; a cache saved from GPUs' form comes back on one device or on another
     mesh, there in the same form, each device its part, and attends as before."""

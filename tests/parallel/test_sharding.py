@@ -78,7 +78,9 @@ def bound(logits, length: int = max(LENGTHS)) -> float:
     return float(np.finfo(np.float32).eps * terms * np.abs(logits).max())
 
 
-@pytest.mark.parametrize("spec", with_nightly(CELLS, OFTEN))
+@pytest.mark.parametrize(
+    "spec", with_nightly(CELLS, ["kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3"])
+)
 def test_every_method_on_rows_sequence_and_model(spec):
     alone, spread = both(spec, ALL)
     limit = bound(alone)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants
+from cases import _constants, with_nightly
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import tiny
@@ -92,7 +92,7 @@ CASES = {  # spec, how layers attend, the kind of axes, the mesh, whether KV hea
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_nightly(CASES, ["views", "scan with a mask"]))
 def test_a_user_s_mesh_gives_what_one_device_gives(name):
     spec, run, kind, sizes, split = CASES[name]
     constants = _constants(tiny(), kvq.parse(spec))
@@ -125,7 +125,9 @@ def test_a_user_s_mesh_gives_what_one_device_gives(name):
                 assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize(
+    "kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.nightly)], ids=str
+)
 def test_rows_move_on_a_user_s_mesh(kind):
     """Requests that are prefilled apart, on all devices, join a batch whose rows are split."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(kind, kind))

@@ -46,7 +46,9 @@ def engine_of(model, method, rows=3, **options):
     return kvq.Engine(model, method, rows=rows, capacity=CAPACITY, chunk=CHUNK, **options)
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32"]
+)
 def test_every_request_gets_what_it_gets_alone(model, method):
     """More requests than rows, drawn and greedy ones side by side, of different lengths."""
     lengths = [NEW - 3 * number for number in range(len(PROMPTS))]
@@ -100,6 +102,7 @@ def test_pieces_come_as_they_are_made(model):
     assert [token for piece in pieces for token in piece.tokens] == handle.result().tokens
 
 
+@pytest.mark.nightly
 def test_a_stop_string_and_an_end_token_end_an_answer():
     model = kvq.load("demo")
     text = "The baker came home after the rain."
@@ -282,6 +285,7 @@ def test_what_cannot_be_is_one_line(model, unchecked):
             kvq.Engine(model, "exact", **({"capacity": CAPACITY} | options))
 
 
+@pytest.mark.nightly
 def test_a_chunk_longer_than_any_prompt_is_one_of_a_row_s_length(model):
     with kvq.Engine(model, "exact", rows=2, capacity=64, chunk=10**9) as engine:
         made = engine.submit(PROMPTS[1], max_new_tokens=4, eos_ids=()).result().tokens
@@ -299,7 +303,14 @@ def test_the_smallest_row_is_warmed_and_gives_a_token(model):
         assert len(engine.submit(PROMPTS[0][:1], max_new_tokens=1, eos_ids=()).result().tokens) == 1
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32", "higgs:bits=2,window=16"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "exact",
+        "kivi:bits=2,window=32",
+        pytest.param("higgs:bits=2,window=16", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_prompts_begin_with_is_read_once(model, method):
     """The second prompt that begins so keeps a row at the end of the last shared chunk, later ones
     go on from there."""
@@ -337,6 +348,7 @@ def test_prefixes_used_least_recently_go_first(model):
     assert {answer.reused_tokens for answer in answers} == {0}
 
 
+@pytest.mark.nightly
 def test_a_common_prefix_outlives_the_prompts_between(model):
     """Half of all requests begin alike. Where there is a place for one prefix, the others do not
     displace theirs, but a prefix that nobody has begun with for long goes."""
@@ -389,7 +401,9 @@ def alone_long(model, prompt, method, **options):
     return kvq.generate(model, [prompt], method, **LONG, eos_ids=(), **options).tokens[0]
 
 
-@pytest.mark.parametrize("method", ["exact", "kivi:bits=2,window=32,sinks=4"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32,sinks=4"]
+)
 def test_prompts_that_begin_alike_share_pages(model, method):
     """Each goes on in pages of its own; the last page of what they share is copied, for all write
     there."""
@@ -410,6 +424,7 @@ def test_prompts_that_begin_alike_share_pages(model, method):
         assert answer.tokens == alone_long(model, prompt, method, max_new_tokens=100)
 
 
+@pytest.mark.nightly
 def test_requests_make_way_when_pages_run_out(model):
     """More rows than pages: those that came last wait in the host's memory. All get what they get
     alone, drawn too."""

@@ -44,7 +44,8 @@ def written(model, method, path, prompts=PROMPTS[:2], **options):
     [
         "kivi:bits=2,window=32,sinks=4;0=exact",
         pytest.param("higgs:bits=2,window=16;0=exact", marks=pytest.mark.nightly),
-        "kivi:bits=4,keep=streaming:512",  # rows without pages
+        # Rows without pages.
+        pytest.param("kivi:bits=4,keep=streaming:512", marks=pytest.mark.nightly),
     ],
 )
 def test_a_later_engine_goes_on_where_an_earlier_one_ended(model, method, tmp_path):
@@ -182,6 +183,7 @@ def test_a_fault_is_told_to_whoever_asks(model, tmp_path, monkeypatch):
     engine.close()
 
 
+@pytest.mark.nightly
 def test_a_mesh_keeps_its_part(model, tmp_path):
     """KV heads are shared out over two devices; one device reads what they wrote."""
     method = "kivi:bits=4,window=32"

@@ -106,6 +106,7 @@ def test_a_kill_at_any_step_of_a_save_leaves_the_older_or_the_newer_tree(tmp_pat
             assert len(list(copy.iterdir())) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no signal 9 here")
 def test_a_process_that_is_killed_in_a_save(tmp_path):
     folder, tests = tmp_path / "prefixes", str(Path(__file__).parent.parent)

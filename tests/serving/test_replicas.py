@@ -49,12 +49,10 @@ def replicas():
 
 @pytest.fixture(scope="module")
 def engines():
-    model = kvq.load("demo")
-    options = {"rows": 2, "capacity": 256, "chunk": 64, "stride": 4, "queue": 8}
-    with (
-        kvq.Engine(model, "kivi:bits=4,window=32", **options) as one,
-        kvq.Engine(model, "exact", **options) as other,
-    ):
+    """The programs of test_server.py."""
+    model, method = kvq.load("demo"), "kivi:bits=4,window=32"
+    options = {"rows": 3, "capacity": 256, "chunk": 64, "stride": 4, "queue": 8}
+    with kvq.Engine(model, method, **options) as one, kvq.Engine(model, method, **options) as other:
         yield one, other
 
 

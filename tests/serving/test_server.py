@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from commands import run
 from served import KEY, NAME, Running, answer, settled
 from starlette.requests import ClientDisconnect
 
@@ -393,7 +394,7 @@ def test_without_a_template_chat_is_plain_text_and_a_shutdown_ends_requests():
 
 def test_a_shutdown_says_which_answers_it_cut():
     """In words of the protocol: "length" of what is incomplete, an error of what has not begun."""
-    engine = kvq.Engine(kvq.load("demo"), "exact", rows=1, capacity=2048, chunk=64, prefixes=0)
+    engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=2048, chunk=64, prefixes=0)
     body = {"prompt": TEXT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
     with Running(engine) as port, ThreadPoolExecutor() as threads:
 
@@ -415,7 +416,7 @@ def test_a_shutdown_says_which_answers_it_cut():
         assert json.loads(last.removeprefix("data: ")) == refused
 
 
-def test_the_command_serves_until_it_is_told_to_end(tmp_path):
+def test_the_command_serves_until_it_is_told_to_end(tmp_path, capsys, monkeypatch):
     """A process of its own: its first lines say where and what, SIGTERM ends it, a mistake is one
     line."""
     words = [
@@ -457,12 +458,10 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         )
     assert (status, made["choices"][0]["text"]) == (200, "34")
     assert (tmp_path / "prefixes" / "prefixes-1" / "description.json").exists()
-    small = [*command, "--pool", "1K"]
-    wrong = subprocess.run(small, capture_output=True, text=True, check=False, timeout=120)
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    code, _, err = run(capsys, monkeypatch, *words, "--pool", "1K")
+    assert (code, err.count("\n")) == (2, 1)
     assert re.search(
-        r"need \d+ bytes at least; 1024 are given; give --pool \d+, .* by --prefixes 0",
-        wrong.stderr,
+        r"need \d+ bytes at least; 1024 are given; give --pool \d+, .* by --prefixes 0", err
     )
 
 
@@ -492,7 +491,7 @@ def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
 import sys
 from kvqjax.cli import main, serve
 serve.GRACE = 0.1
-sys.argv = "kvqjax serve --capacity 2048 --rows 1 --prefixes 0 --port 0 --json --log-requests".split()
+sys.argv = "kvqjax serve -m recall --capacity 2048 --rows 1 --prefixes 0 --port 0 --json --log-requests".split()
 main()
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

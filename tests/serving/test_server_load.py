@@ -132,6 +132,7 @@ VALUES = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("path", "base"), [("completions", WHOLE | {"max_tokens": 1}), ("chat/completions", CHAT)]
 )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.adapters import tunix
@@ -28,7 +29,7 @@ def mask(valid):
     return jnp.pad(valid, ((0, 0), (0, CAPACITY - valid.shape[1])))[:, None] & causal[None]
 
 
-@pytest.mark.parametrize("spec", ["exact", SPEC])
+@pytest.mark.parametrize("spec", with_nightly(["exact", SPEC], [SPEC]))
 def test_a_sampler_s_cache_has_rows_in_front_and_picks_them(spec):
     """Rows that are repeated and picked along the first axis of every array are those that `repeat`
     and `gather` give, and left padding is what a mask of valid tokens says."""

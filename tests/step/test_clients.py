@@ -4,6 +4,7 @@ caches are donated."""
 
 import functools
 import importlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 
@@ -78,7 +80,7 @@ def constants(name: str):
     ).constants
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("name", with_nightly(CLIENTS, ["nnx_model"]))
 def test_an_exact_cache_gives_the_tokens_of_the_models_own(name):
     module, weights = client(name)
     tokens, cache = exact(name)
@@ -117,8 +119,10 @@ def run(name: str, kind: str, folder, **options):
         assert 0 < error < ERROR[kind]
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-@pytest.mark.parametrize("kind", COMPRESSED)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    with_nightly(itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model")]),
+)
 def test_a_compressed_cache_holds_what_the_layers_gave(name, kind, tmp_path):
     run(name, kind, tmp_path)
 
@@ -127,7 +131,9 @@ def auto_mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("name", ["nnx_model", "gemma_linen"])
+@pytest.mark.parametrize(
+    "name", ["nnx_model", pytest.param("gemma_linen", marks=pytest.mark.nightly)]
+)
 def test_a_cache_on_an_automatic_mesh(name):
     module, weights = client(name)
     options = {"mesh": auto_mesh(), "batch_axis": "data", "head_axis": "model"}
@@ -136,7 +142,7 @@ def test_a_cache_on_an_automatic_mesh(name):
     assert len(cache.runs[0].window["k"].devices()) == 4
 
 
-@pytest.mark.parametrize("kind", ["exact", "kivi"])
+@pytest.mark.parametrize("kind", ["exact", pytest.param("kivi", marks=pytest.mark.nightly)])
 def test_another_explicit_mesh(kind):
     module, weights = client("pure_jax")
     weights = module.make(module.meshes()[1])
@@ -155,7 +161,7 @@ def test_beams_pick_rows_of_the_cache():
 
 
 @pytest.mark.parametrize(
-    "name", ["pure_jax", "gemma_linen"]
+    "name", with_nightly(["pure_jax", "gemma_linen"], ["pure_jax"])
 )  # of nnx.Variable: test_flax_bridge.py
 def test_a_donated_cache_is_gone(name, monkeypatch):
     """Every step takes the memory of the cache that it was given, or hands on arrays that it did

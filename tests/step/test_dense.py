@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, CORE, model_and_method, with_nightly
+from cases import CASES, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -73,7 +73,10 @@ def biased(model: kvq.Model) -> kvq.Model:
     return model.replace(params=model.params | {"layers": layers | {"k_bias": offset}})
 
 
-@pytest.mark.parametrize("name", with_nightly([*CASES, *OTHERS], (*CORE, *OTHERS)))
+@pytest.mark.parametrize(
+    "name",
+    with_nightly([*CASES, *OTHERS], ["kivi2", "xquant-cl"]),
+)
 def test_attention_over_dense_arrays_is_that_of_forward(name):
     if name in OTHERS:
         model, method = biased(tiny(**OTHERS[name][1])), kvq.parse(OTHERS[name][0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import model_and_method
 from tiny import tiny, tokens
 
@@ -144,6 +145,7 @@ def check(name: str, call, calls: int = CALLS) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_on_one_device(tmp_path):
     calls = on_caches(tiny()) | on_one_device(tmp_path)
     functions = {

@@ -26,6 +26,7 @@ def example():
     return runpy.run_path(str(SCRIPT))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32"])
 def test_the_example_writes_what_our_model_writes(example, spec):
     model, config = example["load"](example["FOLDER"])
@@ -137,7 +138,14 @@ CHUNKS = (
 )
 
 
-@pytest.mark.parametrize("name", ["exact", "kivi2", "aqua"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("exact", marks=pytest.mark.nightly),
+        "kivi2",
+        pytest.param("aqua", marks=pytest.mark.nightly),
+    ],
+)
 def test_nnx_equals_plain_calls(name):
     spec, constants = CASES[name][0], model_and_method(name)[0].constants
     cache = kvq.init_cache(SHAPE, spec, 2, 256)
@@ -175,7 +183,9 @@ class SelfStoring(Attention):
         return self.o(cache[self.layer].attend(q, k, v).reshape(x.shape))
 
 
-@pytest.mark.parametrize(("name", "remat"), [("aqua", False), ("kivi2", True)])
+@pytest.mark.parametrize(
+    ("name", "remat"), [pytest.param("aqua", False, marks=pytest.mark.nightly), ("kivi2", True)]
+)
 def test_a_module_that_stores_by_itself_equals_plain_calls(name, remat):
     """Masks of valid tokens, then a step without one, in which all are."""
     constants = model_and_method(name)[0].constants or None
@@ -241,6 +251,7 @@ def test_a_donated_nnx_cache_is_updated_in_place():
     assert variable.get_value().runs[0].body["k"]["codes"][0].unsafe_buffer_pointer() == place
 
 
+@pytest.mark.nightly
 def test_linen_equals_nnx():
     cache = kvq.init_cache(SHAPE, "kivi:bits=2,window=0", 2, 256)
     tower, linen = Tower(cache, nnx.Rngs(0)), LinenTower()
@@ -259,6 +270,7 @@ def test_linen_equals_nnx():
         linen.apply({"params": params}, x, counts, mutable=["cache"])
 
 
+@pytest.mark.nightly
 def test_a_draft_is_verified_and_its_accepted_part_stored():
     """Five new tokens in one call see what they see one at a time; three are kept."""
     towers = [

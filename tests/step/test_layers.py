@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model_and_method, thinned
+from cases import CASES, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -75,7 +75,15 @@ def both(name: str, within: str, keep: str = ""):
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["exact", "kivi-published", "sliding-mixed", "kvquant", "commvq", "aqua"], 2)
+    "name",
+    [
+        "exact",
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("sliding-mixed", marks=pytest.mark.nightly),
+        pytest.param("kvquant", marks=pytest.mark.nightly),
+        pytest.param("commvq", marks=pytest.mark.nightly),
+        pytest.param("aqua", marks=pytest.mark.nightly),
+    ],
 )
 def test_another_model_gets_what_ours_gets(name):
     pairs, theirs, ours = both(name, "chunk")
@@ -141,7 +149,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", with_nightly(SHAPES, ["rotated outside"]))
 def test_exact_cache_equals_dense_attention(name):
     shape, counts, rows = SHAPES[name], (70, 45), 2
     cache = kvq.init_cache(shape, kvq.exact(sinks=2), rows, 128)
@@ -263,7 +271,7 @@ PADDED = {  # spec -> the largest error of decoded values, as a share of them: 4
 }
 
 
-@pytest.mark.parametrize("spec", thinned(PADDED, 2))
+@pytest.mark.parametrize("spec", with_nightly(PADDED, ["kvarn:bits=4,group=32,sinks=0"]))
 def test_values_narrower_than_keys_go_with_zeros(spec):
     """As wide as the keys they are stored as well as any others, and the output's first channels
     are theirs."""

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import tiny
 
 import kvqjax as kvq
@@ -46,6 +47,7 @@ def fill(model, cache, start, keys, values):
     return kvq.commit(model, cache, pending, jnp.full((1,), CHUNK, jnp.int32))
 
 
+@pytest.mark.nightly
 def test_planted_facts_are_found_among_a_million_tokens():
     model = transparent()
     cache = kvq.init_cache(

@@ -62,7 +62,7 @@ def debugging():
 SETTINGS = {"enable_x64": lambda: jax.enable_x64(True), "debugging": debugging}
 
 
-@pytest.mark.parametrize("call", thinned(CALLS, 2), ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", with_nightly(CALLS, [beams]), ids=lambda call: call.__name__)
 def test_the_same_under_every_setting(call):
     wanted = call()
     for name, setting in SETTINGS.items():
@@ -85,6 +85,7 @@ def two_steps(cache):
     return logits
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(["kivi:bits=2,window=0", "uniform:bits=4,group=32"], 2))
 def test_steps_without_jit(spec):
     """Loops of JAX are then Python's, operation by operation: equal up to the order of sums."""

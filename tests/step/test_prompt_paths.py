@@ -2,12 +2,13 @@
 as by cuDNN, splash attention in the interpreter."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method
+from cases import model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -29,18 +30,19 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [Path(name, 128) for name in ("tiles", "cudnn", "interpret")],
-    ids=lambda path: path.kernels,
+    ("sliding", "kernels"),
+    with_nightly(
+        itertools.product([(None, 70), (9, 200)], ["tiles", "cudnn", "interpret"]),
+        [((9, 200), "tiles")],
+    ),
 )
-@pytest.mark.parametrize("sliding", [(None, 70), (9, 200)])
-def test_paths_agree(monkeypatch, path, sliding):
+def test_paths_agree(monkeypatch, kernels, sliding):
     """On ragged and padded rows, one of them empty, with and without sliding windows, which are
     shorter than a part of a chunk, than a chunk, and longer: 384 tokens are three chunks."""
     monkeypatch.setattr("kvqjax.step.prompt.TILES", 1)  # up to three chunks' keys a tile
     arguments = {"sliding_window": sliding}, [300, 0, 129], 300
     wanted, held = prefilled(monkeypatch, Path("off", 64), *arguments)
-    logits, cache = prefilled(monkeypatch, path, *arguments)
+    logits, cache = prefilled(monkeypatch, Path(kernels, 128), *arguments)
     np.testing.assert_allclose(logits[::2], wanted[::2], atol=1e-5)
     np.testing.assert_array_equal(cache.lengths, held.lengths)
     for run, other in zip(cache.runs, held.runs, strict=True):
@@ -89,8 +91,13 @@ def test_the_chip_and_the_length_choose_the_path():
     assert path_of(dataclasses.replace(other, target="v6e"), 1, 32768) == Path("off", 512)
 
 
-@pytest.mark.parametrize("kernels", ["tiles", "interpret"])
-@pytest.mark.parametrize("name", ["kivi4-float32", "kvquant", "sliding", "aqua"])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    with_nightly(
+        itertools.product(["kivi4-float32", "kvquant", "sliding", "aqua"], ["tiles", "interpret"]),
+        [("sliding", "interpret")],
+    ),
+)
 def test_chunks_agree(monkeypatch, kernels, name):
     """A chunk on a body that is read in large blocks, of which the last begins within the one
     before it where nothing flows from layer to layer, and attended to by splash attention: as in

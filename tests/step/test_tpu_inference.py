@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.adapters import tpu_inference as paged
@@ -179,7 +180,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", with_nightly(SPECS, [KIVI]))
 def test_calls_of_a_scheduler(spec):
     layer = caches(spec, **{"block_size": 512} if spec == SPECS[2] else {})
 
@@ -222,6 +223,7 @@ def test_scores_as_the_engine_asks():
 CALIBRATED = "kvquant:bits=3,sinks=0;0=higgs:bits=2,group=16,rope=pre,sinks=0,window=0,buffer=32"
 
 
+@pytest.mark.nightly
 def test_keys_before_rope_and_constants_of_a_layer():
     """Methods that rotate keys themselves, one of them calibrated: each layer as a cache of one row
     without pages."""
@@ -384,6 +386,7 @@ def test_calls_that_cannot_be_are_one_line(options, message):
         )
 
 
+@pytest.mark.nightly
 def test_the_example_of_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "clients.md").read_text(
         encoding="utf-8"

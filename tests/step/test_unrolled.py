@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method, thinned
+from cases import model_and_method
 from tiny import in_form, tiny, tokens
 
 import kvqjax as kvq
@@ -45,7 +45,15 @@ def layer_by_layer(cache):
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["exact", "kivi-published", "mixed", "commvq", "aqua", "xquant-cl"], 3)
+    "name",
+    [
+        "exact",
+        pytest.param("kivi-published", marks=pytest.mark.nightly),
+        pytest.param("mixed", marks=pytest.mark.nightly),
+        pytest.param("commvq", marks=pytest.mark.nightly),
+        pytest.param("aqua", marks=pytest.mark.nightly),
+        pytest.param("xquant-cl", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_list_of_layers_caches_what_a_stack_does(name):
     model, method = model_and_method(name)
@@ -108,7 +116,9 @@ def test_every_form_is_made_of_every_other():
             jax.tree.map(np.testing.assert_array_equal, in_form(params, form), wanted)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32"])
+@pytest.mark.parametrize(
+    "spec", ["exact", pytest.param("kivi:bits=2,window=32", marks=pytest.mark.nightly)]
+)
 def test_no_second_cache_and_no_second_weights(spec):
     model = tiny(num_layers=4)
     apart = model.replace(params=unrolled(model.params))
@@ -125,17 +135,18 @@ def test_no_second_cache_and_no_second_weights(spec):
     assert memory.temp_size_in_bytes < 4 * (2 * 1024 * model.config.kv_width * 4)
 
 
+@pytest.mark.nightly
 def test_a_loaded_model_has_the_form_that_is_asked_for(tmp_path):
-    scan, *others = (kvq.load("demo", layers=form) for form in ("scan", "unroll", "switch"))
+    scan, *others = (kvq.load("recall", layers=form) for form in ("scan", "unroll", "switch"))
     assert [is_unrolled(model.params) for model in (scan, *others)] == [False, True, False]
     assert isinstance(others[1].params["layers"]["q"], LayerMatrices)
     method = kvq.parse("kivi:bits=4,window=32")
-    wanted = kvq.generate(scan, ["The old house"], method, max_new_tokens=12).tokens
+    wanted = kvq.generate(scan, ["ab12,cd34,?cd"], method, max_new_tokens=12).tokens
     for model in others:
         jax.tree.map(np.testing.assert_array_equal, stacked(model.params), scan.params)
-        assert kvq.generate(model, ["The old house"], method, max_new_tokens=12).tokens == wanted
+        assert kvq.generate(model, ["ab12,cd34,?cd"], method, max_new_tokens=12).tokens == wanted
     with pytest.raises(kvq.UserError, match="known: scan, switch, unroll"):
-        kvq.load("demo", layers="list")
+        kvq.load("recall", layers="list")
 
 
 @pytest.mark.parametrize(

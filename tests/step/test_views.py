@@ -73,14 +73,16 @@ def assert_steps_equal(left, right, run, wanted_run, constants=None) -> None:
 METHODS = [name for name in CORE if name != "xquant-cl"]  # its caches are of our models alone
 
 
-@pytest.mark.parametrize("name", with_nightly(METHODS, ("kivi2", "sliding-mixed", "aqua")))
+@pytest.mark.parametrize("name", with_nightly(METHODS, ["sliding-mixed"]))
 def test_views_give_what_attend_layer_and_append_give(name):
     cache = kvq.init_cache(shape_of(name), CASES[name][0], ROWS, CAPACITY)
     assert_steps_equal(cache, cache, jax.jit(by_views), plain, model_and_method(name)[0].constants)
 
 
 @pytest.mark.parametrize(
-    ("name", "wrap"), [("aqua", jax.jit), ("kivi2", jax.checkpoint)], ids=["jit", "remat"]
+    ("name", "wrap"),
+    [pytest.param("aqua", jax.jit, marks=pytest.mark.nightly), ("kivi2", jax.checkpoint)],
+    ids=["jit", "remat"],
 )
 def test_a_view_crosses(name, wrap):
     """Each layer is a program of its own, called outside jit; or all are one program that computes
@@ -133,7 +135,11 @@ def scanned(cache, q, k, v, valid, constants=None):
 
 
 @pytest.mark.parametrize(
-    "spec", ["kivi:bits=2,window=32", "kivi:bits=4,window=0,keep=streaming:64"]
+    "spec",
+    [
+        "kivi:bits=2,window=32",
+        pytest.param("kivi:bits=4,window=0,keep=streaming:64", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_view_is_the_carry_of_a_scan(spec):
     cache = kvq.init_cache(SHAPE, spec, ROWS, CAPACITY)
@@ -185,7 +191,9 @@ def test_blocks_of_unequal_layers_are_scanned_with_a_cache_for_every_place():
         jax.tree.map(np.testing.assert_array_equal, alike, run.body)
 
 
-@pytest.mark.parametrize("run", [scanned, by_views], ids=["scan", "list"])
+@pytest.mark.parametrize(
+    "run", [scanned, pytest.param(by_views, marks=pytest.mark.nightly)], ids=["scan", "list"]
+)
 def test_no_second_cache_through_views(run):
     cache = jax.eval_shape(lambda: kvq.init_cache(SHAPE, "kivi:bits=2,window=32", 1, 65536))
     given = [jax.ShapeDtypeStruct((LAYERS, 1, 1, heads, 16), jnp.float32) for heads in (4, 2, 2)]
