@@ -58,11 +58,18 @@ def calibrate(
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         budget = (sequences or 64) * (length or 1024)
-        texts = read(
-            data, field=field, split=split, folder=folder, model=loaded, tokens=budget, seed=seed
-        )
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
+            texts = read(
+                data,
+                field=field,
+                split=split,
+                folder=folder,
+                model=loaded,
+                tokens=budget,
+                seed=seed,
+                bar=bar,
+            )
             update = bar(f"calibrating {method}")
             artifact = run(
                 loaded,
