@@ -56,7 +56,9 @@ def lines(
 def main(
     book: Annotated[str, typer.Option(help="the second text that is scored, a file")],
     learn: Annotated[str, typer.Option(help="a text to calibrate on, other than the two")],
-    wikitext: Annotated[str, typer.Option(help="WikiText-2's test part: name or file")] = "wikitext2",
+    wikitext: Annotated[
+        str, typer.Option(help="WikiText-2's test part: name or file")
+    ] = "wikitext2",
     folder: Annotated[Path | None, typer.Option(help="where wikitext2 is")] = None,
     cache: str = CACHE,
     seed: int = 0,

@@ -184,8 +184,8 @@ def read(
     Args:
         name: a file (text, JSON, JSON lines, Parquet, CSV, packed by gzip or not), a folder of
             these, a folder that the library `datasets` saved, "wikitext2", "c4", "gsm8k",
-            "self" for what `model` writes, "synthetic" for sentences of our own, or "owner/name" or "owner/name:config" on the
-            Hugging Face hub.
+            "self" for what `model` writes, "synthetic" for sentences of our own, or "owner/name" or
+            "owner/name:config" on the Hugging Face hub.
         field: which field of records holds text or messages; None: text, prompt, messages or
             conversations.
         split: which split of a data set; None: the only one.
@@ -215,7 +215,9 @@ def read(
         return described(source, [filler(np.random.default_rng(seed), tokens or _MADE)])
     if source == "self":
         if model is None:
-            raise UserError("self: what the model writes needs the model", "pass {model}", model=None)
+            raise UserError(
+                "self: what the model writes needs the model", "pass {model}", model=None
+            )
         return written(model, tokens or _MADE, seed, bar)
     if source in CORPORA:
         return described(source, [CORPORA[source](folder)])

@@ -113,9 +113,10 @@ def halves(text: str) -> tuple[str, str]:
 
 def in_halves(data: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
     """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
-    if isinstance(data, Data) and data.ids is None:
+    ids = data.ids if isinstance(data, Data) else data
+    if isinstance(data, Data) and ids is None:
         return [Data((half,), {}) for half in halves(data.text)]
-    return [*np.array_split(data.ids if isinstance(data, Data) else data, 2)]
+    return [*np.array_split(np.asarray(ids), 2)]
 
 
 def encoded(model: Model, text: str) -> list[int]:

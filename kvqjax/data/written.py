@@ -30,14 +30,16 @@ from kvqjax.model.tokenizer_calls import decoded
 
 LENGTH = 1024  # tokens of a row, where the model was trained for as many
 BEGINNING = 128  # tokens that a row may begin with: system messages of chat templates take most
-# Low ones give what the model is sure of, high ones what it seldom says. min-p keeps a text together
-# at all of them, and needs no sort of the vocabulary.
-TEMPERATURES = (0.8, 1.0, 1.2)
-MIN_P = 0.05
+# Around 1 a model writes what it expects of texts. At 0.8 half of the rows of SmolLM2-135M go round in
+# circles.
+TEMPERATURES = (1.0, 0.9, 1.2)
+MIN_P = 0.02  # keeps a text together at all of these, and needs no sort of the vocabulary as top-p does
+LEAST_ROWS = 4  # of a short calibration, so that it sees several beginnings
 ROWS = 16  # at a time, at most: an exact cache of 16 x 1024 tokens takes 2 GB with 128 KB a token
-# Text by people repeats a twentieth of its spans of four tokens within a row; a row that repeats more
-# than a third of them goes round in circles for at least that long.
-SPAN, LEAST_NEW = 4, 0.67
+# Rows of 1024 tokens by people repeat 1 to 25 of 100 spans of four tokens; one that repeats more than
+# half of them has gone round in circles for at least that long.
+SPAN, LEAST_NEW = 4, 0.5
+DRAWS = 1000  # from the vocabulary until a word comes; most tokens are one
 ATTEMPTS = 3  # rows that are written for each that is wanted, at most
 QUESTIONS = (
     "Tell me about {}.",
@@ -60,9 +62,11 @@ class _Beginnings:
     def __init__(self, model: Model, most: int):
         self._model, self._most = model, most
         self._tokenizer: Any = model.tokenizer if model.has_tokenizer else None
+        begin = model.config.bos_id
+        self._begin = [] if begin is None else [begin]
         self._kinds = [self._word]
-        if model.config.bos_id is not None:
-            self._kinds.insert(0, self._begin)
+        if self._begin:
+            self._kinds.insert(0, lambda rng: self._begin)
         if self._tokenizer is not None and has_chat_template(model):
             self._kinds.append(self._question)
 
@@ -70,31 +74,29 @@ class _Beginnings:
         """Give the ids that row `number` begins with: kinds take turns."""
         return self._kinds[number % len(self._kinds)](rng)
 
-    def _begin(self, rng: np.random.Generator) -> list[int]:
-        return [int(self._model.config.bos_id)]
-
     def _token(self, rng: np.random.Generator) -> int:
         """Draw a token; smaller ids, which most tokenizers give to frequent words, are likelier."""
         return int(self._model.config.vocab_size * rng.random() ** 2)
 
     def _text(self, rng: np.random.Generator) -> str:
         """Draw a word, a number or a sign that a text may begin with."""
-        while True:
+        for _ in range(DRAWS):
             token = self._token(rng)
             if token not in self._tokenizer.all_special_ids:
                 text = decoded(self._tokenizer, [token], True)
                 if text.strip() and text.isprintable() and "\ufffd" not in text:
-                    return text
+                    return text.strip()
+        raise UserError("self: the tokenizer's vocabulary has no words; calibrate on a text")
 
     def _word(self, rng: np.random.Generator) -> list[int]:
+        """A word as the tokenizer encodes it; any token where there is no tokenizer."""
         if self._tokenizer is None:
-            begin = self._model.config.bos_id
-            return [*([] if begin is None else [int(begin)]), self._token(rng)]
-        return self._model.encode(self._text(rng).strip())
+            return [*self._begin, self._token(rng)]
+        return self._model.encode(self._text(rng))
 
     def _question(self, rng: np.random.Generator) -> list[int]:
         """A question in the chat template; a word where the template alone is too long."""
-        question = QUESTIONS[int(rng.integers(len(QUESTIONS)))].format(self._text(rng).strip())
+        question = str(rng.choice(QUESTIONS)).format(self._text(rng))
         text = chat_text(self._model, [{"role": "user", "content": question}])
         ids = self._model.encode(text, add_special_tokens=False)
         return ids if len(ids) <= self._most else self._word(rng)
@@ -108,26 +110,27 @@ class Rows(NamedTuple):
     written: int
 
 
-def _sizes(model: Model) -> tuple[int, int]:
+def _sizes(model: Model, tokens: int) -> tuple[int, int]:
     """How many tokens a row begins with at most, and how many it has."""
     room = room_of(model, None, False) or LENGTH + BEGINNING
-    beginning = min(BEGINNING, room // 2)
-    return beginning, min(LENGTH, room - beginning)
+    beginning = min(BEGINNING, room // 3)
+    share = -(-tokens // LEAST_ROWS)
+    return beginning, min(LENGTH, room - beginning, max(2 * beginning, share))
 
 
 def _batch(
     model: Model,
+    sizes: tuple[int, int],
     seed: int,
     number: int,
-    count: int,
-    begun: int,
+    row_numbers: range,
     progress: Callable[[float], None],
 ) -> Int[np.ndarray, "N T"]:
     """Write one batch of rows, all of one temperature."""
-    most, length = _sizes(model)
+    most, length = sizes
     rng = np.random.default_rng((seed, number))
     beginnings = _Beginnings(model, most)
-    prompts = [beginnings.draw(rng, begun + row) for row in range(count)]
+    prompts = [beginnings.draw(rng, row) for row in row_numbers]
     new = length - min(map(len, prompts))
     pieces = stream(
         model,
@@ -149,13 +152,14 @@ def _batch(
     return np.asarray(rows, np.int32)
 
 
-def _file(model: Model, seed: int, count: int) -> Path | None:
+def _file(model: Model, sizes: tuple[int, int], seed: int, count: int) -> Path | None:
     """The file that keeps the rows from one run to the next; None for a model that has no
     fingerprint, and for a user without a home."""
     if not model.fingerprint:
         return None
     dtype = str(model.params["norm"].dtype)
-    about = [__version__, model.fingerprint, model.weights, dtype, seed, count, *_sizes(model)]
+    recipe = (TEMPERATURES, MIN_P, SPAN, LEAST_NEW, QUESTIONS)
+    about = [__version__, model.fingerprint, model.weights, dtype, seed, count, sizes, recipe]
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     try:
         return user_folder("texts") / f"{digest}.npz"
@@ -212,10 +216,11 @@ def rows(
     Raises:
         UserError: most rows go round in circles, or the model's numbers are not finite.
     """
-    length = _sizes(model)[1]
+    sizes = _sizes(model, tokens)
+    length = sizes[1]
     count = -(-tokens // length)
     at_once = min(ROWS, -(-count // len(TEMPERATURES)))
-    file = _file(model, seed, count)
+    file = _file(model, sizes, seed, count)
     done = _read(file, length)
     if len(done.tokens) >= count:
         return done.tokens
@@ -230,7 +235,8 @@ def rows(
         def tell(fraction: float, size: int = size, written: int = written) -> None:
             progress((written + fraction * size) / max(count, written + size))
 
-        batch = _batch(model, seed, done.batches, size, written, tell)
+        numbers = range(written, written + size)
+        batch = _batch(model, sizes, seed, done.batches, numbers, tell)
         good = [row for row in batch if variety(row) >= LEAST_NEW]
         done = Rows(
             np.concatenate([done.tokens, *(row[None] for row in good)]),

@@ -1,0 +1,108 @@
+"""Data that the model writes itself: the same rows each time, kept from one run to the next, and no
+row that goes round in circles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from commands import run
+from tiny import tiny
+
+import kvqjax as kvq
+from kvqjax.calibrate import sequences
+from kvqjax.data import read, token_ids
+
+TOKENS = 512  # two rows of the bundled model, one at each of two temperatures
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """An empty folder for what the library keeps."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvqjax" / "texts"
+
+
+def labels_of(told: list):
+    """A bar that notes what it is called."""
+
+    def bar(label):
+        told.append(label)
+        return lambda fraction: None
+
+    return bar
+
+
+def test_same_model_seed_and_size_give_the_same_tokens(kept):
+    model, told = kvq.load("demo"), []
+    first = read("self", model=model, tokens=TOKENS, seed=3, bar=labels_of(told))
+    (file,) = kept.iterdir()
+    again = read("self", model=model, tokens=TOKENS, seed=3, bar=labels_of(told))
+    assert told == ["writing the text"]  # the second time nothing was written
+    file.write_bytes(b"broken")
+    anew = read("self", model=model, tokens=TOKENS, seed=3)
+    other = read("self", model=model, tokens=TOKENS, seed=4)
+    assert first == again._replace(ids=first.ids) == anew._replace(ids=first.ids)
+    np.testing.assert_array_equal(first.ids, again.ids)
+    np.testing.assert_array_equal(first.ids, anew.ids)
+    assert (first.ids != other.ids).any()
+    assert first.about["tokens"] == len(first.ids) == TOKENS
+    assert first.documents[0] == model.tokenizer.decode(
+        first.ids[:256].tolist(), skip_special_tokens=True
+    )
+
+
+def test_writing_that_was_stopped_goes_on_where_it_was(kept, monkeypatch, tmp_path):
+    model = kvq.load("demo")
+
+    def stopping(label):
+        def progress(fraction):
+            if fraction > 0.6:
+                raise KeyboardInterrupt
+
+        return progress
+
+    with pytest.raises(KeyboardInterrupt):
+        read("self", model=model, tokens=TOKENS, bar=stopping)
+    fractions = []
+    resumed = read("self", model=model, tokens=TOKENS, bar=lambda label: fractions.append)
+    assert fractions[0] > 0.5 and fractions[-1] == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    np.testing.assert_array_equal(resumed.ids, read("self", model=model, tokens=TOKENS).ids)
+
+
+def test_a_model_without_a_tokenizer_writes_tokens():
+    model = tiny()
+    data = read("self", model=model, tokens=TOKENS)
+    assert data.documents == () and data.about["tokens"] == TOKENS
+    rows = sequences(model, data, 4, 128)
+    assert rows.shape == (4, 128)
+    np.testing.assert_array_equal(rows.reshape(-1), token_ids(model, data))
+    artifacts = [
+        kvq.calibrate.run(model, "klt:bits=2", source, count=4, length=128)
+        for source in ("self", rows)
+    ]
+    by_name, expected = (jax.tree.leaves(artifact.constants) for artifact in artifacts)
+    for constant, other in zip(by_name, expected, strict=True):
+        np.testing.assert_array_equal(constant, other)
+
+
+def test_rows_that_go_round_in_circles_are_refused():
+    model = tiny()
+    loud = {"embed": jnp.ones_like(model.params["embed"]), "head": model.params["head"] * 1000}
+    with pytest.raises(kvq.UserError, match="rows that this model wrote go round in circles"):
+        read("self", model=model.replace(params=model.params | loud), tokens=TOKENS)
+
+
+def test_what_cannot_be_written_is_one_line():
+    with pytest.raises(kvq.UserError, match="self: what the model writes needs the model"):
+        read("self")
+    with pytest.raises(kvq.UserError, match="self: its field and split are fixed"):
+        read("self", model=tiny(), field="text")
+
+
+def test_calibrate_command(kept, capsys, monkeypatch, tmp_path):
+    words = ["calibrate", "-m", "demo", "-c", "klt:bits=2", "--data", "self", "--sequences", "2"]
+    words += ["--length", "256", "--out", str(tmp_path / "klt")]
+    code, out, err = run(capsys, monkeypatch, *words)
+    assert code == 0 and "klt" in out, err
+    assert kvq.load_artifact(tmp_path / "klt").about["data"]["name"] == "self"
