@@ -10,11 +10,11 @@ from kvqjax._errors import UserError
 from kvqjax._files import path_of
 from kvqjax._lock import held
 from kvqjax.cli.common import (
-    DataName,
     Dtype,
     Field,
     Folder,
     Json,
+    LearntName,
     ModelName,
     RopeLength,
     Seed,
@@ -27,13 +27,34 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.data import read
+from kvqjax.methods import Method
+from kvqjax.model.config import ModelConfig
+from kvqjax.model.loading import BUNDLED
+
+# Tokens that are read or written where nobody says how many; a recipe may take 2 million.
+MOST_TOKENS = 1 << 16
+
+
+def _tokens_wanted(
+    method: Method, config: ModelConfig, sequences: int | None, length: int | None
+) -> int:
+    """How many tokens the method's calibrations take together at most; 0: it learns from no text."""
+    from kvqjax.calibrate.parts import fitter, needed
+
+    counts = [0]
+    for fit in needed(method, config):
+        if fit.source == "text":
+            recipe = fitter(fit)
+            row = min(length or recipe.DEFAULT_LENGTH, config.max_position)
+            counts.append(row * (sequences or recipe.DEFAULT_SEQUENCES))
+    return max(counts) if sequences or length else min(max(counts), MOST_TOKENS)
 
 
 def calibrate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
     out: Annotated[Path, typer.Option("--out", help="the artifact's folder; must not exist yet")],
     model: ModelName = "demo",
-    data: DataName = "synthetic",
+    data: LearntName = None,
     field: Field = None,
     split: Split = None,
     folder: Folder = None,
@@ -53,38 +74,34 @@ def calibrate(
     from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
+    source = data or ("synthetic" if model in BUNDLED else "self")
     if path_of(out).exists():
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
-        budget = (sequences or 64) * (length or 1024)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
-            texts = read(
-                data,
-                field=field,
-                split=split,
-                folder=folder,
-                model=loaded,
-                tokens=budget,
-                seed=seed,
-                bar=bar,
-            )
+            wanted = _tokens_wanted(method, loaded.config, sequences, length)
+            texts = None  # of a method that learns from none: the model writes nothing then
+            if wanted or source != "self":
+                about = {"field": field, "split": split, "folder": folder, "seed": seed}
+                texts = read(source, **about, model=loaded, tokens=wanted or MOST_TOKENS, bar=bar)
             update = bar(f"calibrating {method}")
             artifact = run(
                 loaded,
                 method,
-                texts,
+                () if texts is None else texts,
                 count=sequences,
                 length=length,
                 state=state,
                 advance=lambda step, total: update(step / total),
                 announce=lambda task, work: announce(
-                    f"calibrating {method} for {model}: {task} of {data}; {at_least(work)}; if this is stopped, "
+                    f"calibrating {method} for {model}: {task} of {source}; {at_least(work)}; if this is stopped, "
                     "the same command goes on"
                 ),
             )
-        artifact.about["data"] = texts.about
+        if texts is not None:
+            artifact.about["data"] = texts.about
         artifact.save(out)
         forget(state)
     summary = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}

@@ -76,13 +76,14 @@ RopeLength = Annotated[
         help="how long texts may become, for RoPE of the kinds dynamic and longrope",
     ),
 ]
-DataName = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        help="a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name of the "
-        "hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)",
-    ),
+_DATA = (
+    "a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name "
+    "of the hub, wikitext2, c4, gsm8k, 'self' (what the model writes) or 'synthetic' (our own text)"
+)
+DataName = Annotated[str, typer.Option("--data", help=_DATA)]
+LearntName = Annotated[
+    str | None,
+    typer.Option("--data", help=f"{_DATA}; default: self, for a bundled model synthetic"),
 ]
 Field = Annotated[
     str | None,
