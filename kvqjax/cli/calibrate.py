@@ -84,8 +84,16 @@ def calibrate(
             wanted = _tokens_wanted(method, loaded.config, sequences, length)
             texts = None  # of a method that learns from none: the model writes nothing then
             if wanted or source != "self":
-                about = {"field": field, "split": split, "folder": folder, "seed": seed}
-                texts = read(source, **about, model=loaded, tokens=wanted or MOST_TOKENS, bar=bar)
+                texts = read(
+                    source,
+                    field=field,
+                    split=split,
+                    folder=folder,
+                    model=loaded,
+                    tokens=wanted or MOST_TOKENS,
+                    seed=seed,
+                    bar=bar,
+                )
             update = bar(f"calibrating {method}")
             artifact = run(
                 loaded,

@@ -78,12 +78,15 @@ RopeLength = Annotated[
 ]
 _DATA = (
     "a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name "
-    "of the hub, wikitext2, c4, gsm8k, 'self' (what the model writes) or 'synthetic' (our own text)"
+    "of the hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)"
 )
 DataName = Annotated[str, typer.Option("--data", help=_DATA)]
 LearntName = Annotated[
     str | None,
-    typer.Option("--data", help=f"{_DATA}; default: self, for a bundled model synthetic"),
+    typer.Option(
+        "--data",
+        help=f"{_DATA}, or 'self', what the model itself writes; default: self, for a bundled model synthetic",
+    ),
 ]
 Field = Annotated[
     str | None,

@@ -10,6 +10,7 @@ from tiny import repeating, tiny
 import kvqjax as kvq
 from kvqjax.calibrate import sequences
 from kvqjax.data import read, token_ids
+from kvqjax.model.loading import locate
 
 TOKENS = 512  # two rows of the bundled model, one at each of two temperatures
 
@@ -112,10 +113,21 @@ def test_what_cannot_be_written_is_one_line():
         read("self", model=tiny(), field="text")
 
 
-def test_calibrate_command(kept, capsys, monkeypatch, tmp_path):
-    words = ["calibrate", "-m", "demo", "-c", "klt:bits=2", "--data", "self", "--sequences", "2"]
-    words += ["--length", "256", "--out", str(tmp_path / "klt")]
-    code, out, err = run(capsys, monkeypatch, *words)
+def calibrated(capsys, monkeypatch, out, *words):
+    """What `kvqjax calibrate` says of the data of the artifact that it writes."""
+    code, _, err = run(capsys, monkeypatch, "calibrate", *words, "--out", str(out))
     assert code == 0, err
-    assert "klt" in out
-    assert kvq.load_artifact(tmp_path / "klt").about["data"]["name"] == "self"
+    return kvq.load_artifact(out).about.get("data")
+
+
+def test_a_real_model_is_calibrated_on_what_it_writes(kept, capsys, monkeypatch, tmp_path):
+    """Without --data. A model named by its folder is none of the bundled ones."""
+    folder = ["-m", str(locate("demo"))]
+    about = calibrated(capsys, monkeypatch, tmp_path / "x", *folder, "-c", "xquant:bits=4")
+    assert about is None  # it learns from the weights alone
+    assert not kept.exists()
+    words = ["-c", "klt:bits=2", "--sequences", "2", "--length", "256"]
+    about = calibrated(capsys, monkeypatch, tmp_path / "klt", *folder, *words)
+    assert (about["name"], about["tokens"]) == ("self", 512)
+    about = calibrated(capsys, monkeypatch, tmp_path / "bundled", "-m", "demo", *words)
+    assert about["name"] == "synthetic"
