@@ -10,11 +10,11 @@ from kvqjax._errors import UserError
 from kvqjax._files import path_of
 from kvqjax._lock import held
 from kvqjax.cli.common import (
+    DataName,
     Dtype,
     Field,
     Folder,
     Json,
-    LearntName,
     ModelName,
     RopeLength,
     Seed,
@@ -29,7 +29,6 @@ from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.data import read
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.loading import BUNDLED
 
 # Tokens that are read or written where nobody says how many; a recipe may take 2 million.
 MOST_TOKENS = 1 << 16
@@ -54,7 +53,7 @@ def calibrate(
     cache: Annotated[str, typer.Option("--cache", "-c", help="a method, e.g. kvquant:bits=3")],
     out: Annotated[Path, typer.Option("--out", help="the artifact's folder; must not exist yet")],
     model: ModelName = "demo",
-    data: LearntName = None,
+    data: DataName = "synthetic",
     field: Field = None,
     split: Split = None,
     folder: Folder = None,
@@ -74,7 +73,6 @@ def calibrate(
     from kvqjax.calibrate import forget, run
 
     method = methods_of([cache])[0]
-    source = data or ("synthetic" if model in BUNDLED else "self")
     if path_of(out).exists():
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
@@ -83,9 +81,9 @@ def calibrate(
         with progress_bar() as bar:
             wanted = _tokens_wanted(method, loaded.config, sequences, length)
             texts = None  # of a method that learns from none: the model writes nothing then
-            if wanted or source != "self":
+            if wanted or data != "self":
                 texts = read(
-                    source,
+                    data,
                     field=field,
                     split=split,
                     folder=folder,
@@ -104,7 +102,7 @@ def calibrate(
                 state=state,
                 advance=lambda step, total: update(step / total),
                 announce=lambda task, work: announce(
-                    f"calibrating {method} for {model}: {task} of {source}; {at_least(work)}; if this is stopped, "
+                    f"calibrating {method} for {model}: {task} of {data}; {at_least(work)}; if this is stopped, "
                     "the same command goes on"
                 ),
             )

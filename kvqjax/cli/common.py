@@ -76,16 +76,12 @@ RopeLength = Annotated[
         help="how long texts may become, for RoPE of the kinds dynamic and longrope",
     ),
 ]
-_DATA = (
-    "a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name "
-    "of the hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)"
-)
-DataName = Annotated[str, typer.Option("--data", help=_DATA)]
-LearntName = Annotated[
-    str | None,
+DataName = Annotated[
+    str,
     typer.Option(
         "--data",
-        help=f"{_DATA}, or 'self', what the model itself writes; default: self, for a bundled model synthetic",
+        help="a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name of the "
+        "hub, wikitext2, c4, gsm8k, 'self' (what the model writes), or 'synthetic' (our own text)",
     ),
 ]
 Field = Annotated[

@@ -10,7 +10,6 @@ from tiny import repeating, tiny
 import kvqjax as kvq
 from kvqjax.calibrate import sequences
 from kvqjax.data import read, token_ids
-from kvqjax.model.loading import locate
 
 TOKENS = 512  # two rows of the bundled model, one at each of two temperatures
 
@@ -120,14 +119,11 @@ def calibrated(capsys, monkeypatch, out, *words):
     return kvq.load_artifact(out).about.get("data")
 
 
-def test_a_real_model_is_calibrated_on_what_it_writes(kept, capsys, monkeypatch, tmp_path):
-    """Without --data. A model named by its folder is none of the bundled ones."""
-    folder = ["-m", str(locate("demo"))]
-    about = calibrated(capsys, monkeypatch, tmp_path / "x", *folder, "-c", "xquant:bits=4")
+def test_calibrate_command_and_what_learns_from_no_text(kept, capsys, monkeypatch, tmp_path):
+    words = ["-m", "demo", "--data", "self"]
+    about = calibrated(capsys, monkeypatch, tmp_path / "x", *words, "-c", "xquant:bits=4")
     assert about is None  # it learns from the weights alone
     assert not kept.exists()
-    words = ["-c", "klt:bits=2", "--sequences", "2", "--length", "256"]
-    about = calibrated(capsys, monkeypatch, tmp_path / "klt", *folder, *words)
+    words += ["-c", "klt:bits=2", "--sequences", "2", "--length", "256"]
+    about = calibrated(capsys, monkeypatch, tmp_path / "klt", *words)
     assert (about["name"], about["tokens"]) == ("self", 512)
-    about = calibrated(capsys, monkeypatch, tmp_path / "bundled", "-m", "demo", *words)
-    assert about["name"] == "synthetic"
