@@ -31,7 +31,7 @@ from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig
 
 # Tokens that are read or written where nobody says how many; a recipe may take 2 million.
-MOST_TOKENS = 1 << 16
+UNSAID_TOKENS = 1 << 16
 
 
 def _tokens_wanted(
@@ -46,7 +46,7 @@ def _tokens_wanted(
             recipe = fitter(fit)
             row = min(length or recipe.DEFAULT_LENGTH, config.max_position)
             counts.append(row * (sequences or recipe.DEFAULT_SEQUENCES))
-    return max(counts) if sequences or length else min(max(counts), MOST_TOKENS)
+    return max(counts) if sequences or length else min(max(counts), UNSAID_TOKENS)
 
 
 def calibrate(
@@ -88,7 +88,7 @@ def calibrate(
                     split=split,
                     folder=folder,
                     model=loaded,
-                    tokens=wanted or MOST_TOKENS,
+                    tokens=wanted or UNSAID_TOKENS,
                     seed=seed,
                     bar=bar,
                 )
