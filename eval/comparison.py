@@ -20,12 +20,13 @@ from kvqjax._files import made_folder, path_of
 from kvqjax._folders import user_folder
 from kvqjax._options import named_options
 from kvqjax._tables import Row, Section, Table
+from kvqjax._timing import Bar, silent
 from kvqjax._version import __version__
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.data.corpora import is_name, read
 from kvqjax.data.documents import Data, digest
 from kvqjax.data.tokens import TextLike, data_or_ids, in_halves, token_ids
-from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent, stamp, stamp_line
+from kvqjax.eval.stamp import CONTEXT, ledger_of, stamp, stamp_line
 from kvqjax.eval.windows import perplexity
 from kvqjax.methods import Method, MethodLike
 from kvqjax.methods.registry import parse_all

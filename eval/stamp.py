@@ -1,13 +1,13 @@
-"""The stamp of every report, its figures of bytes, and the bar by which long work shows
-progress."""
+"""The stamp of every report, and its figures of bytes."""
 
 import datetime
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import jax
 
+from kvqjax._timing import Bar as Bar
+from kvqjax._timing import silent as silent
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import Ledger, ledger
 from kvqjax.methods import MethodLike
@@ -15,14 +15,6 @@ from kvqjax.model.loading import Model
 from kvqjax.step.new_cache import init_cache
 
 CONTEXT = 32768  # tokens of a row for which bits and bytes are counted, where nothing else is said
-
-# bar(label) before a step gives what is told its progress, 0 to 1.
-Bar = Callable[[str], Callable[[float], None]]
-
-
-def silent(label: str) -> Callable[[float], None]:
-    """A bar that shows nothing."""
-    return lambda fraction: None
 
 
 def ledger_of(model: Model, method: MethodLike, capacity: int) -> Ledger:

@@ -1,4 +1,5 @@
-"""Timing of jitted calls on any backend, and the description of a machine that a figure carries."""
+"""Timing of jitted calls on any backend, the description of a machine that a figure carries, and the
+bar by which long work shows progress."""
 
 import datetime
 import os
@@ -10,6 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# bar(label) before a step gives what is told its progress, 0 to 1.
+Bar = Callable[[str], Callable[[float], None]]
+
+
+def silent(label: str) -> Callable[[float], None]:
+    """A bar that shows nothing."""
+    return lambda fraction: None
 
 
 def alternating_seconds(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:

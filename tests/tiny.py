@@ -45,5 +45,12 @@ def spoiling() -> kvq.Model:
     return model.replace(params=params | {"head": params["head"].at[:, 7].set(50 * h)})
 
 
+def repeating() -> kvq.Model:
+    """A tiny model that answers everything with one token, again and again."""
+    model = tiny()
+    same = {"embed": jnp.ones_like(model.params["embed"]), "head": model.params["head"] * 1000}
+    return model.replace(params=model.params | same)
+
+
 def tokens(rows: int, length: int, seed: int = 1):
     return jax.random.randint(jax.random.key(seed), (rows, length), 0, 50)

@@ -27,6 +27,26 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.data import read
+from kvqjax.methods import Method
+from kvqjax.model.config import ModelConfig
+
+# Tokens that are read or written where nobody says how many; a recipe may take 2 million.
+UNSAID_TOKENS = 1 << 16
+
+
+def _tokens_wanted(
+    method: Method, config: ModelConfig, sequences: int | None, length: int | None
+) -> int:
+    """How many tokens the method's calibrations take together at most; 0: it learns from no text."""
+    from kvqjax.calibrate.parts import fitter, needed
+
+    counts = [0]
+    for fit in needed(method, config):
+        if fit.source == "text":
+            recipe = fitter(fit)
+            row = min(length or recipe.DEFAULT_LENGTH, config.max_position)
+            counts.append(row * (sequences or recipe.DEFAULT_SEQUENCES))
+    return max(counts) if sequences or length else min(max(counts), UNSAID_TOKENS)
 
 
 def calibrate(
@@ -57,17 +77,26 @@ def calibrate(
         raise UserError(f"{out} exists already; choose another folder")
     with held(out):
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
-        budget = (sequences or 64) * (length or 1024)
-        texts = read(
-            data, field=field, split=split, folder=folder, model=loaded, tokens=budget, seed=seed
-        )
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
+            wanted = _tokens_wanted(method, loaded.config, sequences, length)
+            texts = None  # of a method that learns from none: the model writes nothing then
+            if wanted or data != "self":
+                texts = read(
+                    data,
+                    field=field,
+                    split=split,
+                    folder=folder,
+                    model=loaded,
+                    tokens=wanted or UNSAID_TOKENS,
+                    seed=seed,
+                    bar=bar,
+                )
             update = bar(f"calibrating {method}")
             artifact = run(
                 loaded,
                 method,
-                texts,
+                () if texts is None else texts,
                 count=sequences,
                 length=length,
                 state=state,
@@ -77,7 +106,8 @@ def calibrate(
                     "the same command goes on"
                 ),
             )
-        artifact.about["data"] = texts.about
+        if texts is not None:
+            artifact.about["data"] = texts.about
         artifact.save(out)
         forget(state)
     summary = {"artifact": str(out), "cache": str(method), "model": model, "about": artifact.about}

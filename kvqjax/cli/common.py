@@ -81,7 +81,7 @@ DataName = Annotated[
     typer.Option(
         "--data",
         help="a file (text, .json, .jsonl, .parquet, .csv; .gz), a folder of these or of `datasets`, owner/name of the "
-        "hub, wikitext2, c4, gsm8k, or 'synthetic' (our own text)",
+        "hub, wikitext2, c4, gsm8k, 'self' (what the model writes), or 'synthetic' (our own text)",
     ),
 ]
 Field = Annotated[

@@ -11,6 +11,7 @@ import typer
 
 from kvqjax._errors import UserError
 from kvqjax._lock import held
+from kvqjax._timing import Bar
 from kvqjax.cli.common import (
     Artifacts,
     Caches,
@@ -29,7 +30,7 @@ from kvqjax.cli.common import (
 )
 from kvqjax.cli.output import announce, at_least, progress_bar, show
 from kvqjax.eval.plots import check_picture, draw, title_of
-from kvqjax.eval.stamp import Bar, ledger_of, stamp, stamp_line
+from kvqjax.eval.stamp import ledger_of, stamp, stamp_line
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model

@@ -1,5 +1,5 @@
-"""Data by name: files and folders, our own sentences, or WikiText-2, C4 and GSM8K as the papers
-join them."""
+"""Data by name: files and folders, our own sentences, what the model itself writes, or WikiText-2,
+C4 and GSM8K as the papers join them."""
 
 import itertools
 import os
@@ -12,9 +12,11 @@ import numpy as np
 
 from kvqjax._errors import UserError, suggest
 from kvqjax._files import open_text, path_of
+from kvqjax._timing import Bar, silent
 from kvqjax.data.documents import Data, described, read_documents
 from kvqjax.data.records import SUFFIXES, read_records
 from kvqjax.data.sentences import filler
+from kvqjax.data.written import written
 from kvqjax.model.loading import Model
 
 # --- Published data sets: a folder in their official format, or the hub, through `datasets`
@@ -135,13 +137,14 @@ CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}
 
 # --- Data by name
 
-NAMES = ("synthetic", *CORPORA)
+NAMES = ("self", "synthetic", *CORPORA)
 HABITS = {
     **dict.fromkeys(
         ("wikitext", "wikitext-2", "wikitext-2-raw-v1", "wikitext2-raw", "wiki"), "wikitext2"
     ),
     **dict.fromkeys(("c4-en", "allenai"), "c4"),
 }
+_MADE = 8192  # words or tokens of what is made here, where no number is given
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
@@ -174,22 +177,26 @@ def read(
     model: Model | None = None,
     tokens: int = 0,
     seed: int = 0,
+    bar: Bar = silent,
 ) -> Data:
     """Read data by name.
 
     Args:
         name: a file (text, JSON, JSON lines, Parquet, CSV, packed by gzip or not), a folder of
             these, a folder that the library `datasets` saved, "wikitext2", "c4", "gsm8k",
-            "synthetic" for sentences of our own, or "owner/name" or "owner/name:config" on the
-            Hugging Face hub.
+            "self" for what `model` writes, "synthetic" for sentences of our own, or "owner/name" or
+            "owner/name:config" on the Hugging Face hub.
         field: which field of records holds text or messages; None: text, prompt, messages or
             conversations.
         split: which split of a data set; None: the only one.
         folder: holds wikitext2, c4 or gsm8k; None: they come from the hub.
-        model: whose chat template messages go through.
-        tokens: about how many are wanted; 0: all. Synthetic text has at least that number of words.
-            Of larger data than 64 Mi characters the beginning is read unless all is wanted.
-        seed: of synthetic text.
+        model: whose chat template messages go through, and that writes "self".
+        tokens: about how many are wanted; 0: all. Synthetic text has at least that number of words,
+            and a model writes at least that number of tokens; 0 stands for 8192 of these. Of larger
+            data than 64 Mi characters the beginning is read unless all is wanted.
+        seed: of synthetic text, and of what the model writes.
+        bar: `bar(label)` is called before "self" is written, and gives a function that is told which
+            part of it is done.
 
     Returns:
         Its documents and their description.
@@ -205,7 +212,13 @@ def read(
         hint = "leave out " + " and ".join(f"{{{name}}}" for name in given)
         raise UserError(f"{source}: its field and split are fixed", hint, **given)
     if source == "synthetic":
-        return described(source, [filler(np.random.default_rng(seed), tokens or 8192)])
+        return described(source, [filler(np.random.default_rng(seed), tokens or _MADE)])
+    if source == "self":
+        if model is None:
+            raise UserError(
+                "self: what the model writes needs the model", "pass {model}", model=None
+            )
+        return written(model, tokens or _MADE, seed, bar)
     if source in CORPORA:
         return described(source, [CORPORA[source](folder)])
     if not _is_path(source):

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from kvqjax._errors import UserError
 from kvqjax._files import open_text, path_of
 from kvqjax.data.records import (
@@ -40,10 +43,12 @@ _BORDER = "\n\n"  # between documents where one text is wanted
 
 class Data(NamedTuple):
     """Documents of text, and what a report says of them: name, files, field, number of documents
-    and characters, and the SHA-256 of `text`."""
+    and characters, and the SHA-256 of `text`. `ids` are their tokens where these came first: a model
+    wrote them."""
 
     documents: tuple[str, ...]
     about: dict[str, Any]
+    ids: Int[np.ndarray, " T"] | None = None
 
     @property
     def text(self) -> str:

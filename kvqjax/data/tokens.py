@@ -71,7 +71,7 @@ def check_ids(model: Model, source: Any, name: str) -> Int[np.ndarray, " T"]:
 
 
 def data_or_ids(
-    model: Model, source: TextLike, name: str = "texts"
+    model: Model, source: TextLike, name: str = "texts", tokens: int = 0
 ) -> Data | Int[np.ndarray, " T"]:
     """Read the texts or token ids that a caller gave.
 
@@ -81,6 +81,7 @@ def data_or_ids(
             corpus such as "wikitext2"; a path; data of `kvqjax.data.read`; or token ids, flat or in
             rows, as lists or as an array of any library.
         name: what messages call it.
+        tokens: about how many are wanted of data by name, as in `kvqjax.data.read`.
 
     Returns:
         Documents, or the ids as one stream.
@@ -91,9 +92,11 @@ def data_or_ids(
     if isinstance(source, Data):
         return source
     if isinstance(source, os.PathLike):
-        return read(source, model=model)
+        return read(source, model=model, tokens=tokens)
     if isinstance(source, str):
-        return read(source, model=model) if is_name(source) else described(name, [source])
+        if not is_name(source):
+            return described(name, [source])
+        return read(source, model=model, tokens=tokens)
     if isinstance(source, bytes):
         raise UserError(f"{name} is a bytes object; decode it first")
     if isinstance(source, Sequence) and source and all(isinstance(part, str) for part in source):
@@ -110,9 +113,10 @@ def halves(text: str) -> tuple[str, str]:
 
 def in_halves(data: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
     """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
-    if isinstance(data, Data):
+    ids = data.ids if isinstance(data, Data) else data
+    if isinstance(data, Data) and ids is None:
         return [Data((half,), {}) for half in halves(data.text)]
-    return [*np.array_split(data, 2)]
+    return [*np.array_split(np.asarray(ids), 2)]
 
 
 def encoded(model: Model, text: str) -> list[int]:
@@ -126,7 +130,11 @@ def token_ids(model: Model, source: TextLike, name: str = "texts") -> Int[np.nda
     """One stream of ids for evaluation: documents are joined by blank lines and encoded as one
     text. Arguments and errors are those of `data_or_ids`."""
     texts = data_or_ids(model, source, name)
-    return np.asarray(encoded(model, texts.text), np.int32) if isinstance(texts, Data) else texts
+    if not isinstance(texts, Data):
+        return texts
+    if texts.ids is not None:
+        return check_ids(model, texts.ids, name)
+    return np.asarray(encoded(model, texts.text), np.int32)
 
 
 def document_ids(
@@ -134,8 +142,10 @@ def document_ids(
 ) -> Int[np.ndarray, " T"]:
     """Give at most `most` ids for calibration: each document is encoded by itself, until there are
     enough. Arguments and errors are those of `data_or_ids`."""
-    texts = data_or_ids(model, source, name)
+    texts = data_or_ids(model, source, name, most)
     if not isinstance(texts, Data):
         return texts[:most]
+    if texts.ids is not None:
+        return check_ids(model, texts.ids, name)[:most]
     every = itertools.chain.from_iterable(encoded(model, text) for text in texts.documents)
     return np.fromiter(itertools.islice(every, most), np.int32)

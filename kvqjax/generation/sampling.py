@@ -98,6 +98,18 @@ def make_sampling(
 
 
 def _kept(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]:
+    """Mark the tokens that top-k, top-p and min-p keep. `scores` are at most 0, and 0 for the most
+    likely token of each row. min-p alone needs no sort, which takes as long as a small model's
+    step."""
+    ranked = (sampling.top_k > 0) | (sampling.left_out > 0)
+    return jax.lax.cond(
+        ranked,
+        lambda: _kept_of_sorted(scores, sampling),
+        lambda: jnp.exp(scores) >= sampling.min_p,
+    )
+
+
+def _kept_of_sorted(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Array, "B V"]:
     """Mark the tokens that top-k, top-p and min-p keep, applied one after the other. Each of them
     keeps the most likely tokens, so that one sort is enough.
 

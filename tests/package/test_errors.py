@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import spoiling, tiny
+from tiny import repeating, spoiling, tiny
 
 import kvqjax as kvq
 from kvqjax._lock import held
@@ -442,6 +442,7 @@ CASES = {
     "neither text nor tokens": lambda _, __, recall: kvq.eval.perplexity(
         recall, [0.5, 1.0], "exact"
     ),
+    "model that repeats itself": lambda *_: read("self", model=repeating(), tokens=512),
     "text that is none": lambda _, __, recall: recall.encode("\udce9t\udce9"),
     "empty text": text_file("empty.txt", b" \n"),
     "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
