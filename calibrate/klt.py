@@ -329,12 +329,12 @@ def _fit_layer(
     # Keys come first in `needs`: values are fitted to their codes.
     for source in sorted(needs):
         x, fitted = body[source], {}
-        if "keys" in needs[source]:
+        if "from_keys" in needs[source]:
             arrays = {name: jnp.asarray(array) for name, array in constants["k"].items()}
             assert code is not None
-            z = np.stack([code(arrays, row)[: len(row)] for row in body["k"]])
-            fitted["keys"] = fitted_values(z, x).astype(np.float32)
-            predicted = np.asarray(times(jnp.asarray(z), jnp.asarray(fitted["keys"])))
+            z = np.stack([code(arrays, row) for row in body["k"]])
+            fitted["from_keys"] = fitted_values(z, x).astype(np.float32)
+            predicted = np.asarray(times(jnp.asarray(z), jnp.asarray(fitted["from_keys"])))
             x = x - predicted.reshape(x.shape)
         constants[source] = constants_of(x, costs[source], needs[source]) | fitted
     return constants
@@ -343,13 +343,13 @@ def _fit_layer(
 def _coded(
     codec: Codec, constants: dict[str, Array], keys: Float[Array, "T W"]
 ) -> Float[Array, "T G R"]:
-    """Encode keys, and give the coefficients that their codes stand for. Tokens of zeros fill the
-    last unit."""
+    """Encode keys, and give the coefficients that their codes stand for."""
+    # Tokens of zeros fill the last unit.
     padded = jnp.pad(keys, ((0, -len(keys) % codec.unit), (0, 0)))
     decoded = codec.decode(constants, codec.encode(constants, padded))
     deviation = decoded - constants["mean"][None]
     by_group = deviation.reshape(len(deviation), len(constants["into"]), -1)
-    return times(by_group, constants["into"])  # z B A = z
+    return times(by_group, constants["into"])[: len(keys)]  # z B A = z
 
 
 def _stacked(run: RunLayout, progress: dict) -> dict:

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "higgs-block": ("higgs:bits=2,dim=4,centre=block,sinks=2", {}),
     "kvquant": ("kvquant:bits=3,sinks=2", {}),
     "klt": ("klt:bits=2,buffer=32,sinks=3", {}),
+    "klt-own": ("klt:bits=2,heads=own,buffer=32,sinks=3", {}),
     "commvq": ("commvq:bits=1,rounds=2,levels=8,hidden=16,window=32,unit=32", {}),
     "aqua": ("aqua:bits=2,first_bits=16,backbone=token,group=32,buffer=32,sinks=3", {}),
     "aqua-klt": ("aqua:bits=2,first_bits=16,backbone=klt,buffer=32,sinks=3", {}),

@@ -46,6 +46,7 @@ CACHES = {
     1: (
         "kivi:bits=1,window=0",
         "klt:bits=1.0",
+        "klt:bits=1.3",
         "aqua:bits=1,backbone=klt",
         "commvq:bits=1,window=0",
         "xquant:bits=1",
@@ -62,6 +63,8 @@ CACHES = {
         "higgs:bits=2,dim=4,centre=block,norm=unbiased",
         "smollm2-2.5-free.json",
         "klt:bits=2.0",
+        "klt:bits=2.2",
+        "klt:bits=2.375,heads=own",
         "aqua:bits=2,first_bits=2",
         "aqua:bits=2",
         "aqua:bits=2,backbone=klt",

@@ -265,11 +265,18 @@ def read_arrays(
 
 
 def load_artifact(path: str | os.PathLike) -> Artifact:
-    """Read an artifact folder. Raises UserError when it is missing, damaged or of another
-    format."""
+    """Read an artifact folder. Raises UserError when it is missing, damaged, of another format, or
+    of a method that this version does not have."""
     path = Path(path)
     text = read_description(path, "artifact")
+    try:
+        method = parse(text["method"])
+    except UserError as error:
+        raise UserError(
+            f"{path} was calibrated by kvqjax {text.get('version')}, and its method is not of this version ({error}); "
+            "calibrate again"
+        ) from error
     constants = unflatten(
         {name: jnp.asarray(x) for name, x in read_arrays(path, text).items()}, text["runs"]
     )
-    return Artifact(parse(text["method"]), constants, text["fingerprint"], text["about"])
+    return Artifact(method, constants, text["fingerprint"], text["about"])

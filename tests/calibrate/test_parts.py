@@ -69,7 +69,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line():
 def test_a_transformed_layer_joins_the_chain():
     """AQUA-KV's calibration finds the transforms of a layer of klt too, which the layer above
     predicts from."""
-    text = f"{AQUA};1=klt:bits=2.5"
+    text = f"{AQUA};1=klt:bits=2.5,values=alone"
     ready = learnt(text)
     assert set(of_layer(ready, text, 1)["k"]) == {"mean", "into", "back"}
     assert len(kvq.generate(ready, [[5, 6, 7]], text, max_new_tokens=40).tokens[0]) == 40

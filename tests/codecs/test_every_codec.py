@@ -53,12 +53,9 @@ def constants_of(spec) -> dict:
     built = []
     jax.eval_shape(lambda: built.append(spec.build(WIDTH)))
     if isinstance(spec, Klt):  # a transform and the way back belong together
-        kept = built[0].needs["into"][1]
-        return {
-            "mean": jnp.zeros(WIDTH),
-            "into": jnp.eye(WIDTH)[:, :kept],
-            "back": jnp.eye(WIDTH)[:kept],
-        }
+        groups, size, kept = built[0].needs["into"]
+        into = jnp.broadcast_to(jnp.eye(size)[None, :, :kept], (groups, size, kept))
+        return {"mean": jnp.zeros(WIDTH), "into": into, "back": jnp.swapaxes(into, 1, 2)}
     random = np.random.default_rng(0)
     of_one_layer = {
         name: made_up(name, (1, *shape), random)[0] for name, shape in built[0].needs.items()

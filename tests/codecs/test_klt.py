@@ -9,7 +9,15 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.calibrate import klt
-from kvqjax.codecs.klt import ERRORS, REACH, Klt, _times_in_bfloat16, bits_of_ranks, codes_of, points_of
+from kvqjax.codecs.klt import (
+    ERRORS,
+    REACH,
+    Klt,
+    _times_in_bfloat16,
+    bits_of_ranks,
+    codes_of,
+    points_of,
+)
 from kvqjax.model.rope import rotate
 
 WIDTH, TOKENS = 64, 4096
@@ -89,8 +97,8 @@ def test_bits_by_rank_beat_equal_bits_by_what_theory_says():
 
 def test_one_token_far_out_is_not_clipped():
     """A token 12 deviations out along the first coefficient keeps its place within half a step of
-    its points, which are evenly spaced in asinh x. A tenth of that is for the other coefficients,
-    whose points next to 0 are not 0."""
+    that coefficient's points, which are evenly spaced in asinh x. The other coefficients are 0 and
+    get the points next to 0."""
     x, costs = _correlated()
     covariance = np.cov(x.T)
     first = np.linalg.eigh(np.sqrt(costs) @ covariance @ np.sqrt(costs))[1][:, -1] / np.sqrt(
@@ -104,8 +112,17 @@ def test_one_token_far_out_is_not_clipped():
     found = np.asarray(
         codec.decode(constants, codec.encode(constants, jnp.asarray(far[None], jnp.float32)))
     )[0]
-    half_step = np.arcsinh(REACH) / (2 ** bits_of_ranks(WIDTH, 2.0, 1.0)[0] - 1)
-    assert np.linalg.norm(found - far) < 1.1 * half_step * np.linalg.norm(far - x.mean(0))
+    # What an error e costs is e^T M e, to which coefficient i adds its square times sigma_i^2.
+    back = np.asarray(constants["back"][0], np.float64)
+    sigma = np.sqrt(np.einsum("ri,ij,rj->r", back, costs, back))
+    scale = 12 / np.sqrt(len(back)) * 2 ** (1 / 32)  # of the token, rounded up by half a step
+    ranks = bits_of_ranks(WIDTH, 2.0, 1.0)[: len(back)]
+    half_step = 12 * np.arcsinh(REACH) / (2 ** ranks[0] - 1)
+    near_zero = [float(abs(points_of(codes_of(jnp.zeros(()), bits), bits))) for bits in ranks]
+    errors = np.array([half_step, *(scale * np.array(near_zero[1:]))])
+    error = found - far
+    assert error @ costs @ error < 1.01 * np.square(errors * sigma).sum()
+    assert ranks[0] == 8
 
 
 def test_all_coefficients_give_the_vector_back():

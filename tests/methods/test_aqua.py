@@ -309,8 +309,8 @@ def test_operations_of_transforms_count():
     config = llama(28, 1024)
     layout = CacheLayout(shape=config.kv_shape, method=KLT, capacity=1, dtype="float32")
     sizes = [run.wiring.wanted() for run in runs_of(layout)]
-    kept = sum(sizes[-1][source]["back"][0] for source in ("k", "v"))
-    first = sum(sizes[0][source]["back"][0] for source in ("k", "v"))
+    kept = sum(sizes[-1][source]["back"][1] for source in ("k", "v"))
+    first = sum(sizes[0][source]["back"][1] for source in ("k", "v"))
     assert flops_per_token(KLT, config) == flops_per_token(aqua(), config) + 2 * 1024 * (
         27 * kept + first
     )
@@ -324,7 +324,7 @@ def test_bits_of_transforms_are_any_number():
     )
     assert proper_bits(
         aqua(bits=2.25, backbone="klt", first_bits=2.25), llama(32, 1024)
-    ) == pytest.approx(2.25 + 1 / 64, abs=0.002)
+    ) == pytest.approx(2.25 + 8 / 1024, abs=0.001)
     for text, said in (
         ("aqua:bits=2.25", "bits=2.25; wanted a whole number"),
         ("aqua:bits=7,backbone=klt", "bits=7.0; wanted 0.125 to 6"),

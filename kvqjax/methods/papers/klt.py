@@ -140,7 +140,7 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
         # Every query head has the sums of all groups. Those of its own group are kept.
         by_group = means.reshape(*means.shape[:2], groups, -1, groups, numbers // groups)
         z = jnp.moveaxis(jnp.diagonal(by_group, axis1=2, axis2=4), -1, 3)  # [B, T, X, G, R]
-        matrices = jnp.concatenate([of_values["keys"], of_values["back"]], 1)
+        matrices = jnp.concatenate([of_values["from_keys"], of_values["back"]], 1)
         v = turned_back(matrices, z, of_values["mean"])  # [B, T, X, W]
         # Now every query head of a group has the channels of all heads of the group. X counts a
         # group's query heads: those of its first KV head, then those of the next.
@@ -158,12 +158,12 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
             reading=READING,
             summed=SharedValues(numbers, FEW_QUERIES, read, finish),
         ),
-        calibration=Calibration({"v": {"keys": (groups, kept, size)}}, fit=FIT),
+        calibration=Calibration({"v": {"from_keys": (groups, kept, size)}}, fit=FIT),
     )
 
 
 def _predicted(constants: dict, z: Float[Array, "*lead G R"]) -> Float[Array, "*lead W"]:
     """Predict values from the coefficients of coded keys: z F. The mean of values is that of their
     codec."""
-    predicted = times(z, constants["keys"])
+    predicted = times(z, constants["from_keys"])
     return predicted.reshape(*z.shape[:-2], -1)
