@@ -155,3 +155,8 @@ def test_an_artifact_whose_method_had_other_options_is_refused_in_one_line(tmp_p
     with pytest.raises(kvq.UserError, match="calibrate again") as error:
         kvq.load_artifact(path)
     assert "\n" not in str(error.value)
+
+
+def test_keys_predict_values_of_the_same_heads_alone():
+    with pytest.raises(kvq.UserError, match="transformed over different heads; values=alone"):
+        kvq.init_cache(tiny(), "klt:heads=own;0.v=klt:heads=all", 1, 64)

@@ -101,6 +101,10 @@ class Transformed(KeysAndValues):
         # Nothing makes layers of other codecs.
         assert isinstance(key, Klt)
         assert isinstance(value, Klt)
+        if key.channels != value.channels:
+            raise UserError(
+                "its keys and values are transformed over different heads; values=alone allows that"
+            )
         return _wired(self, key, value, config)
 
 
