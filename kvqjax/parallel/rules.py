@@ -353,9 +353,10 @@ def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
         return widths, fields
 
     def constants(wiring: Wiring, times: int) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Give the shapes of calibrated constants, with the first axis `times` as long."""
+        """Give the shapes of calibrated constants, with the first axis `times` as long. A single
+        number is an axis of one: all heads share it."""
         return {
-            (group, name): (times * shape[0], *shape[1:])
+            (group, name): (times * math.prod(shape[:1]), *shape[1:])
             for group, shapes in wiring.wanted().items()
             for name, shape in shapes.items()
         }
