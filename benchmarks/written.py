@@ -18,7 +18,7 @@ from benchmarks.results.rows import MODEL, Texts, references, scores, windows_of
 from kvqjax.data.corpora import read
 from kvqjax.model.loading import Model
 
-CACHE = "aqua:bits=2,backbone=klt,key_inputs=none,value_inputs=k,first_bits=3"
+CACHE = "klt:bits=2.0"
 SEQUENCES, LENGTH = 12, 1024  # of a calibration
 
 

@@ -32,9 +32,8 @@ BEGINNING = 128  # tokens that a row may begin with: system messages of chat tem
 # Around 1 a model writes what it expects of texts. At 0.8 half of the rows of SmolLM2-135M go round in
 # circles.
 TEMPERATURES = (1.0, 0.9, 1.2)
-MIN_P = (
-    0.02  # keeps a text together at all of these, and needs no sort of the vocabulary as top-p does
-)
+# Keeps a text together at all of these, and needs no sort of the vocabulary as top-p does.
+MIN_P = 0.02
 LEAST_ROWS = 4  # of a short calibration, so that it sees several beginnings
 ROWS = 16  # at a time, at most: an exact cache of 16 x 1024 tokens takes 2 GB with 128 KB a token
 # Rows of 1024 tokens by people repeat 1 to 25 of 100 spans of four tokens; one that repeats more than

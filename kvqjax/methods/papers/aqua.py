@@ -124,9 +124,9 @@ def aqua(
     With the defaults, Llama-3.1-8B stores 2.078 bits per channel. Raises UserError for values that
     are not listed here.
     """
-    if key_inputs == "none" and value_inputs in ("k", "none"):
+    if (key_inputs, value_inputs) == ("none", "k"):
         raise UserError(
-            f"key_inputs=none,value_inputs={value_inputs} needs no layer below, and AQUA-KV is a chain of layers; "
+            "key_inputs=none,value_inputs=k needs no layer below, and AQUA-KV is a chain of layers; "
             "klt:values=keys predicts values from the keys of their own layer"
         )
     shared = {"rope": rope, "window": window, "unit": buffer}
