@@ -136,7 +136,9 @@ def test_constants_of_the_form_before_are_refused_in_one_line():
     (run,) = model.constants
     before = {
         source: {
-            name: x[:, 0] if x.ndim > 2 else x for name, x in run[source].items() if name != "from_keys"
+            name: x[:, 0] if x.ndim > 2 else x
+            for name, x in run[source].items()
+            if name != "from_keys"
         }
         for source in run
     }
