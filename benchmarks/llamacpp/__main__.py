@@ -65,6 +65,8 @@ REAL = (
     "kivi:bits=4,group=64",
     "kivi:bits=2,group=64",
     "higgs:bits=2",
+    "klt:bits=2.0",
+    "klt:bits=2.25,heads=own",
 )
 PROMPTED = ("exact", "kivi:bits=2,group=128", "kivi:bits=2,group=64")
 CHUNK = 512

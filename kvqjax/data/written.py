@@ -142,10 +142,10 @@ def _batch(
         min_p=MIN_P,
         ignore_eos=True,
     )
-    made = 0
+    tokens_written = 0
     for piece in pieces:
-        made += len(piece.tokens[0])
-        progress(made / new)
+        tokens_written += len(piece.tokens[0])
+        progress(tokens_written / new)
     rows = [
         [*prompt, *ids][:length] for prompt, ids in zip(prompts, pieces.result.tokens, strict=True)
     ]

@@ -367,9 +367,10 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
                         f"{missing}: {_calibration(layout.method, model, group, [run.count, *shape])}"
                     )
                 if array.shape != (run.count, *shape):
-                    wrong = f"constant {group}.{name} has shape {array.shape}, wanted {(run.count, *shape)}"
-                    again = _calibration(layout.method, model, group, [run.count, *shape])
-                    raise UserError(f"{wrong}: {again}")
+                    expected = (run.count, *shape)
+                    cause = f"constant {group}.{name} has shape {array.shape}, wanted {expected}"
+                    remedy = _calibration(layout.method, model, group, list(expected))
+                    raise UserError(f"{cause}: {remedy}")
     return entries
 
 
