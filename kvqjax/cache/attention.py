@@ -31,6 +31,7 @@ from kvqjax.cache.layout import (
     takes_recent,
 )
 from kvqjax.cache.readers.blocks import attend_by_blocks
+from kvqjax.cache.readers.coefficients import attend_by_coefficients
 from kvqjax.cache.readers.decoded import attend_decoded
 from kvqjax.cache.readers.kernel import attend_by_kernel, attend_with_recent
 from kvqjax.cache.readers.stored import attend_stored
@@ -189,6 +190,7 @@ def _attend_without_kernel(call: BodyCall, carry: Carry) -> tuple[Partial, Carry
 ATTEND: dict[str, Attend] = {
     "kernel": lambda call, carry: attend_by_kernel(call, carry, _attend_without_kernel),
     "stored": attend_stored,
+    "coefficients": attend_by_coefficients,
     "decoded": attend_decoded,
     "tiles": attend_in_tiles,
     "blocks": attend_by_blocks,

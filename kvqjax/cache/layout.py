@@ -9,22 +9,23 @@
 
 `kvqjax.cache.runs` plans the runs of a layout.
 
-The choice of a reader. A reader is one of five ways in which attention reads an encoded body; each
+The choice of a reader. A reader is one of six ways in which attention reads an encoded body; each
 has a file in kvqjax/cache/readers/. The first line of this table that takes a body is its reader.
 The choice is static.
 
-| reader    | takes                                                               | on                              |
-|-----------|---------------------------------------------------------------------|---------------------------------|
-| `kernel`  | packed bodies in the table of kernels, a few new tokens             | TPUs; GPUs after a check        |
-| `stored`  | uniform codes and exact rows as they lie, up to 16 or 64 new tokens | by heads on GPUs, else by words |
-| `decoded` | what else a GPU stores, up to 16 new tokens                         | GPUs                            |
-| `tiles`   | all of these, 128 new tokens and more                               | GPUs, TPUs                      |
-| `blocks`  | any body, any number of new tokens                                  | everywhere                      |
+| reader         | takes                                                   | on                              |
+|----------------|---------------------------------------------------------|---------------------------------|
+| `kernel`       | packed bodies in the table of kernels, a few new tokens | TPUs; GPUs after a check        |
+| `stored`       | uniform codes and exact rows, up to 16 or 64 new tokens | by heads on GPUs, else by words |
+| `coefficients` | coefficients in stripes, up to 16 new tokens            | CPUs                            |
+| `decoded`      | what else a GPU stores, up to 16 new tokens             | GPUs                            |
+| `tiles`        | all of these, 128 new tokens and more                   | GPUs, TPUs                      |
+| `blocks`       | any body, any number of new tokens                      | everywhere                      |
 
 Rings (sliding windows) and bodies that evict tokens (`keep=`) are for `blocks` alone. `kernel`
 takes no body whose scores have a cap.
 
-`stored` (by words), `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the
+`stored` (by words), `coefficients`, `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the
 others the pages of one layer are put side by side first."""
 
 import dataclasses
@@ -316,10 +317,13 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
         most = run.lanes // max(1, batch // 2)
     else:
         most = 0
-    if run.wraps or not most:
-        return run.reading
-    # `reading` divides the body into so many pieces. A read is some of them, and reads are as even
-    # as pieces allow.
+    return run.reading if run.wraps or not most else evenly(run, most)
+
+
+def evenly(run: RunLayout, most: int) -> int:
+    """Choose how many tokens of a row are read at a time: at most `most`, but at least
+    `run.reading`, and as evenly as that allows."""
+    # `reading` divides the body into so many pieces. A read is some of them.
     pieces = run.slots_here // run.reading
     count = -(-pieces // max(1, most // run.reading))
     return run.within_pages(run.reading * -(-pieces // max(1, count)))
@@ -374,7 +378,7 @@ def shared_values(ask: Ask) -> SharedValues | None:
 
     Returns:
         How to read and map such values. None: each head's own values are summed."""
-    if reads_by_heads(ask):
+    if reads_by_heads(ask) or _as_coefficients(ask):
         return None  # they are read as they are stored
     run, fast = ask.run, ask.run.wiring.fast
     few_queries = is_linear(ask) and ask.length <= FEW_QUERIES
@@ -422,6 +426,14 @@ def _as_stored(ask: Ask) -> bool:
     return reads_by_heads(ask) or _reads_words(ask)
 
 
+def _as_coefficients(ask: Ask) -> bool:
+    """Say whether a CPU's few queries read coefficients with tokens on the last axis. The tokens of
+    a block must follow each other."""
+    run = ask.run
+    coefficients = run.wiring.fast.coefficients is not None
+    return coefficients and is_linear(ask) and run.deal.parts == 1 and ask.length <= FEW_QUERIES
+
+
 def _decoded(ask: Ask) -> bool:
     """Say whether XLA decodes large parts of the body, in loops of static length, as for bodies on
     GPUs.
@@ -446,6 +458,7 @@ def _in_tiles(ask: Ask) -> bool:
 READERS: dict[str, Callable[[Ask], bool]] = {
     "kernel": _by_kernel,
     "stored": _as_stored,
+    "coefficients": _as_coefficients,
     "decoded": _decoded,
     "tiles": _in_tiles,
     "blocks": lambda ask: True,
@@ -463,7 +476,8 @@ def reads_pages(reader: str, ask: Ask) -> bool:
     packed = ask.run.wiring.fast.packed
     if reader == "kernel":
         return packed is not None and takes_pages(packed.spec, _kernel_chip(ask), ask.run.page)
-    return reader == "blocks" or (reader == "stored" and not reads_by_heads(ask))
+    by_blocks = reader in ("blocks", "coefficients")
+    return by_blocks or (reader == "stored" and not reads_by_heads(ask))
 
 
 def reader_without_kernel(ask: Ask) -> str:

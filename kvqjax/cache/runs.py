@@ -55,6 +55,7 @@ from kvqjax.cache.layout import (
     RunLayout,
     reader_of,
 )
+from kvqjax.codecs.base import Codec
 from kvqjax.codecs.uniform import GroupError
 from kvqjax.methods import parse
 from kvqjax.methods.grammar import read_text
@@ -156,8 +157,13 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
     Returns:
         The wiring, with a direct form or a packed one, never both."""
-    if layout.form == "stripes":
-        wiring = _striped(wiring, layout, shape)
+    keeps_all = shape.window is None and layout.method.keep is None
+    # Rings of sliding windows and evicted bodies are read block by block alone, and sums over
+    # short bodies save less time than they take to compile.
+    if layout.form == "stripes" and keeps_all and layout.capacity >= LEAST_STRIPED:
+        wiring = _striped(wiring, shape)
+    else:
+        wiring = wiring.having(fast={"coefficients": None})
     # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form
     # "heads".
     if layout.form != "heads" or wiring.fast.direct is None:
@@ -174,41 +180,42 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
 
-def _striped(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
-    """Store codes of keys in lines and of values in stripes where sums of
-    kvqjax.pallas_kernels.few_queries read them: uniform ones of long bodies that keep all tokens.
+def _striped(wiring: Wiring, shape: KVShape) -> Wiring:
+    """Store a long body that keeps all tokens as a CPU's few queries read it: coefficients in
+    stripes; uniform codes, which sums of kvqjax.pallas_kernels.few_queries read, of keys in lines
+    and of values in stripes.
 
     Args:
         wiring: With the cache's dtype.
-        layout: The cache's layout.
         shape: The layer's shape.
 
     Returns:
         The wiring, unchanged where its body is another one."""
+    codecs = wiring.storage.codecs
+    if wiring.fast.coefficients is not None:
+        codecs = {source: _in_stripes(codec) for source, codec in codecs.items()}
+        return wiring.having(storage={"codecs": codecs})
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring
-    # Rings of sliding windows and evicted bodies are not read by these sums, which want slots in
-    # the tokens' order.
-    keeps_all = shape.window is None and layout.method.keep is None
     # No word of keys may have channels of two heads: they are read head by head, and split over
     # devices by heads.
     whole_words = all(shape.head_dim * bits % 32 == 0 for bits in split_bits(packed.spec.key_bits))
-    if not (keeps_all and whole_words) or layout.capacity < LEAST_STRIPED:
+    if not whole_words:
         return wiring
-
-    def stored(codec, **form):
-        codes = dataclasses.replace(codec.fields["codes"], **form)
-        return codec._replace(fields=codec.fields | {"codes": codes})
-
-    codecs = wiring.storage.codecs
-    keys, values = (
-        stored(codecs["k"], form="lines", heads=shape.num_kv_heads),
-        stored(codecs["v"], form="stripes"),
-    )
-    codecs = codecs | {"k": keys, "v": values}
+    lines = dataclasses.replace(codecs["k"].fields["codes"], form="lines", heads=shape.num_kv_heads)
+    keys = codecs["k"]._replace(fields=codecs["k"].fields | {"codes": lines})
+    codecs = codecs | {"k": keys, "v": _in_stripes(codecs["v"])}
     packed = packed._replace(spec=dataclasses.replace(packed.spec, striped=True))
     return wiring.having(storage={"codecs": codecs}, fast={"packed": packed})
+
+
+def _in_stripes(codec: Codec) -> Codec:
+    """Store a codec's codes in stripes."""
+    fields = {}
+    for name, field in codec.fields.items():
+        fields[name] = dataclasses.replace(field, form="stripes") if field.packed else field
+    return codec._replace(fields=fields)
 
 
 def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:

@@ -193,6 +193,17 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = 
 
     Returns:
         What the codecs decode, {source: {field: [B, size, ..]}}."""
+    return _fields_of(run, state, layer, at, size, pages, lambda packing: packing.read)
+
+
+def codes_last(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = None) -> dict:
+    """Read and unpack the codes of some body tokens of stripes, tokens on the last axis: {source:
+    {field: [B, W, size]}}. The arguments are those of `payload_of`."""
+    return _fields_of(run, state, layer, at, size, pages, lambda packing: packing.read_last)
+
+
+def _fields_of(run, state, layer, at, size: int, pages: Pages, reading: Callable) -> dict:
+    """Read every field by the function that `reading` names of its packing."""
     if run.page:
         assert pages is not None
         # The body becomes one of this layer and of these slots alone, which is read from its
@@ -203,7 +214,7 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = 
     for source, codec in run.wiring.storage.codecs.items():
         stored = state.body[source]
         payload[source] = {
-            name: field.packing.read(stored[name], layer, at, size)
+            name: reading(field.packing)(stored[name], layer, at, size)
             for name, field in codec.fields.items()
         }
     return payload

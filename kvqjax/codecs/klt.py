@@ -42,6 +42,7 @@ from kvqjax.codecs.base import Codec, Fit
 from kvqjax.ops.finite import wide
 from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.base import PLANE
+from kvqjax.ops.xla_workarounds import made_once
 
 FIT = Fit("kvqjax.calibrate.klt")
 # Points of codes of few bits are evenly spaced, so that a code is a number without a table. The
@@ -124,6 +125,11 @@ class Klt:
         groups, _ = self.groups(width)
         return functools.partial(_coefficients, self, groups, _levels(self.ranks(width)))
 
+    def coefficients_last(self, width: int) -> Callable[[dict], Float[Array, "B G R S"]]:
+        """Make the function that does the same for codes [B, channels, S], tokens last."""
+        groups, _ = self.groups(width)
+        return functools.partial(_coefficients_last, self, groups, _levels(self.ranks(width)))
+
     def summed_form(self, width: int) -> tuple[int, Callable, Callable]:
         """Describe how values are summed as coefficients, as `Linear` of kvqjax.codecs.base says.
 
@@ -199,7 +205,8 @@ def codes_of(numbers: Float[Array, "*S"], bits: int) -> UInt[Array, "*S"]:
 def points_of(codes: UInt[Array, "*S"], bits: int) -> Float[Array, "*S"]:
     """Give the numbers that codes of `bits` bits stand for, float32."""
     middle = ((1 << bits) - 1) / 2
-    centred = codes.astype(jnp.float32) - middle
+    # Converting unsigned integers is slow on x86.
+    centred = codes.astype(jnp.int32).astype(jnp.float32) - middle
     if bits in STEPS:
         return centred * STEPS[bits]
     return jnp.sinh(centred * (math.asinh(REACH) / middle))
@@ -215,7 +222,8 @@ def _scale_codes(scale: Float[Array, "*S"]) -> UInt[Array, "*S"]:
 def _scales(codes: UInt[Array, "*S"]) -> Float[Array, "*S"]:
     """Give the scales that codes stand for, float32. Code 0 stands for 0: such a token is the
     mean."""
-    scale = jnp.exp2((codes.astype(jnp.float32) - SCALE_MIDDLE) / SCALE_STEPS)
+    steps = codes.astype(jnp.int32) - SCALE_MIDDLE
+    scale = jnp.exp2(steps.astype(jnp.float32) / SCALE_STEPS)
     return jnp.where(codes == 0, 0.0, scale)
 
 
@@ -276,6 +284,24 @@ def _coefficients(
     if spec.scale == "none":
         return z
     return z * _scales(tile["scale"].astype(jnp.uint32))[..., None]
+
+
+def _coefficients_last(
+    spec: Klt, groups: int, levels: list[tuple[int, int, int]], codes: dict
+) -> Float[Array, "B G R S"]:
+    """Read coefficients as `_coefficients` does, of codes with tokens on the last axis."""
+    scale: Array | None = None
+    if spec.scale == "token":
+        scale = _scales(codes["scale"])
+        # In rows, so that the product by which a CPU makes them once is small.
+        in_rows = made_once(scale.reshape(*scale.shape[:2], -1, PLANE))
+        scale = in_rows.reshape(len(scale), groups, 1, -1)
+    numbers = []
+    for bits, _, count in levels:
+        level = codes[f"codes{bits}"]
+        points = points_of(level, bits).reshape(len(level), groups, count, -1)
+        numbers.append(points if scale is None else points * scale)
+    return jnp.concatenate(numbers, 2)
 
 
 def _codec(spec: Klt, width: int) -> Codec:

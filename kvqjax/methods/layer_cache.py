@@ -201,6 +201,24 @@ class SharedValues(NamedTuple):
     finish: Callable
 
 
+class Coefficients(NamedTuple):
+    """A body of coefficients in groups of neighbouring KV heads, as few queries on a CPU read it:
+    with tokens on the last axis, as stripes store them (kvqjax/cache/readers/coefficients.py).
+
+    Attention sums coefficients, and the sums are mapped to values once a query."""
+
+    groups: int  # G
+    width: int  # N, the coefficients that are summed of a token and group
+    # Codes {source: {field: [B, W, S]}} -> coefficients {source: [B, G, R, S]}, times their scales.
+    read: Callable
+    # (constants, coefficients) -> keys [B, K, D, S] before RoPE
+    keys: Callable
+    # (coefficients, weights [B, G, X, S]) -> sums [B, G, X, N]
+    sums: Callable
+    # (constants, means [B, T, H, N] of each query head's own group) -> values [B, T, H, D]
+    finish: Callable
+
+
 class MixedKeys(NamedTuple):
     """Body keys whose transform mixes the channels of every head alike, and mixes heads by a
     matrix. Queries are multiplied by the matrix once (`kvqjax.ops.attention`), so that cached keys
@@ -222,6 +240,7 @@ class Fast(NamedTuple):
     # CPU.
     summed: SharedValues | None = None
     mixed: MixedKeys | None = None  # keys whose heads the queries mix, on a CPU or GPU
+    coefficients: Coefficients | None = None  # few queries on a CPU read coefficients, tokens last
     # Tokens that are decoded at a time, where the body's block is smaller and divides them.
     reading: int = 1
     before_rope: bool = False  # `expand` rotates keys by RoPE

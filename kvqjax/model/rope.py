@@ -221,6 +221,23 @@ def unrotated(
     return _turned(x, _waves(_angles(-positions, config), 1.0))
 
 
+def turned_from_first(x: Float[Array, "*B D S"], config: KVShape) -> Float[Array, "*B D S"]:
+    """Turn the heads of S consecutive tokens, tokens on the last axis, as if the first of them had
+    position 0. A query meets them that is turned back by the first one's true position
+    (`unrotated`): then nothing is computed of positions but a table that no data changes."""
+    if config.turning is None or config.turning.kind == "none":
+        return x
+    # Numbers of the program. Computed by it, a cosine takes a CPU as long as twenty products.
+    angles = np.outer(inverse_frequencies(config).astype(np.float64), np.arange(x.shape[-1]))
+    factors = np.broadcast_to(pair_factors(config), len(angles))[:, None]
+    cos, sin = (
+        np.expand_dims((wave * factors).astype(np.float32), tuple(range(x.ndim - 2)))
+        for wave in (np.cos(angles), np.sin(angles))
+    )
+    first, second = jnp.split(x, 2, axis=-2)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -2)
+
+
 def positions_of_layer(
     positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:

@@ -104,21 +104,45 @@ def _accumulate(
     values."""
     # A value that no query sees may be infinite, and 0 x inf is NaN.
     v = jnp.where(mask.any(1)[:, :, None, None], v, 0)
-    scores = capped(scores_of(q, k), softcap)
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+
+    def sums(weights):
+        # [B, J, H / J, T, S]
+        by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
+        return sums_of(by_value, v).reshape(state.acc.shape)
+
+    return folded(state, scores_of(q, k), mask, softcap, sums)
+
+
+def folded(
+    state: Running,
+    scores: Float[Array, "B K G T S"],
+    mask: Bool[Array, "B T S"],
+    softcap: float | None,
+    sums: Callable[[Float[Array, "B K G T S"]], Float[Array, "B K G T D"]],
+) -> Running:
+    """Fold the scores of one block into the running softmax.
+
+    Args:
+        state: of the blocks before.
+        scores: of the block's keys, not yet capped.
+        mask: the tokens that each query sees.
+        softcap: caps the scores (`capped`); None: no cap.
+        sums: sums the block's values under the weights that it is given.
+
+    Returns:
+        The state after the block.
+    """
+    scores = jnp.where(mask[:, None, None], capped(scores, softcap), -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))
     # A finite stand-in for the peak of an all-masked row keeps exp(-inf - -inf) from becoming NaN.
     safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
     weights = jnp.exp(scores - safe[..., None])
     decay = jnp.exp(state.peak - safe)
-    # [B, J, H / J, T, S]
-    by_value = weights.astype(v.dtype).reshape(v.shape[0], v.shape[2], -1, *weights.shape[3:])
-    update = sums_of(by_value, v)
-    acc = state.acc * decay[..., None] + update.reshape(state.acc.shape)
+    acc = state.acc * decay[..., None] + sums(weights)
     return Running(peak, state.total * decay + weights.sum(-1), acc)
 
 
-def _start(q: Float[Array, "B K G T D"], width: int) -> Running:
+def start(q: Float[Array, "B K G T D"], width: int) -> Running:
     """Make the online softmax of queries that have seen nothing, for values of `width` channels."""
     shape = q.shape[:-1]
     return Running(
@@ -149,7 +173,7 @@ def segment_attention(
 ) -> Partial:
     """Attend to S exact tokens at once. `mask[b, t, s]` is True where query t may see token s."""
     by_head = grouped(q, k.shape[2])
-    return finish(_accumulate(_start(by_head, v.shape[-1]), by_head, k, v, mask, softcap))
+    return finish(_accumulate(start(by_head, v.shape[-1]), by_head, k, v, mask, softcap))
 
 
 def blockwise_attention(
@@ -201,8 +225,8 @@ def blockwise_attention(
             k, v = (x.reshape(*x.shape[:2], 1, -1) for x in (k, v))
         return _accumulate(state, by_head, k, v, mask, softcap), carry
 
-    start = _start(by_head, width or by_head.shape[-1])
-    state, carry = jax.lax.fori_loop(first, last, step, (start, carry))
+    unseen = start(by_head, width or by_head.shape[-1])
+    state, carry = jax.lax.fori_loop(first, last, step, (unseen, carry))
     if lanes:
         state = _own_lanes(state, kv_heads, by_head=width is None)
     return finish(state), carry

@@ -83,17 +83,18 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
 
 
 @pytest.mark.parametrize(
-    ("form", "target"),
+    ("name", "form", "target"),
     [
-        pytest.param("stripes", "cpu", marks=pytest.mark.nightly),
-        ("planes", "v5e"),
-        ("heads", "sm90"),
+        pytest.param("kivi2", "stripes", "cpu", marks=pytest.mark.nightly),
+        ("klt-own", "stripes", "cpu"),
+        ("kivi2", "planes", "v5e"),
+        ("kivi2", "heads", "sm90"),
     ],
 )
-def test_forms_of_all_chips_lie_in_pages(form, target):
+def test_forms_of_all_chips_lie_in_pages(name, form, target):
     """As CPUs store long bodies, and TPUs and GPUs; the readers of these two want pages side by
     side."""
-    model, method = model_and_method("kivi2")
+    model, method = model_and_method(name)
     options = {"form": form, "target": target, "kernels": "off"}
     plain = kvq.init_cache(model, method, ROWS, 5000, **options)
     paged = shuffled(kvq.init_cache(model, method, ROWS, 5000, pages=20, **options), (603, 252))

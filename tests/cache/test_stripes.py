@@ -1,10 +1,10 @@
-"""Codes in lines and stripes, the form of CPUs: the same as in planes."""
+"""Codes in lines and stripes, the form of CPUs, are the same as in planes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_nightly
+from cases import with_constants, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -18,6 +18,8 @@ SPECS = (
     "kivi:bits=4,value_group=16,sinks=4",
     "kivi:bits=3,group=64",
     "kivi:bits=8,sinks=4",
+    "klt:bits=2.5,heads=own,buffer=32",
+    "klt:bits=1.3,buffer=32",
 )
 BOTH = {"lines", "stripes"}  # of keys and of values
 # Float32: sums of 16 products in another order.
@@ -37,17 +39,22 @@ def filled(model, spec, form, steps=3):
 
 
 def held(cache):
+    """The forms of all codes of a cache."""
     codecs = [run.wiring.storage.codecs[source] for run in runs_of(cache.layout) for source in "kv"]
-    return {codec.fields["codes"].form for codec in codecs}
+    fields = [field for codec in codecs for field in codec.fields.values()]
+    return {field.form for field in fields if field.packed}
 
 
-@pytest.mark.parametrize("spec", with_nightly(SPECS, ["kivi:bits=8,sinks=4"]))
+@pytest.mark.parametrize(
+    "spec", with_nightly(SPECS, ["kivi:bits=8,sinks=4", "klt:bits=1.3,buffer=32"])
+)
 def test_the_same_codes_and_logits_as_in_planes(spec):
-    model = tiny(head_dim=32)
+    model = with_constants(tiny(head_dim=32), kvq.parse(spec))
     (wanted, planes), (found, stripes) = (
         filled(model, spec, form) for form in ("planes", "stripes")
     )
-    assert (held(planes), held(stripes)) == ({"planes"}, BOTH)
+    in_stripes = {"stripes"} if spec.startswith("klt") else BOTH
+    assert (held(planes), held(stripes)) == ({"planes"}, in_stripes)
     np.testing.assert_allclose(found, wanted, atol=BOUND * np.abs(wanted).max())
     back = convert(stripes, **CANONICAL)
     assert jax.tree.structure(back) == jax.tree.structure(planes)
@@ -60,7 +67,7 @@ def test_the_same_codes_and_logits_as_in_planes(spec):
         np.testing.assert_array_equal(a, b)
 
 
-def test_long_bodies_of_uniform_codes_on_cpus_have_them_and_no_others():
+def test_long_bodies_of_uniform_codes_and_coefficients_on_cpus_have_them_and_no_others():
     model = tiny()
 
     def kind(spec, capacity=4096, model=model, **more):
@@ -78,6 +85,9 @@ def test_long_bodies_of_uniform_codes_on_cpus_have_them_and_no_others():
         "32 codes of a head fill a word"
     )
     assert kind("kvquant:bits=3") == {"planes"}
+    assert kind("klt:heads=own") == {"stripes"}
+    assert kind("klt:heads=own", 4095) == kind("klt", target="v5e") == {"planes"}
+    assert kind("klt:values=alone") == {"planes"}, "values are decoded there"
 
 
 def test_no_kernel_reads_them():

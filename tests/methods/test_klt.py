@@ -16,7 +16,7 @@ from kvqjax.cache.runs import runs_of
 from kvqjax.codecs.klt import REACH, STEPS
 from kvqjax.parallel.rules import shares_heads
 
-SINKS, UNIT, OLD = 3, 32, 300  # OLD: tokens that the cache holds before the call that is checked
+SINKS, UNIT = 3, 32
 SPECS = {heads: f"klt:bits=2.5,heads={heads},buffer=32,sinks=3" for heads in ("all", "own", "2")}
 
 
@@ -91,36 +91,40 @@ def _ready(spec: str):
     return with_constants(model, kvq.parse(spec))
 
 
-@pytest.mark.parametrize("form", ["planes", "heads"])
+@pytest.mark.parametrize(
+    ("form", "rows", "capacity", "length"),
+    [("planes", 2, 1024, 300), ("heads", 2, 1024, 300), ("stripes", 4, 4096, 1100)],
+)
 @pytest.mark.parametrize("heads", SPECS)
-def test_every_reader_is_the_oracle(heads, form):
+def test_every_reader_is_the_oracle(heads, form, rows, capacity, length):
     """One new token, whose values are summed as coefficients, and 150, which read decoded values;
-    in planes and head by head, as GPUs store bodies. Sums of a few hundred float32 products err by
-    some 2^-20 of their terms."""
+    in planes, head by head, as GPUs store bodies, and in stripes, as CPUs store long ones and read
+    four rows 1024 tokens at a time. Sums of a few hundred float32 products err by some 2^-20 of
+    their terms. `length` tokens are in the cache before."""
     model = _ready(SPECS[heads])
     config, rng = model.config, np.random.default_rng(0)
-    shape = 2, OLD + 150, 4, config.head_dim
+    shape = rows, length + 150, 4, config.head_dim
     k, v, queries = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(3))
-    cache = kvq.init_cache(config.kv_shape, SPECS[heads], 2, 1024, form=form)
-    held = jnp.full(2, OLD)
-    old = queries[:, :OLD], k[:, :OLD], v[:, :OLD]
+    cache = kvq.init_cache(config.kv_shape, SPECS[heads], rows, capacity, form=form)
+    held = jnp.full(rows, length)
+    old = queries[:, :length], k[:, :length], v[:, :length]
     _, new = kvq.attend_layer(cache, 0, *old, held, constants=model.constants)
     cache = kvq.append(cache, [new], held, constants=model.constants)
-    encoded = (OLD - SINKS) // UNIT * UNIT
+    encoded = (length - SINKS) // UNIT * UNIT
     body = slice(SINKS, SINKS + encoded)
     keys, values = (np.array(x, np.float64) for x in (k, v))
     decoded = _decoded(cache, 0, model.constants[0], encoded)
-    keys[:, body], values[:, body] = (x.reshape(2, encoded, 4, -1) for x in decoded)
+    keys[:, body], values[:, body] = (x.reshape(rows, encoded, 4, -1) for x in decoded)
     rotated = _rotated(keys, config)
     for count in (1, 150):
-        span = slice(OLD, OLD + count)
+        span = slice(length, length + count)
         got, _ = kvq.attend_layer(
-            cache, 0, queries[:, span], k[:, span], v[:, span], jnp.full(2, count),
+            cache, 0, queries[:, span], k[:, span], v[:, span], jnp.full(rows, count),
             constants=model.constants,
         )  # fmt: skip
-        stop = OLD + count
+        stop = length + count
         q = _rotated(np.asarray(queries, np.float64), config)[:, span]
-        wanted = _attended(q, rotated[:, :stop], values[:, :stop], OLD)
+        wanted = _attended(q, rotated[:, :stop], values[:, :stop], length)
         np.testing.assert_allclose(got, wanted, atol=2.0**-14 * np.abs(values).max())
 
 

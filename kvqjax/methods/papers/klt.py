@@ -27,7 +27,14 @@ from kvqjax.codecs.base import for_heads
 from kvqjax.codecs.klt import FIT, KEY_SLOPE, VALUE_SLOPE, Klt, kept_of, times, turned_back
 from kvqjax.methods.direct import FEW_QUERIES
 from kvqjax.methods.keys_values import READING, KeysAndValues, keys_and_values
-from kvqjax.methods.layer_cache import Calibration, Clock, Fast, SharedValues, Wiring
+from kvqjax.methods.layer_cache import (
+    Calibration,
+    Clock,
+    Coefficients,
+    Fast,
+    SharedValues,
+    Wiring,
+)
 from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
 
@@ -139,21 +146,46 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
         return z.reshape(*z.shape[:2], -1)
 
     def finish(weights, constants, means):
-        """Turn means of coefficients into values of each query head's own KV head."""
-        of_values = constants["v"]
+        """Turn means of the coefficients of all groups into values of each query head's own KV
+        head."""
         # Every query head has the sums of all groups. Those of its own group are kept.
         by_group = means.reshape(*means.shape[:2], groups, -1, groups, numbers // groups)
-        z = jnp.moveaxis(jnp.diagonal(by_group, axis1=2, axis2=4), -1, 3)  # [B, T, X, G, R]
-        matrices = jnp.concatenate([of_values["from_keys"], of_values["back"]], 1)
-        v = turned_back(matrices, z, of_values["mean"])  # [B, T, X, W]
-        # Now every query head of a group has the channels of all heads of the group. X counts a
-        # group's query heads: those of its first KV head, then those of the next.
-        heads = size // config.head_dim  # KV heads of a group
-        v = v.reshape(*v.shape[:2], heads, -1, groups, heads, config.head_dim)
-        v = jnp.moveaxis(jnp.diagonal(v, axis1=2, axis2=5), -1, 3)  # [B, T, Q, heads, G, D]
-        # [B, T, G, heads, Q, D]
-        return v.transpose(0, 1, 4, 3, 2, 5).reshape(*means.shape[:3], config.head_dim)
+        own_group = jnp.moveaxis(jnp.diagonal(by_group, axis1=2, axis2=4), -1, 2)
+        return _values_of_heads(constants["v"], own_group, config)
 
+    def finish_groups(constants, means):
+        """Turn means of the coefficients of each query head's own group into its values."""
+        by_group = means.reshape(*means.shape[:2], groups, -1, numbers // groups)
+        return _values_of_heads(constants["v"], by_group, config)
+
+    read_last = {"k": key.coefficients_last(width), "v": value.coefficients_last(width)}
+
+    def keys(constants, z):
+        """Make keys [B, K, D, S] of their coefficients [B, G, R, S]."""
+        of_keys = constants["k"]
+        back = jnp.swapaxes(of_keys["back"].astype(jnp.float32), 1, 2)
+        # One for every row: with the axis of rows in one factor alone, XLA would give the product
+        # another order of axes, and transpose it.
+        back = jnp.broadcast_to(back, (len(z["k"]), *back.shape))
+        k = jnp.einsum("bgwr,bgrs->bgws", back, z["k"], precision="highest")
+        k = k + of_keys["mean"].astype(jnp.float32).reshape(1, groups, size, 1)
+        return k.reshape(len(k), config.num_kv_heads, config.head_dim, -1)
+
+    def sums(z, weights):
+        """Sum the coefficients of keys and values under weights [B, G, X, S]."""
+        both = [
+            jnp.einsum("bgxs,bgrs->bgxr", weights, z[part], precision="highest") for part in "kv"
+        ]
+        return jnp.concatenate(both, -1)
+
+    coefficients = Coefficients(
+        groups,
+        numbers // groups,
+        lambda codes: {part: read_last[part](codes[part]) for part in read_last},
+        keys,
+        sums,
+        finish_groups,
+    )
     return Wiring(
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
@@ -161,9 +193,36 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
             before_rope=True,
             reading=READING,
             summed=SharedValues(numbers, FEW_QUERIES, read, finish),
+            coefficients=coefficients,
         ),
         calibration=Calibration({"v": {"from_keys": (groups, kept, size)}}, fit=FIT),
     )
+
+
+def _values_of_heads(
+    constants: dict, means: Float[Array, "B T G X N"], config: KVShape
+) -> Float[Array, "B T H D"]:
+    """Turn means of coefficients into values.
+
+    Args:
+        constants: of values.
+        means: of the coefficients of group G's keys and values, for each of the X query heads of
+            the group.
+        config: the model's shape.
+
+    Returns:
+        The values of every query head.
+    """
+    batch, length, groups = means.shape[:3]
+    matrices = jnp.concatenate([constants["from_keys"], constants["back"]], 1)
+    # A query head gets the channels of all KV heads of its group. X counts the query heads of the
+    # group's first KV head, then those of the next.
+    v = turned_back(matrices, jnp.swapaxes(means, 2, 3), constants["mean"])  # [B, T, X, W]
+    heads = config.num_kv_heads // groups  # KV heads of a group
+    v = v.reshape(batch, length, heads, -1, groups, heads, config.head_dim)
+    # Those of its own KV head are kept: [B, T, Q, G, D, heads] -> [B, T, G, heads, Q, D]
+    v = jnp.diagonal(v, axis1=2, axis2=5).transpose(0, 1, 3, 5, 2, 4)
+    return v.reshape(batch, length, -1, config.head_dim)
 
 
 def _predicted(constants: dict, z: Float[Array, "*lead G R"]) -> Float[Array, "*lead W"]:

@@ -36,6 +36,7 @@ from kvqjax.ops.packing.base import (
     entry_index,
     pieces,
     placed,
+    split_bits,
     unpack,
     with_entries,
 )
@@ -247,3 +248,19 @@ class Stripes(Planes):
 
     def upright(self, words):
         return jnp.swapaxes(words, -1, -2).reshape(len(words), -1, self.width)
+
+    def read_last(self, stored, layer, token, count: int) -> UInt[Array, "B W count"]:
+        """Read `count` tokens from slot `token` on, whole blocks, with tokens on the last axis: the
+        order in which the words lie."""
+        codes, shift = jnp.uint32(0), 0
+        for words, bits in zip(stored, split_bits(self.bits), strict=True):
+            block_tokens, _ = self.entries(bits)
+            first, blocks = floor_divide(token, block_tokens), count // block_tokens
+            part = cut_tokens(words, layer, first, blocks, self.token_axis)
+            # [B, blocks, W, words] -> [B, W, blocks, places of a word, words]
+            part = jnp.swapaxes(part, 1, 2)[:, :, :, None]
+            places = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, 1, 1, -1, 1)
+            part = (part >> places) & jnp.uint32((1 << bits) - 1)
+            codes = codes | (part.reshape(*part.shape[:2], count) << shift)
+            shift += bits
+        return codes
