@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvqjax import calibrate
 from kvqjax._arguments import check_counts
 from kvqjax._errors import UserError
 from kvqjax._files import made_folder
 from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact, read_description
-from kvqjax import calibrate
 from kvqjax.data.tokens import TextLike
 from kvqjax.eval.comparison import Comparison, comparison
 from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent
@@ -38,9 +38,8 @@ from kvqjax.methods import Method, MethodLike, parse, policy, to_dict
 from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_model
 
-# Sequences that candidates are calibrated and scored on. All candidates see the same ones, so that
-# few of them rank candidates.
-LEARNT, SCORED, LENGTH = 16, 2, 1024
+# Sequences that candidates are calibrated and scored on.
+LEARNT, SCORED, LENGTH = 16, 4, 1024
 # Of the loop: tokens that are checked, of which the second half of every window is scored.
 CHECKED, CHUNK = 8192, 128
 MOST_BITS = 16
@@ -102,12 +101,6 @@ def tune(
     check_counts(context=context, runs=runs, kinds=kinds, sequences=sequences, length=length)
     method, bits = parse(method), checked_bits(bits)
     check_tuned(method, model.config)
-    length = min(length, model.config.max_position)
-    if length <= (first := encoded_from(model, method, length)):
-        raise UserError(
-            f"sequences of {length} tokens end before {method} reads what it has encoded; wanted "
-            f"more than {first}"
-        )
     candidates = candidates_of(method, model.config, bits)
     sizes = np.stack([bytes_of_layers(model, c, context) for c in candidates], 1)
     limit = bits / 8 * _numbers(model, candidates[0], context)
@@ -115,6 +108,12 @@ def tune(
     if least > bits:
         raise UserError(
             f"bits={bits:g} is below what {to_dict(method)['method']} reaches: {least:.3f} with everything counted"
+        )
+    length = min(length, model.config.max_position)
+    if length <= (first := encoded_from(model, method, length)):
+        raise UserError(
+            f"sequences of {length} tokens end before {method} reads what it has encoded; wanted "
+            f"more than {first}"
         )
     job = comparison(
         model,

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate import learns, xquant
 from kvqjax.calibrate.activations import Captured
 from kvqjax.calibrate.layerwise import of_model
 from kvqjax.calibrate.parts import Part, calibrated, captured_fitter
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.cache.runs import runs_for
 from kvqjax.eval.scores import token_scores
 from kvqjax.methods import Clock, Method, exact
 from kvqjax.model import decoder

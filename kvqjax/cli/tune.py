@@ -1,6 +1,5 @@
 """`kvqjax tune`: bits by layer for a method, where attention loses least by them."""
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
