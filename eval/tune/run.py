@@ -21,7 +21,7 @@ from kvqjax._errors import UserError
 from kvqjax._files import made_folder
 from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact, read_description
-from kvqjax.data.tokens import TextLike
+from kvqjax.data.tokens import TextLike, data_or_ids
 from kvqjax.eval.comparison import Comparison, comparison
 from kvqjax.eval.stamp import CONTEXT, Bar, ledger_of, silent
 from kvqjax.eval.tune.allotment import KINDS, RUNS, allotted, stretches
@@ -99,15 +99,16 @@ def tune(
     """
     check_model(model)
     check_counts(context=context, runs=runs, kinds=kinds, sequences=sequences, length=length)
-    method, bits = parse(method), checked_bits(bits)
+    method, bits = parse(method), _checked_bits(bits)
     check_tuned(method, model.config)
     candidates = candidates_of(method, model.config, bits)
     sizes = np.stack([bytes_of_layers(model, c, context) for c in candidates], 1)
     limit = bits / 8 * _numbers(model, candidates[0], context)
     least = bits * sizes.min(1).sum() / limit
     if least > bits:
+        name = to_dict(method)["method"]
         raise UserError(
-            f"bits={bits:g} is below what {to_dict(method)['method']} reaches: {least:.3f} with everything counted"
+            f"bits={bits:g} is below what {name} reaches: {least:.3f} with everything counted"
         )
     length = min(length, model.config.max_position)
     if length <= (first := encoded_from(model, method, length)):
@@ -117,7 +118,7 @@ def tune(
         )
     job = comparison(
         model,
-        texts,
+        data_or_ids(model, texts),
         chunk=CHUNK,
         window=length,
         tokens=CHECKED,
@@ -150,7 +151,7 @@ def tune(
     return Tuned(final, artifact, rows, about)
 
 
-def checked_bits(bits: Any) -> float:
+def _checked_bits(bits: Any) -> float:
     """Give a budget of bits. Raises UserError for one that no number has."""
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= MOST_BITS:
         raise UserError(f"bits={bits}; wanted a number above 0, and at most {MOST_BITS}")

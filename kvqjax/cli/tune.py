@@ -28,7 +28,7 @@ from kvqjax.eval.tune import tune as search
 from kvqjax.eval.tune import write_report
 from kvqjax.eval.tune.allotment import KINDS, RUNS
 from kvqjax.eval.tune.candidates import check_tuned
-from kvqjax.eval.tune.run import CHECKED, LEARNT, LENGTH, SCORED, Tuned, checked_bits
+from kvqjax.eval.tune.run import CHECKED, LEARNT, LENGTH, MOST_BITS, SCORED, Tuned
 
 SHOWN = ("kind", "cache", "bits_stored", "kld", "ppl", "ppl_exact")
 
@@ -37,7 +37,12 @@ def tune(
     method: Annotated[
         str, typer.Option("--method", help="a method without bits, e.g. klt:heads=own")
     ],
-    bits: Annotated[float, typer.Option(help="the most bits of a number, with everything counted")],
+    bits: Annotated[
+        float,
+        number(
+            least=0.1, most=MOST_BITS, help="the most bits of a number, with everything counted"
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="the folder of policy, artifact and report")],
     model: ModelName = "demo",
     data: DataName = "synthetic",
@@ -61,7 +66,6 @@ def tune(
     The policy is checked in the loop beside equal bits in all layers, on text that was not used
     before. If the command is stopped, the same command continues."""
     (parsed,) = methods_of([method])
-    checked_bits(bits)
     loaded, start = open_model(model, dtype, weights), time.monotonic()
     check_tuned(parsed, loaded.config)
     made_folder(out)
