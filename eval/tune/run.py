@@ -203,7 +203,7 @@ def _policy(candidates: tuple[Method, ...], chosen: np.ndarray) -> Method:
     def bare(method: Method) -> Method:
         return parse({name: x for name, x in to_dict(method).items() if name != "sinks"})
 
-    exceptions = {
+    exceptions: dict[str | int, MethodLike] = {
         f"{first}-{last}" if last > first else str(first): bare(candidates[number])
         for first, last, number in stretches(chosen)
         if number != default

@@ -177,13 +177,14 @@ def _tensors(model: Model, index: int, h: Rows) -> tuple[Captured, Rows]:
     shape = dataclasses.replace(model.config.layer(index).alone, scale=None)
     keys, seen, above = layers.read(index, h)
     heads = (*h.shape[:2], shape.num_kv_heads, shape.head_dim)
-    tensors = {
-        "keys": jnp.asarray(keys).reshape(heads),
-        "values": jnp.asarray(seen.v).reshape(heads),
-        "queries": _as_given(jnp.asarray(seen.q), shape),
-        "outputs": seen.o,
-    }
-    return Captured(shape=shape, **{name: [x] for name, x in tensors.items()}), above
+    data = Captured(
+        shape=shape,
+        keys=[jnp.asarray(keys).reshape(heads)],
+        values=[jnp.asarray(seen.v).reshape(heads)],
+        queries=[_as_given(jnp.asarray(seen.q), shape)],
+        outputs=[seen.o],
+    )
+    return data, above
 
 
 def _constants_of(
