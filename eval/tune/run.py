@@ -40,8 +40,9 @@ from kvqjax.step.checks import check_model
 
 # Sequences that candidates are calibrated and scored on.
 LEARNT, SCORED, LENGTH = 16, 4, 1024
-# Of the loop: tokens that are checked, of which the second half of every window is scored.
-CHECKED, CHUNK = 8192, 128
+CHECKED = 8192  # tokens that pass through the loop; the second half of every window is scored
+# Chunks of a window: a chunk sees itself exactly, so that few of them would show no loss.
+CHUNKS = 8
 MOST_BITS = 16
 FRACTION = 64  # fractional bits of a whole cache are tried in steps of 1/64
 
@@ -119,7 +120,7 @@ def tune(
     job = comparison(
         model,
         data_or_ids(model, texts),
-        chunk=CHUNK,
+        chunk=max(1, length // CHUNKS),
         window=length,
         tokens=CHECKED,
         context=context,

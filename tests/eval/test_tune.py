@@ -112,6 +112,7 @@ def test_a_policy_within_its_budget(model, tmp_path):
         stored = ledger_of(model, row["cache"], 1024).bits_stored
         assert row["bits_stored"] == pytest.approx(stored)
         assert stored <= 5
+        assert row["kld"] > 1e-3
     assert kvq.parse(kvq.to_dict(found.method)) == found.method
     assert [layer["layer"] for layer in found.about["layers"]] == [0, 1]
 
