@@ -36,7 +36,6 @@ from kvqjax.cache.runs import runs_for
 from kvqjax.calibrate.activations import Captured
 from kvqjax.calibrate.layerwise import Layers, of_captured, of_model
 from kvqjax.calibrate.resume import identity, stepped
-from kvqjax.codecs.base import Codec
 from kvqjax.codecs.klt import times
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.methods import Method
@@ -270,11 +269,10 @@ def fit(
         )
     runs = runs_for(method, shape)
     run_of = {number: run for run in runs for number in range(run.first, run.first + run.count)}
-    # One program for all layers of a run.
     coders = {
-        run.first: jax.jit(functools.partial(_coded, run.wiring.storage.codecs["k"]))
+        run.first: _coder(codec.encode, codec.decode, codec.unit)
         for run in runs
-        if "k" in run.wiring.storage.codecs
+        if (codec := run.wiring.storage.codecs.get("k"))
     }
     owner = identity(data.fingerprint, repr(method), *data.parts)
     # The state between two layers: "h", the input of the next layer, and "LAYER.SOURCE.NAME", the
@@ -318,7 +316,7 @@ def _fit_layer(
 
     Args:
         needs: the shapes of the constants by source and name.
-        code: gives the coefficients of coded keys (`_coded`); None where no keys are cached.
+        code: gives the coefficients of coded keys (`_coder`); None where no keys are cached.
         body: keys and values [N, T, W] by source.
         costs: M by source.
 
@@ -340,16 +338,21 @@ def _fit_layer(
     return constants
 
 
-def _coded(
-    codec: Codec, constants: dict[str, Array], keys: Float[Array, "T W"]
-) -> Float[Array, "T G R"]:
-    """Encode keys, and give the coefficients that their codes stand for."""
-    # Tokens of zeros fill the last unit.
-    padded = jnp.pad(keys, ((0, -len(keys) % codec.unit), (0, 0)))
-    decoded = codec.decode(constants, codec.encode(constants, padded))
-    deviation = decoded - constants["mean"][None]
-    by_group = deviation.reshape(len(deviation), len(constants["into"]), -1)
-    return times(by_group, constants["into"])[: len(keys)]  # z B A = z
+@functools.lru_cache(maxsize=32)
+def _coder(encode: Callable, decode: Callable, unit: int) -> Callable:
+    """Make the program that encodes keys [T, W] by a codec of their own constants, and gives the
+    coefficients [T, G, R] that the codes stand for. One serves all layers, and all calls."""
+
+    @jax.jit
+    def coded(constants: dict[str, Array], keys: Float[Array, "T W"]) -> Float[Array, "T G R"]:
+        # Tokens of zeros fill the last unit.
+        padded = jnp.pad(keys, ((0, -len(keys) % unit), (0, 0)))
+        decoded = decode(constants, encode(constants, padded))
+        deviation = decoded - constants["mean"][None]
+        by_group = deviation.reshape(len(deviation), len(constants["into"]), -1)
+        return times(by_group, constants["into"])[: len(keys)]  # z B A = z
+
+    return coded
 
 
 def _stacked(run: RunLayout, progress: dict) -> dict:

@@ -25,10 +25,6 @@ Rows = list[dict[str, Any]]
 KINDS = (".pdf", ".png", ".svg")
 PANELS = 3  # side by side
 KLD = "KL divergence from the exact cache (nats)"
-KINDS_OF_POLICY = {
-    "front": ("best of the first guesses", {"fmt": ".--", "ms": 5, "lw": 1.2}),
-    "tuned": ("tuned policy", {"fmt": "*", "ms": 14, "lw": 1.2}),
-}
 
 
 def _grouped(rows: Rows, *keys: str) -> dict[str, Rows]:
@@ -151,32 +147,6 @@ def _quality(figure, rows: Rows) -> None:
     label_curves(figure, [(axes, curves)])
 
 
-def _tune(figure, rows: Rows) -> None:
-    """KL divergence against bits: the chosen policy, single choices by method, the front of first
-    guesses."""
-    axes, curves = figure.subplots(), []
-    lossy = [row for row in rows if _can_be_drawn(row["kld"])]
-    singles = [row | {"series": series(row["cache"])} for row in lossy if row["kind"] == "single"]
-    for number, (name, group) in enumerate(_grouped(singles, "series").items()):
-        points = sorted((row["bits_stored"], row["kld"]) for row in group)
-        curves.append(_curve(axes, number, name, points, lw=1))
-    for kind, (name, style) in KINDS_OF_POLICY.items():
-        points = sorted(
-            (row["bits_stored"], row["kld"], row["kld_error"])
-            for row in lossy
-            if row["kind"] == kind
-        )
-        if points:
-            bits, kld, error = zip(*points, strict=True)
-            axes.errorbar(bits, kld, yerr=error, label=name, color="black", capsize=2, **style)
-            curves.append(Curve(name, bits, kld, "#000000"))
-    _log_axis(axes, KLD)
-    axes.set_xlabel("bits per key or value number: all that is stored")
-    _note_left_out(axes, rows)
-    if curves:
-        label_curves(figure, [(axes, curves)])
-
-
 def _drift(figure, rows: Rows) -> None:
     """KL divergence in spans of a long decode, a line a cache."""
     axes, curves = figure.subplots(), []
@@ -267,7 +237,6 @@ def _task_name(row: dict[str, Any], rows: Rows) -> str:
 PLOTS: dict[str, Callable[[Any, Rows], None]] = {
     "ppl": _quality,
     "compare": _quality,
-    "tune": _tune,
     "drift": _drift,
     "retrieval": _retrieval,
     "harness": _tasks,
@@ -277,7 +246,6 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
 MEASURED = {
     "ppl": "KL divergence by bits stored",
     "compare": "KL divergence by bits stored",
-    "tune": "KL divergence by bits stored",
     "drift": "KL divergence along a long decode",
     "retrieval": "answers found in the prompt",
     "harness": "scores of tasks",

@@ -1,8 +1,8 @@
-"""A cache for a budget: which method and how many bits each layer's keys and values take."""
+"""A cache for a budget: how many bits each layer's keys and values take."""
 
-from kvqjax.eval.tune.run import Settings, Tuned, needed_windows, tune, tune_windows
+from kvqjax.eval.tune.run import Tuned, tune, write_report
 
-__all__ = ["Settings", "Tuned", "needed_windows", "tune", "tune_windows"]
+__all__ = ["Tuned", "tune", "write_report"]
 
 
 def __dir__() -> list[str]:

@@ -52,10 +52,6 @@ ROWS = {
         )
     ],
     "harness": [{"cache": "exact", "task": "own", "score": 0.4}],
-    "tune": [
-        {"kind": kind, "cache": "kivi:bits=2", "bits_stored": 2.4, "kld": 0.2, "kld_error": 0.01}
-        for kind in ("single", "front", "tuned")
-    ],
 }
 
 
@@ -255,7 +251,7 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
     assert len(styles) == len(CACHES)
 
 
-@pytest.mark.parametrize("kind", ["compare", "tune", "drift"])
+@pytest.mark.parametrize("kind", ["compare", "drift"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_divergence_that_no_axis_can_show_is_named_below_it(kind, wrong, tmp_path):
     row = ROWS[kind][-1]

@@ -323,7 +323,7 @@ def test_what_is_neither_text_nor_tokens_is_one_line(recall, name):
         "perplexity": lambda: perplexity(recall, given, "exact"),
         "drift": lambda: drift(recall, given, "exact"),
         "calibrate": lambda: kvq.calibrate.run(recall, "kvquant", given),
-        "tune": lambda: kvq.tune(recall, given, budget=4),
+        "tune": lambda: kvq.tune(recall, given, method="higgs", bits=4),
     }
     for door in doors.values():
         with pytest.raises(kvq.UserError, match=message) as caught:

@@ -23,7 +23,6 @@ from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
 from kvqjax.data.corpora import read, read_text
 from kvqjax.eval.plots import check_picture
-from kvqjax.eval.tune import Settings
 from kvqjax.eval.windows import windows
 from kvqjax.model.config import ExpertConfig, RopeConfig
 from kvqjax.model.hf_config import parse_config, read_config
@@ -323,18 +322,8 @@ def config_with(**changes):
     return lambda tmp_path, monkeypatch, recall: parse_config(CONFIG | changes)
 
 
-def tuning(
-    budget: str | float | int = 2.5, methods: str = "higgs", text: str = "ab12 " * 20000, **options
-):
-    return lambda _, __, recall: kvq.tune(recall, text, budget=budget, methods=methods, **options)
-
-
-def other_measurements(content: str):
-    def provoke(tmp_path, monkeypatch, recall):
-        (tmp_path / "searched.jsonl").write_text(content)
-        tuning(out=tmp_path)(tmp_path, monkeypatch, recall)
-
-    return provoke
+def tuning(method: str = "higgs", bits: float = 2.5, text: str = "ab12 " * 20000, **options):
+    return lambda _, __, recall: kvq.tune(recall, text, method=method, bits=bits, **options)
 
 
 CASES = {
@@ -467,17 +456,13 @@ CASES = {
     "full disk, progress": failing("kvqjax.calibrate.resume.np.savez", errno.ENOSPC),
     "progress of another run": other_state,
     "damaged progress": torn_state,
-    "budget that is none": tuning(budget="two bits"),
-    "budget that no method reaches": tuning(budget=0.5),
-    "budget that the exact cache meets": tuning(budget="8GiB"),
-    "more bits than a number has": tuning(budget=40),
-    "text too short to choose by": tuning(text="ab12ab12 " * 50),
-    "windows too short to tell": tuning(settings=Settings(window=64)),
-    "methods that the model refuses": tuning(methods="higgs,uniform:bits=4,group=48"),
-    "methods for all layers only": tuning(methods="aqua:bits=2"),
-    "methods that are too slow": tuning(methods="kivi:bits=4", device="v5e", slowdown=0.01),
-    "measurements of another run": other_measurements('{"owner": "another"}\n'),
-    "damaged measurements": other_measurements("{\n"),
+    "bits that are none": tuning(bits=0),
+    "budget below the method's least": tuning(bits=0.5),
+    "method without bits": tuning("exact"),
+    "method with exceptions": tuning("higgs:bits=2;0=exact"),
+    "method whose layers feed each other": tuning("aqua"),
+    "sequences too short to tell": tuning(length=32),
+    "text too short to tune by": tuning(text="ab12ab12 " * 150, length=256),
     "cache beyond the memory": lambda _, __, recall: require_room(recall, kvq.exact(), 1, 2**30),
     "mesh beyond any machine": lambda *_: MeshSize.parse("data=99999999"),
     "unknown device": lambda *_: kvq.plan("demo", "exact", device="h1000"),

@@ -180,6 +180,13 @@ STATIC = {
             "seed": (-1, 2**40),
         }.items()
     },
+    **{
+        ("tune", name): (
+            number(kvq.tune, name, model=TINY, texts=[1] * 64, method="higgs", bits=4),
+            PAST,
+        )
+        for name in ("context", "runs", "kinds", "sequences", "length")
+    },
     ("speculate", "draft"): (number(kvq.speculate, "draft", **GENERATE), PAST),
     ("speculate", "ngram"): (number(kvq.speculate, "ngram", **GENERATE), PAST),
     ("beam_search", "beams"): (number(kvq.beam_search, "beams", **GENERATE), (*PAST, 51)),
@@ -350,7 +357,7 @@ def test_every_integer_argument_has_a_row():
         or "int" in str(p.annotation).replace("print", "").split("[")[0]
     }
     assert wanted - {*ARRAYS, *UNFLAGGED, *STATIC} == {
-        ("tune", "budget"),
+        ("tune", "bits"),
         ("plan", "context"),
         ("plan", "memory"),
         ("plan", "memory_fraction"),

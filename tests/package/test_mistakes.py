@@ -116,7 +116,7 @@ MISTAKES = {
     "calibrate.from_tensors('aqua', model.config, keys=3, values=[])": "keys is 3; wanted an array for every layer",
     "calibrate.run(model, 'aqua:predictor=low_rank', [1] * 99)": "rank=256; predictors of 32 channels have a rank",
     "calibrate.run(model, 'kvquant', [1, 99])": "texts has a token id outside 0 .. 49",
-    "tune(model, b'text', budget=4)": "texts is a bytes object; decode it first",
+    "tune(model, b'text', method='higgs', bits=4)": "texts is a bytes object; decode it first",
     "load(None)": "model is None; wanted a name, the path of a folder",
     "load('a text in the place of a model. ' * 20)": "... (640 characters): File name too long",
     "load('a' * 300 + '.gguf')": "File name too long",

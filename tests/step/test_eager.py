@@ -12,7 +12,6 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.eval.tune import Settings
 from kvqjax.model.config import KVShape
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
@@ -124,12 +123,12 @@ def on_one_device(tmp_path: Path) -> dict:
         "compare": lambda n: kvq.compare(recall, "kivi:bits=2", TEXT, tokens=256, window=96),
         "plan": lambda n: kvq.plan("llama-3.1-8b", "kivi:bits=2", context=n * 1024),
         "tune": lambda n: kvq.tune(
-            recall, TEXT, budget=3.0, methods=TUNED, settings=Settings(window=96)
+            recall, TEXT * 2, method="kivi:window=0", bits=3.0, sequences=1, length=96
         ),
     }
 
 
-TUNED, TEXT = "higgs:bits=2,buffer=32,kivi:bits=4,window=0", "ab12 cd34 " * 120
+TEXT = "ab12 cd34 " * 120
 
 
 def check(name: str, call, calls: int = CALLS) -> None:
