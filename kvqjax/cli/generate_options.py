@@ -3,12 +3,14 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvqjax._arguments import MOST, MOST_SEED, whole_number
 from kvqjax._errors import UserError
+from kvqjax._files import decode_text
 from kvqjax._options import with_parameters
 from kvqjax.cli.common import number
 from kvqjax.generation.options import MOST_PENALTY, NO_LIMIT, RANDOM, GenerateOptions
@@ -119,6 +121,15 @@ OPTIONS: dict[str, Any] = {
             "--logit-bias", metavar="ID=NUMBER", help="add to a token's logit; repeatable", **PANEL
         ),
     ],
+    "grammar": Annotated[
+        str | None,
+        typer.Option(
+            "--grammar",
+            metavar="TEXT",
+            help="what texts may be: json, schema:JSON, regex:TEXT or lark:TEXT; :@FILE reads a file",
+            **PANEL,
+        ),
+    ],
 }
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
 REPEATED = ("stop", "stop_token_ids", "logit_bias")
@@ -149,9 +160,22 @@ def read_generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(given) | {
         "stop": tuple(given["stop"]),
         "logit_bias": _biases(given["logit_bias"]),
+        "grammar": _grammar(given["grammar"]),
     }
     GenerateOptions(**options)
     return options
+
+
+def _grammar(text: str | None) -> str | None:
+    """Read a grammar, from the file that it names where it names one."""
+    kind, _, name = (text or "").partition(":@")
+    if not name:
+        return text
+    path = Path(name)
+    try:
+        return f"{kind}:{decode_text(path.read_bytes(), path)}"
+    except OSError as error:
+        raise UserError(f"{path}: not readable: {error.strerror}") from error
 
 
 def _biases(texts: Sequence[str]) -> dict[int | str, int | float]:

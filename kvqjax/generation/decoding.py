@@ -289,6 +289,10 @@ def generate(
         frequency_penalty: Subtracted from a token's logit once for each time that the answer has
             it; from -2 to 2.
         logit_bias: Numbers from -100 to 100 by token id, which are added to the logits.
+        grammar: What every text has to be: "json" (any JSON object), a JSON schema as a mapping or
+            as "schema:{...}", "regex:..." or "lark:..." (docs/howto/serve.md). An end token is
+            drawn only where the text may end. Needs the package llguidance. Each token is then a
+            call of the device of its own.
 
     Raises:
         UserError: Prompts that are empty, too long or do not fit, options that do not exist or

@@ -17,11 +17,12 @@ from kvqjax.cache import Cache, CacheLayout, runs_of
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
 from kvqjax.cache.surgery import crop, gather
+from kvqjax.generation.bound import BoundRow
 from kvqjax.generation.loop import (
     STRIDE,
     LoopState,
     Progress,
-    decode_steps,
+    bound_steps,
     fetched,
     require_finite,
     shared,
@@ -59,10 +60,13 @@ class Settings(NamedTuple):
     def of(
         cls, model: Model, max_new_tokens: int, options: GenerateOptions, *rest: Any
     ) -> "Settings":
-        """Lay options out for a model. Raises UserError for tokens that it lacks."""
+        """Lay options out for a model. Raises UserError for tokens that it lacks,
+        and for a grammar that no answer can meet."""
         options.check_tokenizer(model)
         sampling = make_sampling(options, options.bias(model))
-        return cls(max_new_tokens, options, sampling, options.ends(model, max_new_tokens), *rest)
+        ends = options.ends(model, max_new_tokens)
+        options.bound_row(model, ends)
+        return cls(max_new_tokens, options, sampling, ends, *rest)
 
 
 def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | None:
@@ -86,7 +90,11 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
 
 
 def read_row(
-    row: Detokenizer, new: Sequence[int], is_last: bool, most: int
+    row: Detokenizer,
+    new: Sequence[int],
+    is_last: bool,
+    most: int,
+    bound: BoundRow | None = None,
 ) -> tuple[str, list[int], str | None]:
     """Take in what a call made of one row.
 
@@ -95,6 +103,7 @@ def read_row(
         new: the ids that the call made.
         is_last: whether the row draws no more tokens.
         most: the tokens that it may have, `max_new_tokens`.
+        bound: its place in a grammar, where it has one.
 
     Returns:
         New text; the ids of `new` that belong to the answer; why the row ends: "stop", "length",
@@ -107,7 +116,8 @@ def read_row(
         return text, kept, "stop"
     if not is_last:
         return text, kept, None
-    return text + row.finish(), kept, "length" if len(row.ids) >= most else "eos"
+    complete = len(row.ids) < most or (bound is not None and bound.ended)
+    return text + row.finish(), kept, "eos" if complete else "length"
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -150,6 +160,7 @@ class Generation:
         self._texts = [
             Detokenizer(tokenizer, ids, options.stop, options.min_tokens) for ids in contexts
         ]
+        self._bound = [options.bound_row(model, settings.ends) for _ in prompts]
         self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
         self._unread = False  # nobody has looked at the latest call's tokens yet
@@ -237,12 +248,21 @@ class Generation:
         self._cache, self._state = cache, None
         return cache
 
+    def _bound_rows(self) -> list[BoundRow | None]:
+        """Give every row of the cache that goes on its place in its grammar; None: it is free."""
+        going = [
+            row if reason is None else None
+            for row, reason in zip(self._bound, self.reasons, strict=True)
+        ]
+        return [*going, *[None] * (len(self._fed) - len(going))]
+
     def _started(self) -> LoopState:
         settings = self._settings
         room = STRIDE if settings.stride <= STRIDE else 1 << (settings.stride - 1).bit_length()
         return start(
             self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling,
             settings.options, self._ends, settings.progress, room=room, held=self._held, before=self._before,
+            bound=self._bound_rows(),
         )  # fmt: skip
 
     def _stepped(self, state: LoopState) -> LoopState:
@@ -258,22 +278,26 @@ class Generation:
                 steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps
             )
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
-        done, owed, limit = shared(self._model, (done, self._owed, np.int32(steps)))
+        done, owed = shared(self._model, (done, self._owed))
         state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))
-        state = decode_steps(self._model, state, self._sampling, self._ends, limit)
+        state = bound_steps(
+            self._model, state, self._sampling, self._ends, steps, self._bound_rows()
+        )
         return state.replace(cache=bounded(state.cache, None))
 
     def _read(self, state: LoopState) -> Piece:
         """Look at what the latest call made: new text, and which rows end."""
         require_finite(state.cache)
+        for error in [row.error for row in self._bound if row is not None]:
+            if error is not None:
+                raise error
         counts, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
         self._owed, self._surplus = owed.copy(), self._surplus.copy()
         piece = Piece([], [])
         for number, row in enumerate(self._texts):
             new = tokens[number, : counts[number]].tolist()
-            text, kept, reason = read_row(
-                row, new, bool(done[number]), self._settings.max_new_tokens
-            )
+            most, bound = self._settings.max_new_tokens, self._bound[number]
+            text, kept, reason = read_row(row, new, bool(done[number]), most, bound)
             if self.reasons[number] is None:
                 self.reasons[number] = reason
                 if len(kept) < len(

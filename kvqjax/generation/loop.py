@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, Leaf
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
+from kvqjax.generation.bound import BITS, BoundRow, allowed_tokens
 from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.prompt_chunks import chunk_for, free_memory
 from kvqjax.generation.prompt_ids import bucket, padded
@@ -140,8 +141,13 @@ def _noted(history: History, tokens, alive) -> History:
     return history.replace(made=history.made.at[rows, tokens].add(alive.astype(jnp.int32)))
 
 
-def _chosen(state: LoopState, key, logits, sampling: Sampling | RowSampling, eos):
-    """Choose the next token of every row: none of `eos` where the row goes on in any case."""
+def _chosen(state: LoopState, key, logits, sampling: Sampling | RowSampling, eos, allowed=None):
+    """Choose the next token of every row: none of `eos` where the row goes on in any case. The bits
+    of `allowed` say which tokens grammars allow."""
+    if allowed is not None:
+        bits = (allowed[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
+        bits = bits.reshape(len(allowed), -1)[:, : logits.shape[1]]
+        logits = jnp.where(bits > 0, logits, -jnp.inf)
     if state.endless is not None:
         batch, vocab = logits.shape
         ends = jnp.broadcast_to(jnp.atleast_2d(eos), (batch, eos.shape[-1]))
@@ -165,10 +171,27 @@ def _scored(scores: Scores, logits, tokens, place) -> Scores:
 
 @functools.partial(jax.jit, donate_argnames="state")
 @jax.enable_x64(False)
-def first_token(state: LoopState, logits, sampling: Sampling | RowSampling, eos) -> LoopState:
-    """Draw the first token of every row from the logits of its prompt. `state` is donated."""
+def first_token(
+    state: LoopState,
+    logits,
+    sampling: Sampling | RowSampling,
+    eos,
+    allowed: UInt32[Array, "B W"] | None = None,
+) -> LoopState:
+    """Draw the first token of every row from the logits of its prompt, or the next one where
+    grammars bind rows: `allowed` has a bit for each token. `state` is donated."""
     key, draw = split_key(state.key)
-    return _record(state.replace(key=key), _chosen(state, draw, logits, sampling, eos), logits, eos)
+    tokens = _chosen(state, draw, logits, sampling, eos, allowed)
+    return _record(state.replace(key=key), tokens, logits, eos)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+@jax.enable_x64(False)
+def next_logits(model: Model, state: LoopState) -> tuple[Array, LoopState]:
+    """Feed the newest token of every row whose cache lacks it. `state` is donated."""
+    counts = state.owed.astype(jnp.int32)
+    logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
+    return logits, state.replace(cache=cache)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -196,6 +219,50 @@ def decode_steps(
     most = jnp.minimum(limit, state.tokens.shape[1])
     start = (jnp.int32(0), state.replace(made=jnp.zeros_like(state.made)))
     return jax.lax.while_loop(lambda loop: (loop[0] < most) & loop[1].owed.any(), step, start)[1]
+
+
+def drawn(
+    model: Model,
+    state: LoopState,
+    logits,
+    sampling: Sampling | RowSampling,
+    eos,
+    rows: Sequence[BoundRow | None],
+) -> LoopState:
+    """Draw a token of every row from logits. `rows` are bound or free (None). What may come next is
+    found out while the device still computes the logits. `state` is donated."""
+    if not any(rows):
+        return first_token(state, logits, sampling, eos)
+    allowed = shared(model, allowed_tokens(rows, model.config.vocab_size))
+    state = first_token(state, logits, sampling, eos, allowed)
+    newest, owed, done = fetched(state.newest, state.owed, state.done)
+    ended = done.copy()
+    for number, row in enumerate(rows):
+        if row is not None and owed[number] and not row.ended:
+            row.take(int(newest[number]))
+        ended[number] |= row is not None and row.ended
+    return state if (ended == done).all() else state.replace(done=shared(model, ended))
+
+
+def bound_steps(
+    model: Model,
+    state: LoopState,
+    sampling: Sampling | RowSampling,
+    eos,
+    limit: int,
+    rows: Sequence[BoundRow | None],
+) -> LoopState:
+    """Do what `decode_steps` does where grammars bind some rows. What may come next depends on the
+    token before, so that the host is asked at every step. `state` is donated."""
+    if not any(rows):
+        return decode_steps(model, state, sampling, eos, shared(model, np.int32(limit)))
+    state = state.replace(made=shared(model, np.zeros(state.made.shape, np.int32)))
+    for _ in range(min(limit, state.tokens.shape[1])):
+        logits, state = next_logits(model, state)
+        state = drawn(model, state, logits, sampling, eos, rows)
+        if not fetched(state.owed)[0].any():
+            break
+    return state
 
 
 def _require_finite(logits, counts) -> None:
@@ -234,13 +301,15 @@ def start(
     room: int = STRIDE,
     held: np.ndarray | None = None,
     before: Sequence[Sequence[int]] = (),
+    bound: Sequence[BoundRow | None] = (),
 ) -> LoopState:
     """Feed the prompts and draw the first token of each. The cache is donated.
 
     Rows of the cache without a prompt are done from the start. `held` says how many tokens each row
     of the cache holds (None: none; only then `chunk=None` is an exact prefill), and `before` which,
     for the repetition penalty. `room` is how many tokens of a row one call of `decode_steps` may
-    make. `sampling` is what `options` say of a draw, and `eos` what they say of end tokens."""
+    make. `sampling` is what `options` say of a draw, and `eos` what they say of end tokens.
+    `bound` are the rows' places in their grammars."""
     prompts = [*prompts, *([] for _ in range(cache.batch - len(prompts)))]
     counts = np.asarray([len(p) for p in prompts], np.int32)
     tokens = padded(prompts, bucket(int(counts.max())))
@@ -272,4 +341,4 @@ def start(
             shared(model, jax.random.key_data(jax.random.key(options.seed)))
         ),
     )
-    return first_token(state, logits, sampling, eos)
+    return drawn(model, state, logits, sampling, eos, bound)

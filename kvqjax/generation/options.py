@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from kvqjax._arguments import MOST, MOST_SEED, check_integer, named, typed, whole_number
 from kvqjax._errors import UserError
+from kvqjax.generation.bound import BoundRow, bind, read_grammar
 from kvqjax.generation.prompt_ids import end_ids, token_ids
 from kvqjax.generation.text import stop_strings
 from kvqjax.model.loading import Model
@@ -41,6 +42,7 @@ class GenerateFields(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int | str, int | float] | None
+    grammar: Mapping[str, Any] | str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class GenerateOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int | str, int | float] | None = None
+    grammar: Mapping[str, Any] | str | None = None
 
     def __post_init__(self):
         for name in (
@@ -103,6 +106,10 @@ class GenerateOptions:
             )
         self._set("stop", stop_strings(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
+        self._set("grammar", read_grammar(self.grammar))
+        if self.grammar is not None and self.min_tokens:
+            cause = "grammar and min_tokens exclude each other: a grammar says where an answer ends"
+            raise UserError(cause, parameter="min_tokens")
         if self.top_k == NO_LIMIT:
             self._set("top_k", 0)
         if self.seed == RANDOM:
@@ -143,6 +150,12 @@ class GenerateOptions:
                 f"min_tokens={self.min_tokens}, and every token of the model is an end token"
             )
         return ends
+
+    def bound_row(self, model: Model, ends: Sequence[int]) -> BoundRow | None:
+        """Bind a row that `ends` end to the grammar; None without one. Raises UserError for a
+        grammar that no answer can meet."""
+        assert self.grammar is None or isinstance(self.grammar, str)  # read at the beginning
+        return bind(model, self.grammar, ends)
 
     def bias(self, model: Model) -> Float[np.ndarray, " V"] | None:
         """Lay out `logit_bias` over the vocabulary; None without one.

@@ -25,13 +25,14 @@ from kvqjax.cache.pages import copied_page, read_page, with_bodies_of, without_b
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import NO_PAGE, bounded
 from kvqjax.cache.surgery import adopt, emptied, taken_row
+from kvqjax.generation.bound import BoundRow
 from kvqjax.generation.loop import (
     LoopState,
     Scores,
-    decode_steps,
+    bound_steps,
+    drawn,
     feed,
     fetched,
-    first_token,
     shared,
     unbegun,
 )
@@ -377,7 +378,8 @@ class RunningBatch:
             else _scores_of(1, self.stride, self._likeliest),
         }
         changed, eos, sampling = self._place((changed, ends, of_rows([options], self._model)))
-        single = first_token(state.replace(**changed), logits, sampling, eos)
+        state = state.replace(**changed)
+        single = drawn(self._model, state, logits, sampling, eos, [request.bound])
         output = self._read(single)[0]
         self._join(row, single.replace(scores=None), (sampling, eos))
         self._prompt = single.cache
@@ -393,7 +395,12 @@ class RunningBatch:
             self._state, self._sampling, self._eos, self._place(np.int32(row)), single, of_single
         )
 
-    def step(self, running: Bool[np.ndarray, " B"], scored: bool) -> list[RowOutput]:
+    def step(
+        self,
+        running: Bool[np.ndarray, " B"],
+        scored: bool,
+        rows: Sequence[BoundRow | None] = (),
+    ) -> list[RowOutput]:
         """Make up to `stride` tokens of every running row.
 
         One program computes all rows, however few run. A program of fewer rows would take less
@@ -404,6 +411,7 @@ class RunningBatch:
         Args:
             running: the rows that go on. The others stay as they are.
             scored: whether scores are wanted of any row.
+            rows: the places of the rows in grammars that bind them; None: a free row.
 
         Returns:
             What every row got.
@@ -415,7 +423,7 @@ class RunningBatch:
         if scored and scores is None:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
         # `running` is copied because both arrays are donated.
-        idle_rows, owed, limit = self._place((~running, running.copy(), np.int32(self.stride)))
+        idle_rows, owed = self._place((~running, running.copy()))
         cache = (
             self.cache
             if self._table is None
@@ -424,11 +432,11 @@ class RunningBatch:
         state = self._state.replace(
             done=idle_rows, owed=owed, scores=scores, cache=bounded(cache, bound)
         )
-        state = decode_steps(self._model, state, self._sampling, self._eos, limit)
+        state = bound_steps(self._model, state, self._sampling, self._eos, self.stride, rows)
         self._state = state.replace(cache=bounded(state.cache, None))
-        rows = self._read(self._state)
-        self._lengths += [len(row.tokens) for row in rows]
-        return rows
+        outputs = self._read(self._state)
+        self._lengths += [len(output.tokens) for output in outputs]
+        return outputs
 
     def _unbegun(self, cache: Cache, seeds: Sequence[int]) -> LoopState:
         """Make the state of rows without a request, which make no tokens."""

@@ -31,6 +31,7 @@ from kvqjax._errors import UserError
 from kvqjax._options import named_options, with_fields
 from kvqjax.cache.pages import PagePool
 from kvqjax.cache.runs import pages_complete, pages_needed
+from kvqjax.generation.bound import can_bind
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.options import GenerateFields, GenerateOptions
 from kvqjax.generation.prompt_ids import encode_prompts, require_trained
@@ -56,6 +57,7 @@ MOST_BYTES = 2**50  # of the cache
 WAITING = "an open kvqjax.Engine ends; it waits for the compiler or the device"
 PATIENCE = 1.0  # seconds that the end of a program waits for an open engine before it says so
 QUEUE = 1024  # requests that wait
+ANY_TEXT = r"regex:(.|\n)*"  # a grammar of every answer, by which `warm` compiles programs
 # Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill
 # idle rows first: 24 requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran
 # (SmolLM2-135M, 2 cores).
@@ -275,11 +277,13 @@ class Engine:
         ids = encode_prompts(self.model, [prompt], chat, **encoding)[0]
         checked.check_tokenizer(self.model)
         checked.bias(self.model)
+        ends = checked.ends(self.model, max_new_tokens).tolist()
         request = Request(
             prompt=ids,
             max_new_tokens=max_new_tokens,
             options=checked,
-            ends=checked.ends(self.model, max_new_tokens).tolist(),
+            ends=ends,
+            bound=checked.bound_row(self.model, ends),
             likeliest=scores,
             prompt_scores=prompt_scores and scores is not None,
             priority=priority,
@@ -362,7 +366,7 @@ class Engine:
 
     def warm(self) -> None:
         """Compile every program, so that no request waits for it. Requests of each width of a chunk
-        run, with and without scores, and pages are moved. `stats` does not count them. Other
+        run, with and without scores, bound and free, and pages are moved. `stats` does not count them. Other
         requests may come meanwhile."""
         self._warming.set()
         room = min(2, self.capacity - 1)
@@ -372,14 +376,17 @@ class Engine:
             "eos_ids": (),
             "beyond_trained": True,
         }
-        for width in self._batch.widths:
+        widths = self._batch.widths
+        runs = [(width, scores, None) for width in widths for scores in (None, 0)]
+        if can_bind(self.model):
+            runs += [(widths[0], scores, ANY_TEXT) for scores in (None, 0)]
+        for width, scores, grammar in runs:
             ids = [0] * min(width, self.capacity - room)
-            for scores in (None, 0):
-                answer = self._submit_patiently(
-                    ids, scores=scores, prompt_scores=True, **options
-                ).result()
-                reused, fed, new = answer.reused_tokens, answer.prompt_tokens, len(answer.tokens)
-                self._count(requests=-1, prompt_tokens=-fed, reused_tokens=-reused, tokens=-new)
+            answer = self._submit_patiently(
+                ids, scores=scores, prompt_scores=True, grammar=grammar, **options
+            ).result()
+            reused, fed, new = answer.reused_tokens, answer.prompt_tokens, len(answer.tokens)
+            self._count(requests=-1, prompt_tokens=-fed, reused_tokens=-reused, tokens=-new)
 
     def _submit_patiently(self, prompt: Sequence[int], **options: Any) -> Handle:
         """`submit`, once there is room in the queue."""
@@ -722,7 +729,8 @@ class Engine:
         scored = any(
             handle is not None and handle.request.likeliest is not None for handle in self._rows
         )
-        for row, output in enumerate(self._batch.step(running, scored)):
+        bound = [None if handle is None else handle.request.bound for handle in self._rows]
+        for row, output in enumerate(self._batch.step(running, scored, bound)):
             if running[row]:
                 self._tell(row, output)
 
@@ -737,8 +745,13 @@ class Engine:
             handle.failed(RequestFailed("a key or value is NaN or infinite", hint, dtype="f32"))
             return
         request = handle.request
+        if request.bound is not None and request.bound.error is not None:
+            self._count(requests=1, failed=1)
+            self._free(row)
+            handle.failed(request.bound.error)
+            return
         text, tokens, reason = read_row(
-            handle.detokenizer, output.tokens, output.done, request.max_new_tokens
+            handle.detokenizer, output.tokens, output.done, request.max_new_tokens, request.bound
         )
         piece = ServedPiece(text, tokens, _at_most(output.scores[: len(tokens)], request.likeliest))
         self._count(tokens=len(tokens))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvqjax._errors import UserError
+from kvqjax.generation.bound import BoundRow
 from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.text import Detokenizer
 
@@ -59,7 +60,8 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked request. `ends` are the tokens that end it. `likeliest` counts the tokens whose log
+    """A checked request. `ends` are the tokens that end it, `bound` is its place in a grammar,
+    where one binds it. `likeliest` counts the tokens whose log
     probabilities come with each new token (None: no scores). Requests of a smaller `priority` come
     first."""
 
@@ -67,6 +69,7 @@ class Request:
     max_new_tokens: int
     options: GenerateOptions
     ends: Sequence[int]
+    bound: BoundRow | None = None
     likeliest: int | None = None
     prompt_scores: bool = False
     priority: int = 0
