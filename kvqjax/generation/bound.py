@@ -27,7 +27,7 @@ FORMS = '"json", a JSON schema, or a text that begins with schema:, regex: or la
 # Bytes of a grammar. llguidance takes 0.1 s to compile a schema of 100 KB, and masks take longer.
 MOST_BYTES = 2**16
 # What JSON may have between two of its parts. Small models write blanks for ever where they may.
-WHITESPACE = r"[ \t\n\r]{0,32}"
+WHITESPACE = r"[ \t\n\r]{0,16}"
 # Keywords of schemas whose values are data, in which a key is no keyword.
 DATA = frozenset({"const", "default", "enum", "examples"})
 MOST_PARTS = 20_000  # of a schema that are looked at to see whether an answer can end
@@ -189,7 +189,11 @@ def _llguidance() -> Any:
 
 
 class _Tokens:
-    """A tokenizer as llguidance wants it. Nothing is encoded by it."""
+    """A tokenizer as llguidance wants it.
+
+    Where a grammar leaves only one text to come, llguidance asks for its tokens. Those of the
+    longest bytes are given, one after the other: parts of a text that a grammar cuts out need not
+    be texts of their own, which the model's tokenizer could encode."""
 
     bos_token_id = None
 
@@ -199,10 +203,23 @@ class _Tokens:
         # A further token stands for all end tokens of a row, which may be any.
         self.tokens.append(b"<end>")
         self.eos_token_id = size
-        self.special_token_ids = [*_special(tokenizer, size), size]
+        special = _special(tokenizer, size)
+        self.special_token_ids = [*special, size]
+        spelled = set(range(size)) - set(special)
+        self._by_bytes = {self.tokens[token]: token for token in sorted(spelled, reverse=True)}
+        self._longest = max(map(len, self._by_bytes))
 
-    def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("grammars encode no texts")
+    def __call__(self, text: bytes | str) -> list[int]:
+        rest = text.encode() if isinstance(text, str) else text
+        ids = []
+        while rest:
+            lengths = range(min(len(rest), self._longest), 0, -1)
+            length = next((n for n in lengths if rest[:n] in self._by_bytes), None)
+            if length is None:
+                break  # no token begins so: the mask decides
+            ids.append(self._by_bytes[rest[:length]])
+            rest = rest[length:]
+        return ids
 
 
 def _special(tokenizer: Any, size: int) -> list[int]:
@@ -274,7 +291,7 @@ class BoundRow:
     `ended`: nothing may follow. `error`: why the row cannot go on, where the grammar has turned out
     to be too much."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int], vocab_size: int):
+    def __init__(self, matcher: Any, ends: Sequence[int] | np.ndarray, vocab_size: int):
         self.ended = False
         self.error: UserError | None = None
         self._matcher, self._end = matcher, vocab_size
@@ -285,7 +302,7 @@ class BoundRow:
     def allow(self, words: UInt32[np.ndarray, " W"]) -> None:
         """Write which tokens may come next, a bit each."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        may_end = _bits(self._words, np.asarray([self._end]))[0]
+        may_end = bool(_bits(self._words, np.asarray([self._end]))[0])
         _set_bits(self._words, np.asarray([self._end]), False)
         _set_bits(self._words, self._ends, may_end)
         if self._matcher.is_error():
@@ -321,7 +338,9 @@ def _set_bits(words: np.ndarray, places: np.ndarray, value: bool) -> None:
         words[place // BITS] = words[place // BITS] | bit if value else words[place // BITS] & ~bit
 
 
-def bind(model: Model, grammar: str | None, ends: Sequence[int]) -> BoundRow | None:
+def bind(
+    model: Model, grammar: str | None, ends: Sequence[int] | np.ndarray
+) -> BoundRow | None:
     """Bind a row.
 
     Args:

@@ -145,7 +145,8 @@ def _chosen(state: LoopState, key, logits, sampling: Sampling | RowSampling, eos
     """Choose the next token of every row: none of `eos` where the row goes on in any case. The bits
     of `allowed` say which tokens grammars allow."""
     if allowed is not None:
-        bits = (allowed[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
+        places = jnp.arange(BITS, dtype=jnp.uint32)[None, None]
+        bits = (allowed[:, :, None] >> places) & 1
         bits = bits.reshape(len(allowed), -1)[:, : logits.shape[1]]
         logits = jnp.where(bits > 0, logits, -jnp.inf)
     if state.endless is not None:

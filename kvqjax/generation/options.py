@@ -151,7 +151,7 @@ class GenerateOptions:
             )
         return ends
 
-    def bound_row(self, model: Model, ends: Sequence[int]) -> BoundRow | None:
+    def bound_row(self, model: Model, ends: Sequence[int] | np.ndarray) -> BoundRow | None:
         """Bind a row that `ends` end to the grammar; None without one. Raises UserError for a
         grammar that no answer can meet."""
         assert self.grammar is None or isinstance(self.grammar, str)  # read at the beginning

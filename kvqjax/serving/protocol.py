@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvqjax._arguments import MOST
+from kvqjax._arguments import MOST, named
 from kvqjax._errors import UserError, suggest
+from kvqjax.generation.bound import JSON, read_grammar
 from kvqjax.generation.options import RANDOM
 from kvqjax.generation.prompt_ids import with_text
 from kvqjax.serving.request import MOST_LIKELIEST, Answered
@@ -30,7 +31,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -55,6 +55,7 @@ SHARED: dict[str, type | tuple[type, ...]] = {
     "ignore_eos": bool,
     "min_tokens": int,
     "priority": int,
+    "grammar": (str, dict),
 }
 TEMPERATURE = 1.0  # of a request that says none, as in the protocol
 # Refused in `stream_options` unless false.
@@ -192,6 +193,12 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
         if value is not None:
             options[name] = _real(name, value) if types is NUMBER else value
     options["stop"] = _stops(options["stop"])
+    form = _form(_field(body, "response_format", dict, None))
+    if form is not None:
+        if "grammar" in options:
+            cause = "grammar and response_format exclude each other"
+            raise UserError(cause, parameter="response_format")
+        options["grammar"] = form
     if not all(type(token) is int for token in options.get("stop_token_ids", ())):
         raise UserError(
             "stop_token_ids mixes types; wanted a list of token ids", parameter="stop_token_ids"
@@ -216,6 +223,28 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     return fields | {
         "tokens_by_number": _field(body, "return_tokens_as_token_ids", bool, False)
     }, options
+
+
+def _form(given: Mapping[str, Any] | None) -> Mapping[str, Any] | str | None:
+    """Read `response_format` as a grammar; None where any text will do."""
+    name = "response_format"
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON
+    if kind != "json_schema":
+        cause = f"{name} has the type {named(kind)}; known: text, json_object, json_schema"
+        raise UserError(cause, parameter=name)
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise UserError(f"{name} lacks json_schema.schema, an object", parameter=name)
+    try:
+        read_grammar(schema)
+    except UserError as error:
+        raise UserError(error.cause, parameter=name) from None
+    return schema
 
 
 def _with_usage(body: Mapping[str, Any], stream: bool) -> bool:
@@ -256,7 +285,15 @@ def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
     return texts
 
 
-FIELDS = {*SHARED, "model", "n", "return_tokens_as_token_ids", "stream", "stream_options"}
+FIELDS = {
+    *SHARED,
+    "model",
+    "n",
+    "response_format",
+    "return_tokens_as_token_ids",
+    "stream",
+    "stream_options",
+}
 COMPLETION_FIELDS = FIELDS | {"prompt", "max_tokens", "logprobs", "echo"}
 CHAT_FIELDS = FIELDS | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt",
