@@ -173,7 +173,7 @@ def _grammar(text: str | None) -> str | None:
         return text
     path = Path(name)
     try:
-        return f"{kind}:{decode_text(path.read_bytes(), path)}"
+        return f"{kind}:{decode_text(path.read_bytes(), name)}"
     except OSError as error:
         raise UserError(f"{path}: not readable: {error.strerror}") from error
 

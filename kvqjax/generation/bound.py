@@ -123,15 +123,13 @@ class _Ends:
             choices = _list(schema, name)
             if choices and not any(map(self.can_end, choices)):
                 return False
-        kinds = schema.get("type")
-        if {"enum", "const"} & schema.keys() or kinds not in (
-            "object",
-            "array",
-            ["object"],
-            ["array"],
-        ):
+        # Data that is written out ends, and so do numbers and texts.
+        if {"enum", "const"} & schema.keys():
             return True
-        return self._object(schema) if "object" in kinds else self._array(schema)
+        kinds = schema.get("type")
+        if kinds in ("object", ["object"]):
+            return self._object(schema)
+        return kinds not in ("array", ["array"]) or self._array(schema)
 
     def _object(self, schema: Mapping[str, Any]) -> bool:
         properties = schema.get("properties")
@@ -338,9 +336,7 @@ def _set_bits(words: np.ndarray, places: np.ndarray, value: bool) -> None:
         words[place // BITS] = words[place // BITS] | bit if value else words[place // BITS] & ~bit
 
 
-def bind(
-    model: Model, grammar: str | None, ends: Sequence[int] | np.ndarray
-) -> BoundRow | None:
+def bind(model: Model, grammar: str | None, ends: Sequence[int] | np.ndarray) -> BoundRow | None:
     """Bind a row.
 
     Args:
