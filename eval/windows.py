@@ -91,14 +91,20 @@ def windows(
 # --- Scoring windows
 
 
+# Stands for the divergence of a token that does not count: rounding makes none as negative.
+NOT_SCORED = -1.0
+TAIL = 0.999  # of all tokens have at most the divergence that reports call `kld_p999`
+
+
 class Sums(NamedTuple):
-    """Sums over scored tokens."""
+    """Sums over scored tokens, and the divergence of each."""
 
     nll: Float[Array, ""]  # negative log-likelihood with the compressed cache, in nats
     nll_exact: Float[Array, ""]  # with the exact cache
     kld: Float[Array, ""]  # KL(exact || compressed), in nats
     top1: Float[Array, ""]  # tokens at which both caches have the same most likely token
     tokens: Float[Array, ""]  # number of scored tokens
+    klds: Float[Array, "B T"]  # of each token, NOT_SCORED where it does not count
 
 
 def score_chunk(
@@ -125,7 +131,12 @@ def score_chunk(
 
     exact_nll = negative_log_likelihood(reference, targets)
     return Sums(
-        total(scores.nll), total(exact_nll), total(scores.kld), total(scores.agree), weight.sum()
+        total(scores.nll),
+        total(exact_nll),
+        total(scores.kld),
+        total(scores.agree),
+        weight.sum(),
+        jnp.where(valid, scores.kld, NOT_SCORED),
     )
 
 
@@ -231,7 +242,7 @@ def perplexity(
 
     Returns:
         A row of the report. `kld` is the mean KL divergence in nats from the exact cache's
-        distribution, `top1` the share of positions at which both caches put the same token first.
+        distribution, `kld_p999` the one that 99.9 % of the positions stay below, `top1` the share of positions at which both caches put the same token first.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.
@@ -253,14 +264,17 @@ def perplexity(
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
     plain = model.replace(constants=())
-    parts = []
+    parts, klds = [], []
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
         layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
         sums = score_windows(model, plain, piece, layouts, min(chunk, window), prefix, scored_from)
-        parts.append([float(part.sum()) for part in sums])
+        parts.append([float(part.sum()) for part in sums[:-1]])
+        klds.append(np.ravel(sums.klds))
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
+    each = np.concatenate(klds)
+    tail = np.quantile(each[each > NOT_SCORED], TAIL)
     return {
         "cache": str(method),
         "mode": name,
@@ -271,6 +285,7 @@ def perplexity(
         "ppl": float(np.exp(nll / count)),
         "ppl_exact": float(np.exp(nll_exact / count)),
         "kld": float(kld / count),
+        "kld_p999": float(tail),
         "top1": float(top1 / count),
     }
 

@@ -41,7 +41,7 @@ COMMANDS = {
         "evaluate", "app", "Measure the quality of caches: every token passes through them."
     ),
     "calibrate": Command("calibrate", "calibrate", "Calibrate a method for a model."),
-    "tune": Command("tune", "tune", "Find the cache of least KL divergence within a budget."),
+    "tune": Command("tune", "tune", "Give each layer the bits with which attention loses least."),
     "bench": Command(
         "bench", "bench", "Time decode steps, against the exact cache in the same run."
     ),

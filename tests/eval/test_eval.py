@@ -69,6 +69,8 @@ def test_scores_against_numpy():
     )
     np.testing.assert_allclose(got.nll, -np.log(p[0, [0, 1], [1, 2]]).sum(), rtol=1e-5)
     np.testing.assert_allclose(got.kld, (r * np.log(r / p)).sum(-1)[0, :2].sum(), rtol=1e-5)
+    np.testing.assert_allclose(got.klds[0, :2].sum(), got.kld, rtol=1e-6)
+    assert got.klds[0, 2] == -1, "it does not count"
     np.testing.assert_allclose(got.top1, (p.argmax(-1) == r.argmax(-1))[0, :2].sum())
     assert float(got.tokens) == 2
 

@@ -20,6 +20,7 @@ def test_token_scores_add_up_to_the_streamed_perplexity():
     assert got.nll.shape == (2, 191)
     np.testing.assert_allclose(np.exp(np.mean(got.nll)), row["ppl"], rtol=1e-5)
     np.testing.assert_allclose(np.mean(got.kld), row["kld"], rtol=1e-3)
+    np.testing.assert_allclose(np.quantile(got.kld, 0.999), row["kld_p999"], rtol=1e-3)
     np.testing.assert_allclose(np.mean(got.agree), row["top1"], atol=1e-6)
     # 64 tokens at least are exact
     assert np.asarray(got.kld)[:, :60].max() < 1e-5 < np.asarray(got.kld)[:, 96:].min()
