@@ -119,17 +119,16 @@ def drop(cache: Cache, start: Int[Array, " B"] | int, stop: Int[Array, " B"] | i
     check_cache(cache)
     require_own_bodies(cache, "drop")
     _check_movable(cache.layout)
-    start, stop = (
-        _row_numbers(name, value, cache.batch) for name, value in (("start", start), ("stop", stop))
-    )
-    if is_known(start, stop):
-        wrong = np.asarray(start) > np.asarray(stop)
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise UserError(f"row {row}: stop={int(stop[row])} lies before start={int(start[row])}")
-    start, low = clipped(jnp.asarray(start), 0, MOST)
-    stop, high = clipped(jnp.asarray(stop), start, MOST)
-    return _dropped(cache, start, stop).replace(overflow=cache.overflow | low | high)
+    given_start = _row_numbers("start", start, cache.batch)
+    given_stop = _row_numbers("stop", stop, cache.batch)
+    if is_known(given_start, given_stop):
+        firsts, lasts = np.asarray(given_start), np.asarray(given_stop)
+        if (firsts > lasts).any():
+            row = int((firsts > lasts).argmax())
+            raise UserError(f"row {row}: stop={lasts[row]} lies before start={firsts[row]}")
+    first, low = clipped(jnp.asarray(given_start), 0, MOST)
+    last, high = clipped(jnp.asarray(given_stop), first, MOST)
+    return _dropped(cache, first, last).replace(overflow=cache.overflow | low | high)
 
 
 def _edge(
