@@ -12,6 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax._version import __version__
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import load_artifact
+from kvqjax.cache.moves import drop
 from kvqjax.cache.pages import PagePool, copy_page, with_pages, without_pages
 from kvqjax.cache.pieces import cut, join
 from kvqjax.cache.runs import pages_needed
@@ -100,6 +101,7 @@ __all__ = [
     "crop",
     "cut",
     "dense",
+    "drop",
     "eval",
     "evict",
     "exact",

@@ -170,7 +170,7 @@ def moved_window(
     old: int,
     new: int,
     end: Int[Array, " B"],
-    shift: int,
+    shift: Int[Array, "B C"] | int,
     array: Shaped[Array, "..."],
     axis: int = 2,
 ) -> Shaped[Array, "..."]:
@@ -180,13 +180,14 @@ def moved_window(
         old: How many slots the ring has.
         new: How many slots the new ring has.
         end: How many body tokens each row of the new cache holds.
-        shift: Body token t of the new cache is body token t + `shift` of the old one.
+        shift: Body token t of the new cache is body token t + `shift` of the old one; an array has
+            the shift of every new slot's token.
         array: What the slots hold: [L, B, old, W], or [B, old] with `axis` 1.
         axis: The axis of slots, which follows that of rows.
 
     Returns:
         The array with `new` slots."""
-    if old == new and shift % old == 0:
+    if isinstance(shift, int) and old == new and shift % old == 0:
         return array
     slots = jnp.mod(ring_tokens(new, jnp.maximum(end - new, 0)) + shift, old)
     index = slots.reshape((1,) * (axis - 1) + slots.shape + (1,) * (array.ndim - axis - 1))

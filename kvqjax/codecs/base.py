@@ -54,6 +54,7 @@ class Codec(NamedTuple):
         apart: whether many units can be encoded at once with the same bits as one after the other.
             This holds where every group is encoded by itself, without matrix products, whose
             rounding depends on their shapes.
+        lossless: whether the one field, "x", holds the vectors as they are.
     """
 
     width: int
@@ -64,6 +65,7 @@ class Codec(NamedTuple):
     needs: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
     fit: Fit | None = None
     apart: bool = False
+    lossless: bool = False
 
 
 @runtime_checkable

@@ -14,5 +14,11 @@ class Exact:
     def build(self, width: int) -> Codec:
         field = Field(kind="plain", width=width, role="payload", dtype="compute")
         return Codec(
-            width, 1, {"x": field}, lambda _, x: {"x": x}, lambda _, tile: tile["x"], apart=True
+            width,
+            1,
+            {"x": field},
+            lambda _, x: {"x": x},
+            lambda _, tile: tile["x"],
+            apart=True,
+            lossless=True,
         )

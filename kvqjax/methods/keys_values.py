@@ -153,7 +153,15 @@ def keys_and_values(
     needs, widths = needs_of(rotations, config), _widths(config)
     return Wiring(
         Storage(widths, codecs, clocks),
-        Maps(capture, encode, decode, expand, expand_body=expand_body, frame=body_frame),
+        Maps(
+            capture,
+            encode,
+            decode,
+            expand,
+            expand_body=expand_body,
+            frame=body_frame,
+            turned=("k",) if rope == "post" else (),
+        ),
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
@@ -350,6 +358,7 @@ class Pair:
                 expanded(False),
                 expand_body=None if body_frame is None else expanded(True),
                 frame=body_frame,
+                turned=wirings["k"].maps.turned,
             ),
             fast=Fast(reading=max(wiring.fast.reading for wiring in wirings.values())),
         )

@@ -126,7 +126,11 @@ class Maps(NamedTuple):
 
     `frame` is set where the body is rotated (kvqjax.methods.rotation). `encode` then takes and
     reconstructs sources in their own frame, and `decode` gives them in the body's frame.
-    `expand_body`, if given, replaces `expand` for sources in the body's frame."""
+    `expand_body`, if given, replaces `expand` for sources in the body's frame.
+
+    `turned` names the sources whose vectors RoPE has turned to their tokens' positions, over KV
+    heads. It is empty where `expand` does all that depends on a position, and None where nobody
+    says: tokens of such a layer never move (kvqjax/cache/moves.py)."""
 
     capture: Capture
     encode: Encode
@@ -135,6 +139,7 @@ class Maps(NamedTuple):
     prepare: Prepare = _nothing_prepared
     expand_body: Expand | None = None
     frame: Frame | None = None
+    turned: tuple[str, ...] | None = None
 
 
 def codec_maps(codecs: dict[str, Codec]) -> tuple[Callable, Callable]:

@@ -414,6 +414,9 @@ CASES = {
     "cut through a sliding window's ring": lambda *_: kvq.cut(
         kvq.init_cache(tiny(sliding_window=96), "kivi:bits=2,window=32", 1, 2048), 64
     ),
+    "tokens that are to move, with keys stored after RoPE": lambda *_: kvq.drop(
+        kvq.init_cache(tiny(), "kivi:bits=2,window=32", 1, 256), 0, 32
+    ),
     "donated cache": donated,
     "gradient through a cache": gradient,
     "keys and values that are not finite": lambda *_: kvq.generate(

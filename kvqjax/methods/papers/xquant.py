@@ -163,7 +163,7 @@ def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
     shared = summed_first(width, config, read, lambda weights, constants: weights["v"])
     return Wiring(
         Storage({"x": width}, codecs, (clock,)),
-        Maps(capture, *codec_maps(codecs), expand),
+        Maps(capture, *codec_maps(codecs), expand, turned=()),
         fast=Fast(shared=shared, before_rope=True),
         calibration=Calibration(fit=FIT),
         cost=Cost(
@@ -197,7 +197,7 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
     shared = summed_first(rank, config, read, lambda weights, constants: constants["v"]["up"])
     return Wiring(
         Storage({"k": rank, "v": rank}, codecs, (clock,)),
-        Maps(capture, *codec_maps(codecs), expand),
+        Maps(capture, *codec_maps(codecs), expand, turned=()),
         fast=Fast(shared=shared, before_rope=True),
         # The constants stand for weights, and have their dtype.
         calibration=Calibration(kinds=dict.fromkeys(needs, "compute"), fit=FIT),

@@ -307,7 +307,13 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
 
     return Wiring(
         Storage(sources, codecs, (clock._replace(sources=tuple(sources)),)),
-        Maps(_capture(config, difference.space), encode, decode, _expand(config, difference.space)),
+        Maps(
+            _capture(config, difference.space),
+            encode,
+            decode,
+            _expand(config, difference.space),
+            turned=(),
+        ),
         chain=Chain({"x": width}, read_in=difference.read_in),
         fast=Fast(shared=_shared(config, difference.space)),
         calibration=Calibration(fit=FIT),

@@ -1,0 +1,119 @@
+"""Tokens leave the middle of rows: what stays equals a cache that never had them, and keys whose
+tokens were turned to their new places by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algebra import check_row, encoded, extend, fresh
+from cases import with_nightly
+from recurrent import hybrid
+from tiny import tiny, tokens
+
+import kvqjax as kvq
+from kvqjax.cache.runs import runs_of
+from kvqjax.model.rope import inverse_frequencies
+
+ROWS = [list(range(330)), list(range(290)), list(range(57))]
+# From the body into the body, into the window, and within a row that is hardly longer than its
+# window.
+START, STOP = (70, 75, 3), (262, 287, 50)
+MORE = [list(range(400, 490))] * 3
+
+
+def places(cache, row: int) -> tuple[int, int]:
+    """What leaves of a row, by the rule for layers of one clock: within encoded tokens, whole
+    units."""
+    sinks = cache.layout.method.sinks
+    unit = math.lcm(*(run.wiring.storage.clocks[0].unit for run in runs_of(cache.layout)))
+    done = int(next(iter(encoded(cache)[0].values()))[row])
+    held = int(cache.lengths[row]) - sinks
+    first, last = max(START[row] - sinks, 0), min(STOP[row] - sinks, held)
+    first = first if first >= done else -(-first // unit) * unit
+    last = last if last >= done else last // unit * unit
+    return sinks + first, sinks + max(first, last)
+
+
+@pytest.mark.parametrize(
+    "name",
+    with_nightly(
+        ["kivi-pre", "kvquant", "higgs-block", "klt", "aqua", "commvq", "xquant-latents"],
+        ["kivi-pre", "kvquant", "klt", "aqua"],
+    ),
+)
+def test_words_are_those_of_a_cache_that_never_had_the_tokens(name):
+    cache = fresh(name, ROWS)
+    moved = kvq.drop(cache, jnp.asarray(START), jnp.asarray(STOP))
+    rows = []
+    for row, held in enumerate(ROWS):
+        first, last = places(cache, row)
+        rows.append(held[:first] + held[last:])
+    assert [len(held) < len(whole) for held, whole in zip(rows, ROWS, strict=True)] == [True] * 3
+    for row, held in enumerate(rows):
+        check_row(name, moved, row, held)
+    longer = extend(name, moved, MORE)
+    for row, held in enumerate(rows):
+        check_row(name, longer, row, held + MORE[row])
+
+
+def turned_by_hand(keys: np.ndarray, distance: int, shape) -> np.ndarray:
+    """Keys [n, K, D], turned back by a distance in float64."""
+    angles = -distance * inverse_frequencies(shape).astype(np.float64)
+    first, second = np.split(keys.astype(np.float64), 2, axis=-1)
+    turn = np.exp(1j * angles)
+    out = (first + 1j * second) * turn
+    return np.concatenate([out.real, out.imag], -1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers", "first", "last"),
+    [("exact", 2, 96, 160), ("kivi:bits=2,window=32,rope=pre,sinks=4", 1, 68, 164)],
+    ids=["turned", "stored before RoPE"],
+)
+def test_keys_stand_at_their_new_places(spec, layers, first, last):
+    """Keys and values of the tokens that stay, against keys that were turned in float64; in one
+    layer the next logits are those of a text that never had the tokens."""
+    model = tiny(num_layers=layers)
+    forward, text = jax.jit(kvq.forward), np.asarray(tokens(1, 300))
+    counts = jnp.asarray([300], jnp.int32)
+    cache = forward(model, jnp.asarray(text), counts, kvq.init_cache(model, spec, 1, 512))[1]
+    moved = kvq.drop(cache, 68, 164)  # units of 32 tokens behind the sinks
+    gone = last - first
+    assert int(moved.lengths[0]) == 300 - gone
+    for layer in range(model.config.num_layers):
+        k, v, _ = (np.asarray(x[0]) for x in kvq.dense(cache, layer, model))
+        new_k, new_v, valid = (np.asarray(x[0]) for x in kvq.dense(moved, layer, model))
+        assert valid.sum() == 300 - gone
+        np.testing.assert_array_equal(new_v[: 300 - gone], np.delete(v[:300], np.s_[first:last], 0))
+        np.testing.assert_array_equal(new_k[:first], k[:first])
+        wanted = turned_by_hand(k[last:300], gone, model.config)
+        np.testing.assert_allclose(new_k[first : 300 - gone], wanted, atol=2e-5)
+    if model.config.num_layers == 1:
+        rest = np.zeros_like(text)
+        rest[:, : 300 - gone] = np.delete(text, np.s_[first:last], 1)
+        empty = kvq.init_cache(model, spec, 1, 512)
+        other = forward(model, jnp.asarray(rest), jnp.asarray([300 - gone], jnp.int32), empty)[1]
+        step = jnp.asarray([[7]], jnp.int32), jnp.ones(1, jnp.int32)
+        logits = [np.asarray(forward(model, *step, held)[0]) for held in (moved, other)]
+        np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_move_is_refused():
+    def refused(model, spec, line):
+        with pytest.raises(kvq.UserError, match=line):
+            kvq.drop(kvq.init_cache(model, spec, 1, 1310), 0, 32)
+
+    refused(tiny(), "kivi:bits=2,window=32", "codes of keys after RoPE.*these can: kivi_star")
+    refused(tiny(), "kivi:bits=2,window=32,rope=pre,keep=streaming:64", "has evicted tokens")
+    refused(tiny(sliding_window=300), "kivi:bits=2,window=32,rope=pre", "sliding window")
+    refused(hybrid(), "exact", "recurrent layers remember")
+    cache = fresh("kivi-pre", ROWS)
+    with pytest.raises(kvq.UserError, match=r"row 1: stop=10 lies before start=75"):
+        kvq.drop(cache, jnp.asarray(START), jnp.asarray([200, 10, 50]))
+    with pytest.raises(kvq.UserError, match="start="):
+        kvq.drop(cache, -1, 10)
+    hidden = jax.jit(kvq.drop)(cache, jnp.asarray(START), jnp.asarray([200, 10, 50]))
+    assert hidden.overflow.tolist() == [False, True, False]
+    assert int(hidden.lengths[1]) == 290
