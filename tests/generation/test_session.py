@@ -203,8 +203,8 @@ def test_an_interrupt_leaves_the_session_usable(model, monkeypatch, lose):
             steps(*arguments)
         raise KeyboardInterrupt
 
-    steps = driver.decode_steps
-    monkeypatch.setattr(driver, "decode_steps", interrupted)
+    steps = driver.bound_steps
+    monkeypatch.setattr(driver, "bound_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(answer)
     monkeypatch.undo()
