@@ -242,7 +242,8 @@ def perplexity(
 
     Returns:
         A row of the report. `kld` is the mean KL divergence in nats from the exact cache's
-        distribution, `kld_p999` the one that 99.9 % of the positions stay below, `top1` the share of positions at which both caches put the same token first.
+        distribution, `kld_p999` the one that 99.9 % of the positions stay below, `top1` the share
+        of positions at which both caches put the same token first.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.
