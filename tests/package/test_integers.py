@@ -117,6 +117,8 @@ ARRAYS = {
         (-1, 50),
     ),
     ("crop", "lengths"): (lambda x: kvq.crop(held(), first(x, NEW)), (-1, -(2**31))),
+    ("drop", "start"): (lambda x: kvq.drop(held(), first(x), both(NEW)), (-1, -(2**31), NEW + 1)),
+    ("drop", "stop"): (lambda x: kvq.drop(held(), both(0), first(x, NEW)), (-1, -(2**31))),
     ("gather", "rows"): (lambda x: kvq.gather(held(), first(x)), (-1, ROWS)),
     ("with_pages", "table"): (lambda x: kvq.with_pages(paged(), table(x)), (-2, 4)),
     ("insert", "rows"): (lambda x: kvq.insert(held(), x, held(), 0), (ROWS, 2**31 - 1)),
