@@ -25,8 +25,8 @@ The choice is static.
 Rings (sliding windows) and bodies that evict tokens (`keep=`) are for `blocks` alone. `kernel`
 takes no body whose scores have a cap.
 
-`stored` (by words), `coefficients`, `blocks` and a TPU's kernels read bodies in pages where the pages lie. For the
-others the pages of one layer are put side by side first."""
+`stored` (by words), `coefficients`, `blocks` and a TPU's kernels read bodies in pages where the
+pages lie. For the others the pages of one layer are put side by side first."""
 
 import dataclasses
 from collections.abc import Callable
