@@ -24,7 +24,6 @@ from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
-from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 
 MOST_CALLS = 8  # of a kernel, where it cannot take all query rows of a KV head at once
@@ -36,7 +35,6 @@ MODULES: dict[type, str] = {
     HiggsSpec: "higgs",
     CommVQSpec: "commvq",
     ExactSpec: "exact",
-    PredictedSpec: "predicted",
 }
 
 
@@ -54,13 +52,10 @@ def at_once(spec: Spec, group: int, length: int = 1) -> int:
         would be needed."""
     entry = lookup(form_of(spec), spec.target)
     most_heads = entry.most_rows // length if entry is not None else 0
-    # AQUA-KV's kernel rewrites the carry that flows from layer to layer, and so can be called only
-    # once.
-    most_calls = 1 if isinstance(spec, PredictedSpec) else MOST_CALLS
     if not most_heads:
         return 0
     calls = -(-group // most_heads)
-    return -(-group // calls) if calls <= most_calls else 0
+    return -(-group // calls) if calls <= MOST_CALLS else 0
 
 
 def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = False) -> str:
@@ -132,15 +127,15 @@ def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Calla
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody | PredictedBody,
+    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: Spec,
-    without_kernel: Callable[[], Any],
+    without_kernel: Callable[[], Partial],
     trusted: bool = False,
     **also: Any,
-) -> Any:
+) -> Partial:
     """Attend as `reference.packed_attention` does, to a body of any kind. Kernels round the queries
     to bfloat16.
 
@@ -148,12 +143,11 @@ def packed_attention(
         without_kernel: Computes the same where no kernel runs.
         trusted: As in `path`.
         also: What some kernels get as well. `recent`: tokens beside the body, to which a TPU's
-            kernel for exact bodies attends too. `carry`: what layers pass on to each other. `pages`
-            [B, N]: the pages in which a row's tokens lie, -1 where there is none, for bodies whose
-            rows are pages (`takes_pages`).
+            kernel for exact bodies attends too. `pages` [B, N]: the pages in which a row's tokens
+            lie, -1 where there is none, for bodies whose rows are pages (`takes_pages`).
 
     Returns:
-        What `without_kernel` returns: attention, or with a carry (attention, carry)."""
+        What `without_kernel` returns."""
     length, group = q.shape[1], q.shape[2] // spec.kv_heads
     chosen = path(spec, group, body.slots, length, trusted)
     if chosen == "reference":

@@ -18,9 +18,8 @@ from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
-from kvqjax.pallas_kernels.predicted import PredictedSpec
 
-Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec | PredictedSpec
+Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
 # Of exact bodies: head_dim, and what their width is a multiple of.
@@ -31,7 +30,6 @@ EXACT_HEAD_DIMS, LANES = (
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
-PREDICTED_SHAPES = ((8, 128, 1024),)  # the same numbers of AQUA-KV's codes
 # (levels, KV heads, head_dim) of CommVQ -> {bits of its values per channel: rounds of its keys}
 COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
@@ -144,25 +142,12 @@ def _exact_form(spec: ExactSpec) -> KernelForm | None:
     return KernelForm("exact", head_dim=spec.head_dim) if fits else None
 
 
-def _predicted_form(spec: PredictedSpec) -> KernelForm | None:
-    codes = spec.codes
-    shape, bits = (codes.kv_heads, codes.head_dim, codes.group), codes.key_bits // 2
-    fits = codes.key_bits == codes.value_bits and codes.scales == spec.dtype == "bfloat16"
-    method = "aqua" if spec.mapped else "aqua, first layer"
-    return (
-        KernelForm(method, bits, bits, codes.head_dim)
-        if fits and shape in PREDICTED_SHAPES
-        else None
-    )
-
-
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
     PackedSpec: _packed_form,
     LatentSpec: _latent_form,
     HiggsSpec: _higgs_form,
     CommVQSpec: _commvq_form,
     ExactSpec: _exact_form,
-    PredictedSpec: _predicted_form,
 }
 
 

@@ -1,5 +1,4 @@
-"""The arguments of a kernel on HIGGS bodies (arXiv 2411.17525, section 3; AQUA-KV, arXiv
-2501.19392).
+"""The arguments of a kernel on HIGGS bodies (arXiv 2411.17525, section 3).
 
 A group of h channels of a token is x = s H^T y / h. H is the Hadamard matrix of order h in
 Sylvester's natural order, and s the scale of the token and group. y are h numbers: each code names

@@ -3,9 +3,8 @@ kvqjax.pallas_kernels` prints it.
 
 Levels, each of which includes the ones before it:
 
-- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records;
-  AQUA-KV's spills a register for every forty bundles at most). An interpreter ran it with stand-ins
-  for what it does in registers.
+- compiled: the kernel compiles for the chip without spills and copies (benchmarks/records). An
+  interpreter ran it with stand-ins for what it does in registers.
 - simulated: the kernel as it is equals the plain path in Pallas' interpreter.
 - verified on <chip>: `kvqjax doctor` found the kernel right on a chip of that name.
 
@@ -49,7 +48,7 @@ class Entry(NamedTuple):
     Attributes:
         level: How far it was tested.
         most_rows: The most query rows of a KV head with which it compiles without spilling
-            registers. AQUA-KV's kernels are the exception: they spill on every chip.
+            registers.
         work: How a TPU kernel works a tile off, where this was chosen for the form."""
 
     level: str
@@ -145,8 +144,6 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("higgs", 3, 3): _fixed(4),
     KernelForm("higgs", 4, 4): _fixed(4),
     KernelForm("higgs", 2, 2, 64): _fixed(4),
-    KernelForm("aqua", 2, 2): _fixed(8),
-    KernelForm("aqua, first layer", 4, 4): _fixed(8),
     KernelForm("xquant", 2, 2): _fixed(8),
     KernelForm("xquant", 3, 3): _fixed(8),
     KernelForm("xquant", 4, 4): _fixed(8),

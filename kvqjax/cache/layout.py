@@ -395,6 +395,8 @@ def _kernel_chip(ask: Ask) -> str | None:
     packed = ask.run.wiring.fast.packed
     if packed is None or not packed.straight or packed.spec.target == "cpu":
         return None
+    if ask.run.wiring.chain.carry:  # no kernel gives a layer's carry to the one above
+        return None
     if not is_linear(ask) or ask.softcap is not None:
         return None
     if shared_values(ask) is not ask.run.wiring.fast.shared:

@@ -71,7 +71,6 @@ from kvqjax.pallas_kernels.dispatch import least_page
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import SPLASH, form_of
 from kvqjax.pallas_kernels.packed import PackedSpec
-from kvqjax.pallas_kernels.predicted import PredictedSpec
 
 LEAST_STRIPED = 4096  # slots: of shorter bodies, sums save less time than they take to compile
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
@@ -140,7 +139,7 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
     )
     packed = wiring.fast.packed
     # The other kernels' specs have no compute dtype.
-    if packed is None or not isinstance(packed.spec, ExactSpec | PredictedSpec):
+    if packed is None or not isinstance(packed.spec, ExactSpec):
         return wiring
     return wiring.having(
         fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))}

@@ -271,25 +271,8 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
         or not isinstance(packed.spec, ExactSpec)
         or family(cache.layout.target) != "tpu"
     ):
-        return _through_layers(q, view, tokens)
+        return attend_body(q, view, tokens, {})[0]
     return attend_tokens(q, view, tokens, ScoreOptions(), False, {}, {})[0]
-
-
-def _through_layers(q: jax.Array, view: LayerView, tokens: NewTokens) -> Partial:
-    """Attend to the body alone. Where layers feed each other, attend in two of them, both this one:
-    what the first one hands on is checked by what the second one finds."""
-    run, chain = view.run, view.run.wiring.chain
-    attend = functools.partial(attend_body, q, view, tokens)
-    if not chain.read:
-        return attend({})[0]
-
-    def draw(width):
-        return jax.random.normal(
-            jax.random.key(width), (len(q), run.slots_here, width), jnp.bfloat16
-        )
-
-    below = {name: draw(width).astype(q.dtype) for name, width in chain.carry.items()}
-    return attend(attend(below)[1])[0]
 
 
 _attend_compiled = jax.jit(_attend)

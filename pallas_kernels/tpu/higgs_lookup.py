@@ -1,5 +1,5 @@
-"""Look the codes of a tile up in the grid, chunk by chunk, for the TPU kernels on HIGGS and AQUA-KV
-bodies (see `higgs`).
+"""Look the codes of a tile up in the grid, chunk by chunk, for the TPU kernel on HIGGS bodies (see
+`higgs`).
 
 A tile's codes lie in columns of 128 codes. A chunk is `plan.chunk` tokens, C in shapes, that are
 looked up together. A step looks up some columns of a chunk."""

@@ -75,7 +75,7 @@ def check(compiled, cache, limit: float) -> None:
             1,
             65536,
             0.3,
-            "packed_attention_predicted_k4v4 packed_attention_predicted_k8v8",
+            None,
         ),
         # One layer at once: queries times each group's steps, and softmax weights times those of 4
         # groups of channels, in float32 and bfloat16 (0.06 and 0.03 GiB each, for keys and for

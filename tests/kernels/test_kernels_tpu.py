@@ -403,7 +403,7 @@ def test_rotated_bodies_cost_a_seventh_at_most(form):
 
 
 # Records of their own, and tests of their own that the table follows from them.
-OWN_RECORD = ("xquant", "higgs", "commvq", "exact", "aqua", "aqua, first layer")
+OWN_RECORD = ("xquant", "higgs", "commvq", "exact")
 # Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile
 # may cost besides.
 BUDGETS = {

@@ -31,22 +31,18 @@ def attend_by_kernel(call: BodyCall, carry: Carry, without_kernel: Attend) -> tu
 
     Args:
         call: The layer's queries on its body.
-        carry: The layer below's carry of every body token.
+        carry: Empty. No kernel reads layers that feed each other.
         without_kernel: Attends in programs that are lowered for another platform.
 
     Returns:
-        (attention to the body, this layer's carry)."""
+        (attention to the body, the carry)."""
     packed, body, start, stop = packed_view(call.view, call.tokens)
     arguments = call.q, body, call.view.layer, start, stop, packed.spec
-    pages = row_pages(call.view)
-    # A kernel of layers that feed each other takes the layer below's carry and gives this layer's.
-    if call.view.run.wiring.chain.carry:
-        options = pages | {"carry": carry}
-        return packed_attention(
-            *arguments, lambda: without_kernel(call, carry), packed.trusted, **options
-        )
     partial = packed_attention(
-        *arguments, lambda: without_kernel(call, carry)[0], packed.trusted, **pages
+        *arguments,
+        lambda: without_kernel(call, carry)[0],
+        packed.trusted,
+        **row_pages(call.view),
     )
     return partial, carry
 

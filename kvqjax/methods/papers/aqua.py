@@ -39,16 +39,12 @@ from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.klt import KEY_SLOPE, VALUE_SLOPE, Klt
 from kvqjax.codecs.uniform import at_least_one
 from kvqjax.methods.keys_values import KeysAndValues, keys_and_values
-from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Fast, Wiring
+from kvqjax.methods.layer_cache import Calibration, Chain, Clock, Cost, Wiring
 from kvqjax.methods.spec import LayerSpec, Method, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.model.weight_codes import WEIGHT_GROUP, unpack_nibbles
 from kvqjax.ops.finite import saturated, wide
 from kvqjax.ops.xla_workarounds import kept_apart, rounded
-from kvqjax.pallas_kernels.adapters import Packed, packed_form
-from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.predicted import Maps as PredictorMaps
-from kvqjax.pallas_kernels.predicted import PredictedBody, PredictedSpec
 
 UNIT = 128  # tokens that leave the window together
 BACKBONES = ("higgs", "klt", "token", "channel")
@@ -281,17 +277,6 @@ class AquaLayer:
         codecs = {source: layer.codec(source).build(width) for source in SPEC_FIELDS}
         return _wired(layer, config, codecs)
 
-    def packed(self, config: KVShape) -> Packed | None:
-        """Name the kernel for layers with the paper's linear predictors, or with none. None for
-        other layers."""
-        inputs = (self.key_inputs, self.value_inputs)
-        predicted = inputs == ("k", "kv")
-        if self.predictor != "linear" or not (predicted or inputs == ("none", "none")):
-            return None
-        if self.unbiased and config.known_key_bias:
-            return None  # no kernel adds the bias
-        return _predicted_form(packed_form(self.key, self.value, self.rope, config), predicted)
-
     def needs(self, source: str, width: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of the constants of the predictor and of its codec, by name."""
         inputs = len(self.inputs(source)) * width
@@ -357,7 +342,6 @@ def _wired(layer: AquaLayer, config: KVShape, codecs: dict[str, Codec]) -> Wirin
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
         chain=Chain({"k": width, "v": width}, read_in=None),
-        fast=Fast(packed=layer.packed(config)),
         calibration=Calibration(needs, kinds, FIT),
         cost=Cost(operations=_operations(needs)),
     )
@@ -377,31 +361,6 @@ def _operations(needs: dict[str, dict[str, tuple[int, ...]]]) -> int:
         for name, shape in shapes.items():
             multiplied += MULTIPLIED.get(name, 0) * math.prod(shape)
     return 2 * multiplied
-
-
-def _predicted_form(form: Packed | None, mapped: bool) -> Packed | None:
-    """Name the kernel that reads a layer's codes.
-
-    Args:
-        form: how kernels read the codes themselves; None where they cannot.
-        mapped: whether the codes are errors of linear predictors, or else keys and values
-            themselves.
-
-    Returns:
-        The kernel's form; None for codes other than HIGGS.
-    """
-    if form is None or not isinstance(form.spec, HiggsSpec):
-        return None
-
-    def body(weights, constants, stored, positions):
-        codes = form.body(weights, constants, stored, positions)
-        if not mapped:
-            return PredictedBody(codes, None)
-        keys, values = constants["k"], constants["v"]
-        maps = PredictorMaps(keys["weight"], keys["bias"], values["weight"], values["bias"])
-        return PredictedBody(codes, maps)
-
-    return Packed(PredictedSpec(codes=form.spec, mapped=mapped), body)
 
 
 # ---- One source of one tile: its prediction, its codes, its reconstruction ----
