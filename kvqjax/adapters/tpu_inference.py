@@ -44,7 +44,7 @@ from kvqjax.cache.state import NO_PAGE, Cache, Run
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.config import KVShape
 from kvqjax.step.checks import kept_program, run_constants
-from kvqjax.step.layers import append, attend_checked
+from kvqjax.step.layers import LayerInput, append, attend_checked
 from kvqjax.step.new_cache import init_cache
 
 __all__ = ["Metadata", "PagedLayer", "attention", "create_kv_caches", "layer_constants"]
@@ -481,14 +481,21 @@ Step = Callable[..., tuple[Stored, Float[Array, "B T H D"]]]
 
 
 def _step(
-    layout: CacheLayout, constants, options: dict, stored: Stored, rows: _Sequences, new
+    layout: CacheLayout,
+    constants,
+    sinks,
+    softcap: float | None,
+    stored: Stored,
+    rows: _Sequences,
+    new,
 ) -> tuple[Stored, Any]:
     """Attend with new tokens of some sequences, and append them.
 
     Args:
         layout: The layer's layout.
         constants: The layer's calibrated constants.
-        options: Sinks and softcap, as `attend_checked` takes them.
+        sinks: As in `attention`.
+        softcap: What caps the scores; None: the shape says it.
         stored: The body, and the tails of these sequences.
         rows: The sequences, which are the rows of a cache.
         new: q, k and v of the new tokens, [B, T, heads, D] each.
@@ -501,8 +508,8 @@ def _step(
     # flushed.
     state = Run(body, {}, tails, (rows.cached // run.ring,))
     cache = Cache((state,), rows.cached, no_overflow, rows.cached, layout, pages=rows.table)
-    options = {"below": None, "constants": constants, "within": "chunk", "mask": None, **options}
-    partial, sources = attend_checked(cache, 0, q, k, v, rows.count, **options)
+    inputs = LayerInput(q, k, v, rows.count, constants=constants, sinks=sinks)
+    partial, sources = attend_checked(cache, 0, inputs, softcap=softcap)
     (state,) = append(cache, [sources], rows.count, constants=constants).runs
     return (state.body, state.window), partial.out
 
@@ -580,7 +587,7 @@ def _attention(
     """Do `attention` after its checks."""
     new, length, size = (q, k, v), q.shape[0], min(layer.chunk, q.shape[0])
     sequences, token_fault = _sequences(layer, md, length)
-    step = functools.partial(_step, layer.layout, constants, {"sinks": sinks, "softcap": softcap})
+    step = functools.partial(_step, layer.layout, constants, sinks, softcap)
     # Tails are put in the order of the sequences, which are the rows of a cache, and put back at
     # the end.
     tails = {

@@ -50,7 +50,6 @@ from kvqjax.cache.view import (
 from kvqjax.methods.layer_cache import Clock
 from kvqjax.ops.attention import (
     Partial,
-    ScoreOptions,
     merge_over,
     merged,
     segment_attention,
@@ -63,10 +62,10 @@ def attend_tokens(
     q: Float[Array, "B T H D"],
     view: LayerView,
     tokens: NewTokens,
-    options: ScoreOptions,
     recode: bool,
     tile: Carry,
     body: Carry,
+    sinks: Float[Array, " H"] | None = None,
 ) -> tuple[Partial, Carry, Carry]:
     """Attend to all tokens of a layer.
 
@@ -74,31 +73,30 @@ def attend_tokens(
         q: The queries, rotated by RoPE, and not yet multiplied by D^-1/2.
         view: The layer, and the sources of its new tokens.
         tokens: What all layers know of the new tokens.
-        options: The cap of the scores, and the logits of score sinks.
         recode: As in `attend_exact`.
         tile: The layer below's carry of the tokens that fall due in this call, [B, units, u, W] by
             name.
         body: The layer below's carry of the body's tokens, [B, slots_here, W] by name.
+        sinks: A logit of each query head (`with_sinks`); None: there are none.
 
     Returns:
         (attention, this layer's `tile`, this layer's `body`)."""
     # The kernel of exact bodies knows no masks of new tokens.
-    if tokens.mask is None and takes_recent(ask_of(q, view, tokens, options.softcap), view.sinks):
+    if tokens.mask is None and takes_recent(ask_of(q, view, tokens), view.sinks):
         # Exact bodies pass nothing on to the layer above, so that both carries are empty.
         def without_kernel():
-            return _attend_parts(q, view, tokens, options.softcap, recode, {}, {})[0]
+            return _attend_parts(q, view, tokens, recode, {}, {})[0]
 
         partial = attend_with_recent(q, view, tokens, without_kernel)
     else:
-        partial, tile, body = _attend_parts(q, view, tokens, options.softcap, recode, tile, body)
-    return with_sinks(partial, options.sinks), tile, body
+        partial, tile, body = _attend_parts(q, view, tokens, recode, tile, body)
+    return with_sinks(partial, sinks), tile, body
 
 
 def _attend_parts(
     q,
     view: LayerView,
     tokens: NewTokens,
-    softcap: float | None,
     recode: bool,
     tile: Carry,
     body: Carry,
@@ -106,16 +104,16 @@ def _attend_parts(
     """Attend to the exact tokens and to the body, and merge both. Arguments and result are those of
     `attend_tokens`."""
     # Without a body nothing is ever encoded, and so nothing is shown as encoded.
-    parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile, softcap)
+    parts, tile = attend_exact(q, view, tokens, recode and view.run.slots > 0, tile)
     if view.run.slots:
-        part, body = attend_body(q, view, tokens, body, softcap)
+        part, body = attend_body(q, view, tokens, body)
         # Each device has attended to its own blocks of the body.
         parts.append(merge_over(part, view.run.deal.axes))
     return merged(*parts), tile, body
 
 
 def attend_exact(
-    q, view: LayerView, tokens: NewTokens, recode: bool, carry: Carry, softcap: float | None = None
+    q, view: LayerView, tokens: NewTokens, recode: bool, carry: Carry
 ) -> tuple[list[Partial], Carry]:
     """Attend to the tokens that the layer holds exactly: sinks, window and new tokens.
 
@@ -126,11 +124,10 @@ def attend_exact(
         recode: Whether query t sees a token as encoded if decoding one token at a time would have
             encoded it before query t (docs/design.md, idea 2).
         carry: With `recode`, the layer below's carry of the tokens that fall due in this call.
-        softcap: The cap of the scores, if there is one.
 
     Returns:
         (attention to disjoint sets of these tokens, which are to be merged; this layer's carry)."""
-    run = view.run
+    run, softcap = view.run, view.run.shape.softcap
     sources, positions, mask = side_by_side(view, tokens)
 
     def part(sources, mask):
@@ -197,17 +194,13 @@ ATTEND: dict[str, Attend] = {
 }
 
 
-def ask_of(q, view: LayerView, tokens: NewTokens, softcap: float | None = None) -> Ask:
+def ask_of(q, view: LayerView, tokens: NewTokens) -> Ask:
     """Collect what decides which reader attends to a layer's body."""
     dtype = next(iter(view.new.values())).dtype.name
-    return Ask(
-        view.run, q.shape[1], evicted=tokens.stored is not None, softcap=softcap, dtype=dtype
-    )
+    return Ask(view.run, q.shape[1], evicted=tokens.stored is not None, dtype=dtype)
 
 
-def attend_body(
-    q, view: LayerView, tokens: NewTokens, carry: Carry, softcap: float | None = None
-) -> tuple[Partial, Carry]:
+def attend_body(q, view: LayerView, tokens: NewTokens, carry: Carry) -> tuple[Partial, Carry]:
     """Attend to the encoded tokens of one layer that lie on this device.
 
     Args:
@@ -215,11 +208,10 @@ def attend_body(
         view: The layer.
         tokens: What all layers know of the new tokens.
         carry: The layer below's carry of every body token, [B, slots_here, W] by name.
-        softcap: The cap of the scores, if there is one.
 
     Returns:
         (attention to the body, this layer's carry)."""
-    ask = ask_of(q, view, tokens, softcap)
+    ask = ask_of(q, view, tokens)
     shared = shared_values(ask)
     frame = view.run.wiring.maps.frame
     # A rotated body is never rotated back. Queries go into its frame here, outputs come out of it

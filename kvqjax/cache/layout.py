@@ -345,19 +345,22 @@ class Ask(NamedTuple):
         run: The layers' plan, with the chip that programs are for.
         length: New tokens of a row.
         evicted: Whether the body evicts tokens. The tokens in its slots are then in no order.
-        softcap: The cap of the scores, if there is one (`kvqjax.ops.attention.ScoreOptions`).
         dtype: The dtype of keys and values as they come, and of the carry."""
 
     run: RunLayout
     length: int
     evicted: bool = False
-    softcap: float | None = None
     dtype: str = "float32"
 
     @property
     def group(self) -> int:
         """Count the query heads of a KV head."""
         return self.run.shape.num_heads // self.run.shape.num_kv_heads
+
+    @property
+    def softcap(self) -> float | None:
+        """Give the cap of the scores, if there is one (`kvqjax.ops.attention.capped`)."""
+        return self.run.shape.softcap
 
 
 def is_linear(ask: Ask) -> bool:

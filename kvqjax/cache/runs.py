@@ -563,7 +563,7 @@ def readers_text(layout: CacheLayout) -> list[str]:
     lines, evicted = [], layout.method.keep is not None
     for run in runs_of(layout):
         names = [
-            reader_of(Ask(run, length, evicted, run.shape.softcap, layout.dtype))
+            reader_of(Ask(run, length, evicted, layout.dtype))
             for length in range(1, MANY_QUERIES + 1)
         ]
         changes = [

@@ -27,7 +27,7 @@ from kvqjax.cache.view import LayerView, NewTokens
 from kvqjax.kernel_checks.compare import Attention, Speed
 from kvqjax.methods.spec import LayerSpec, Method
 from kvqjax.model.config import KVShape
-from kvqjax.ops.attention import Partial, ScoreOptions
+from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.pallas_kernels.exact import ExactSpec
@@ -272,7 +272,7 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
         or family(cache.layout.target) != "tpu"
     ):
         return attend_body(q, view, tokens, {})[0]
-    return attend_tokens(q, view, tokens, ScoreOptions(), False, {}, {})[0]
+    return attend_tokens(q, view, tokens, False, {}, {})[0]
 
 
 _attend_compiled = jax.jit(_attend)

@@ -193,6 +193,7 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
     return Direct(scores, values, part=lambda q, fields: [_scored_part(q, fields["x"][0][0])])
 
 
+@functools.singledispatch
 def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     """Make the function that computes the scores of a body's keys.
 
@@ -204,25 +205,44 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         scores(q [B, K, X, D], fields), which gives an array [B, K, X, rows] for every plane of
         codes. None where keys must be decoded first.
     """
-    if isinstance(spec, ReadAtOnce):
-        return spec.scores(shape)
-    if isinstance(spec, Clipped):
-        return key_form(spec.inner, shape)
-    if isinstance(spec, Scaled | Balanced):
-        uniform = spec.inner if isinstance(spec, Scaled) else spec.inner(shape.kv_width)
-        inner = key_form(uniform, shape)
-        if inner is None:
-            return None
-        return lambda q, fields: _token_factors(spec.dtype, inner(q, fields), fields)
-    if isinstance(spec, Exact):
-        return lambda q, fields: [_scored(q, fields["x"][0][0])]
-    if isinstance(spec, Uniform) and spec.along == "tokens":
-        return lambda q, fields: _channel_scores(spec, q, fields)
-    if isinstance(spec, Uniform) and _fits_heads(spec, shape):
-        return lambda q, fields: _token_scores(spec, q, fields)
-    return None
+    return spec.scores(shape) if isinstance(spec, ReadAtOnce) else None
 
 
+@key_form.register(Exact)
+def _exact_key_form(spec: Exact, shape: KVShape) -> Callable:
+    return lambda q, fields: [_scored(q, fields["x"][0][0])]
+
+
+@key_form.register(Uniform)
+def _uniform_key_form(spec: Uniform, shape: KVShape) -> Callable | None:
+    if spec.along == "tokens":
+        return functools.partial(_channel_scores, spec)
+    return functools.partial(_token_scores, spec) if _fits_heads(spec, shape) else None
+
+
+@key_form.register(Clipped)
+def _clipped_key_form(spec: Clipped, shape: KVShape) -> Callable | None:
+    return key_form(spec.inner, shape)
+
+
+@key_form.register(Scaled)
+def _scaled_key_form(spec: Scaled, shape: KVShape) -> Callable | None:
+    return _with_token_factors(spec.dtype, key_form(spec.inner, shape))
+
+
+@key_form.register(Balanced)
+def _balanced_key_form(spec: Balanced, shape: KVShape) -> Callable | None:
+    return _with_token_factors(spec.dtype, key_form(spec.inner(shape.kv_width), shape))
+
+
+def _with_token_factors(dtype: str, scores: Callable | None) -> Callable | None:
+    """Multiply the scores of keys by factors of their tokens, which are of `dtype`."""
+    if scores is None:
+        return None
+    return lambda q, fields: _token_factors(dtype, scores(q, fields), fields)
+
+
+@functools.singledispatch
 def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
     """Make the function that computes weighted sums of a body's values.
 
@@ -234,19 +254,34 @@ def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         values(weights of every plane, fields, dtype of products, stored rows of a partial sum),
         which gives [B, K, X, D]. None where values must be decoded first.
     """
-    if isinstance(spec, ReadAtOnce):
-        return spec.values(shape)
-    if isinstance(spec, Exact):
-        return lambda weights, fields, dtype, piece: _exact_values(
-            weights, fields["x"][0][0], dtype, piece
-        )
-    if isinstance(spec, Clipped):
-        return value_form(spec.inner, shape)
-    if isinstance(spec, Balanced) and spec.along == "channels":
-        return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
-    if not isinstance(spec, Uniform) or spec.along != "channels" or not _fits_heads(spec, shape):
+    return spec.values(shape) if isinstance(spec, ReadAtOnce) else None
+
+
+@value_form.register(Exact)
+def _exact_value_form(spec: Exact, shape: KVShape) -> Callable:
+    def values(weights, fields, dtype, piece):
+        return _exact_values(weights, fields["x"][0][0], dtype, piece)
+
+    return values
+
+
+@value_form.register(Uniform)
+def _uniform_value_form(spec: Uniform, shape: KVShape) -> Callable | None:
+    by_token = spec.along == "channels" and _fits_heads(spec, shape)
+    return functools.partial(_token_values, spec) if by_token else None
+
+
+@value_form.register(Clipped)
+def _clipped_value_form(spec: Clipped, shape: KVShape) -> Callable | None:
+    return value_form(spec.inner, shape)
+
+
+@value_form.register(Balanced)
+def _balanced_value_form(spec: Balanced, shape: KVShape) -> Callable | None:
+    if spec.along != "channels":
         return None
-    return lambda weights, fields, dtype, piece: _token_values(spec, weights, fields, dtype, piece)
+    # The sums of a tile are not split into partial sums.
+    return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
 
 
 def _fits_heads(spec: Uniform, shape: KVShape) -> bool:

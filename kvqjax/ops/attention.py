@@ -24,19 +24,6 @@ class Partial(NamedTuple):
     lse: Float[Array, "B T H"]
 
 
-class ScoreOptions(NamedTuple):
-    """Options of the softmax, apart from the scale of scores and the mask.
-
-    - `softcap`: a score s is replaced by softcap * tanh(s / softcap) before the mask (Gemma 2,
-      arXiv 2408.00118, section 2). It is static. Readers without it do not read the body.
-    - `sinks`: a logit for every query head, which takes part in the softmax with a value of 0
-      (gpt-oss). It is one more segment in the merge of segments, so that no reader knows of it
-      (`with_sinks`)."""
-
-    softcap: float | None = None
-    sinks: Float[Array, " H"] | None = None
-
-
 class Running(NamedTuple):
     """Online-softmax state: running maximum, denominator and un-normalised output, heads grouped as
     [K, G]."""
@@ -47,12 +34,16 @@ class Running(NamedTuple):
 
 
 def capped(scores: Float[Array, "*S"], softcap: float | None) -> Float[Array, "*S"]:
-    """Cap scores before they are masked. A masked score, -inf, would become finite."""
+    """Cap scores before they are masked: a score s becomes softcap * tanh(s / softcap) (Gemma 2,
+    arXiv 2408.00118, section 2). A masked score, -inf, would become finite."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def with_sinks(part: Partial, sinks: Float[Array, " H"] | None) -> Partial:
-    """Add the sink logits to the merged result of all segments."""
+    """Add the sink logits to the merged result of all segments.
+
+    A sink logit takes part in the softmax with a value of 0 (gpt-oss). It is one more segment in
+    the merge of segments, so that no reader knows of it."""
     if sinks is None:
         return part
     lse = jnp.logaddexp(part.lse, sinks.astype(jnp.float32)[None, None])

@@ -38,7 +38,7 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.decoder import Projected, with_read
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import is_unrolled
-from kvqjax.ops.attention import Partial, ScoreOptions
+from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import found_finite, saturated, spoiled, zeroed
 from kvqjax.ops.xla_workarounds import depending_on, of_two, row_major, unknown_zero
 from kvqjax.step.checks import (
@@ -192,7 +192,7 @@ def attend_one(
     weights: dict,
     projected: Projected,
     flow: Flow,
-    options: ScoreOptions | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> tuple[Partial, dict, Flow]:
     """Attend in one layer.
 
@@ -204,14 +204,14 @@ def attend_one(
         projected: What the layer computed of its new tokens. `projected.q` has the queries of all
             heads that attend on this device.
         flow: What the layer below handed on.
-        options: The options of the scores. None: those of the model.
+        sinks: Logits of score sinks, one for each query head. None: those of the model, if any.
 
     Returns:
         (attention in float32, the new tokens' sources [B, T, W] by name, the flow for the layer
         above). Attention of a row is NaN from the first token on that has a source which is not
         finite; with a mask of the new tokens, all of it is."""
-    run, sinks, positions = call.runs[number], call.cache.layout.method.sinks, call.tokens.positions
-    options = options or ScoreOptions(run.shape.softcap, weights.get("score_sinks"))
+    run, positions = call.runs[number], call.tokens.positions
+    sinks = weights.get("score_sinks") if sinks is None else sinks
     fixed = caches.at_layer(call.constants[number], index)
     new = run.wiring.maps.capture(weights, fixed, projected, positions)
     dtype = call.cache.layout.dtype
@@ -225,11 +225,12 @@ def attend_one(
     if bound is not None:
         broken = broken | _beyond(call.cache.lengths, bound)[:, None]
     state, pages = call.cache.runs[number], call.cache.pages
+    first_tokens = call.cache.layout.method.sinks
     view = LayerView(
-        run, state, index, with_read(weights), fixed, zeroed(dtype, new), sinks, bound, pages
+        run, state, index, with_read(weights), fixed, zeroed(dtype, new), first_tokens, bound, pages
     )
     (out, lse), tile, body = attend_tokens(
-        projected.q, view, call.tokens, options, call.recode, flow.tile, flow.body
+        projected.q, view, call.tokens, call.recode, flow.tile, flow.body, sinks
     )
     new = {name: row_major(x) for name, x in new.items()}
     out, lse = (

@@ -12,9 +12,10 @@ other, `below` takes to a layer what the layer beneath computed for it (`Flow`).
 (kvqjax/step/views.py) call these functions.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from kvqjax.cache.state import Cache, Leaf, check_cache
 from kvqjax.model.config import KVShape, check_softcap
 from kvqjax.model.decoder import Projected, scaled_queries
 from kvqjax.model.rope import in_halves, rotate
-from kvqjax.ops.attention import Partial, ScoreOptions
+from kvqjax.ops.attention import Partial
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import depending_on
 from kvqjax.parallel.rules import Rules
@@ -60,6 +61,19 @@ class New(struct.PyTreeNode):
 
     sources: dict[str, Leaf]  # Float[B, T, W]
     flow: Flow
+
+
+class LayerInput(NamedTuple):
+    """What one layer's attention is given besides the cache, as `attend_layer` describes it."""
+
+    q: Leaf  # Float[B, T, H, D]
+    k: Leaf  # Float[B, T, K, D]
+    v: Leaf  # Float[B, T, K, D]
+    counts: Leaf  # Int[B], or Bool[B, T] of a mask
+    below: Any = None  # New or Flow
+    constants: Any = None
+    sinks: Leaf | None = None  # Float[H]
+    mask: Leaf | None = None  # Bool[B, T, T]
 
 
 def below_first(
@@ -167,22 +181,19 @@ def attend_layer(
     check_cache(cache)
     check_new(cache, q, k, v, counts)
     check_capacity(cache, counts)
-    options = {
-        "below": below,
-        "constants": constants,
-        "within": within,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-    partial, new = attend_checked(cache, layer, q, k, v, counts, **options, mask=mask)
+    inputs = LayerInput(q, k, v, counts, below, constants, sinks, mask)
+    partial, new = attend_checked(cache, layer, inputs, within, softcap)
     return (*partial, new) if typed("return_lse", return_lse, bool) else (partial.out, new)
 
 
 def attend_checked(
-    cache: Cache, layer, q, k, v, counts, *, below, constants, within: str, softcap, sinks, mask
-):
-    """Do `attend_layer` of a cache and new tokens that were checked (`check_new`). Arguments as
-    there.
+    cache: Cache,
+    layer,
+    inputs: LayerInput,
+    within: str = "chunk",
+    softcap: float | None = None,
+) -> tuple[Partial, New]:
+    """Do `attend_layer` of a cache and new tokens that were checked (`check_new`).
 
     Only the layer's run is read, and the counts of the first run: a view is a cache without the
     other runs.
@@ -194,18 +205,27 @@ def attend_checked(
         UserError: for a layer that does not exist, a wrong `softcap`, sinks of another shape than
             one logit a head, a mask that cannot be, missing constants and a missing `below`.
     """
+    q, sinks, mask = inputs.q, inputs.sinks, inputs.mask
     layer = check_index("layer", layer, cache.layout.shape.num_layers, "layers in this cache")[0]
-    softcap = cache.layout.shape.softcap if softcap is None else typed("softcap", softcap, float)
-    check_softcap(softcap)
+    if softcap is not None:
+        cache = _capped(cache, softcap)
     if sinks is not None and getattr(sinks, "shape", None) != (q.shape[2],):
         raise UserError(
             f"sinks is {named(sinks)}; wanted an array [{q.shape[2]}], a logit for each query head"
         )
     if mask is not None:
         _check_mask(cache, layer, mask, (cache.batch, q.shape[1], q.shape[1]), within)
-    check_entries(constants)
-    static = {"layer": layer, "within": within, "softcap": softcap}
-    return _attend_layer(cache, q, k, v, counts, below, constants, sinks, mask, **static)
+    check_entries(inputs.constants)
+    return _attend_layer(cache, inputs, layer=layer, within=within)
+
+
+def _capped(cache: Cache, softcap: float) -> Cache:
+    """Give the cache a shape whose scores are capped by `softcap`. All readers ask the shape."""
+    softcap = typed("softcap", softcap, float)
+    check_softcap(softcap)
+    layout = cache.layout
+    shape = dataclasses.replace(layout.shape, softcap=softcap)
+    return cache.replace(layout=dataclasses.replace(layout, shape=shape))
 
 
 def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: str) -> None:
@@ -229,57 +249,48 @@ def _check_mask(cache: Cache, layer, mask, shape: tuple[int, int, int], within: 
 
 
 def _attend(
-    cache: Cache,
-    q,
-    k,
-    v,
-    counts,
-    below,
-    constants,
-    sinks,
-    mask,
-    *,
-    layer,
-    within: str,
-    softcap: float | None,
-):
+    cache: Cache, inputs: LayerInput, *, layer: Int[Array, ""] | int, within: str
+) -> tuple[Partial, New]:
     """Do `attend_layer` after its checks, on one device or on every device's part of the cache's
-    mesh. Arguments and results as in `attend_checked`."""
-    attend = functools.partial(_attend_here, within=within, softcap=softcap)
+    mesh. Results as in `attend_checked`."""
+    attend = functools.partial(_attend_here, within=within)
     rules = cache.layout.rules
-    below = below.flow if isinstance(below, New) else below
-    fixed = run_constants(constants, cache.layout)
-    sources = q, k, v, counts, below, fixed, sinks, mask
+    below = inputs.below.flow if isinstance(inputs.below, New) else inputs.below
+    fixed = run_constants(inputs.constants, cache.layout)
+    inputs = inputs._replace(below=below, constants=fixed)
     if rules is None:
-        return attend(layer, cache, *sources)
-    runs = runs_of(cache.layout)
-    run = runs[placed_layer(runs, layer)[0]]
+        return attend(layer, cache, inputs)
+    run = runs_of(cache.layout)[placed_layer(runs_of(cache.layout), layer)[0]]
     # Where every argument and result lies on the mesh. What is None has no arrays, so that its spec
     # does not matter.
     heads = PartitionSpec(rules.batch, None, rules.kv_heads)
-    new = _specs(rules, run.wiring.storage.sources)
-    flow = PartitionSpec() if below is None else new.flow
-    sink_heads = PartitionSpec() if sinks is None else PartitionSpec(rules.kv_heads)
     rows = PartitionSpec(rules.batch)
-    mask_rows = PartitionSpec() if mask is None else rows
-    specs = heads, heads, heads, rows, flow, of_constants(rules, fixed), sink_heads, mask_rows
+    new = _specs(rules, run.wiring.storage.sources)
+    specs = LayerInput(
+        q=heads,
+        k=heads,
+        v=heads,
+        counts=rows,
+        below=PartitionSpec() if below is None else new.flow,
+        constants=of_constants(rules, fixed),
+        sinks=PartitionSpec(rules.kv_heads),
+        mask=rows,
+    )
     # A plain number is not made an array: layers that are stored one by one are found by it at
     # trace time. A traced number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
-        partial, new_tokens = on_parts(
-            functools.partial(attend, layer), rules, cache, *sources, specs=specs, out=(heads, new)
-        )
+        here = functools.partial(attend, layer)
+        partial, new_tokens = on_parts(here, rules, cache, inputs, specs=(specs,), out=(heads, new))
     else:
 
-        def traced(cache, layer, *sources):
-            return attend(layer, cache, *sources)
+        def traced(cache, layer, inputs):
+            return attend(layer, cache, inputs)
 
-        specs = PartitionSpec(), *specs
         partial, new_tokens = on_parts(
-            traced, rules, cache, layer, *sources, specs=specs, out=(heads, new)
+            traced, rules, cache, layer, inputs, specs=(PartitionSpec(), specs), out=(heads, new)
         )
     # The output lies where the queries lay: the model goes on from there.
-    return partial._replace(out=lying_as(partial.out, q, rules)), new_tokens
+    return partial._replace(out=lying_as(partial.out, inputs.q, rules)), new_tokens
 
 
 def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
@@ -303,50 +314,35 @@ def _specs(rules: Rules, names: Iterable[str], *lead: None) -> New:
     return New(sources=dict.fromkeys(names, tokens), flow=Flow(body, tile=rows))
 
 
-def _attend_here(
-    layer,
-    cache: Cache,
-    q,
-    k,
-    v,
-    counts,
-    below,
-    constants,
-    sinks,
-    mask,
-    *,
-    within: str,
-    softcap: float | None,
-):
-    """Do `_attend` on one device's part, where the cache's layout is that of the part. Arguments
-    and results are those of `attend_checked`."""
-    padding = padding_of(counts)
+def _attend_here(layer, cache: Cache, inputs: LayerInput, *, within: str) -> tuple[Partial, New]:
+    """Do `_attend` on one device's part, where the cache's layout is that of the part. `inputs` has
+    the runs' constants, and the flow in the place of the layer below's new tokens."""
+    padding = padding_of(inputs.counts)
     # Channels of a RoPE pair stand half a head apart from here on. Rows are rolled to begin with
     # their first valid token: everything below counts places from it, as positions and the cache
     # do.
-    q, k = (in_halves(x, cache.layout.shape) for x in (q, k))
-    q, k, v = (padding.begun(x) for x in (q, k, v))
-    mask = None if mask is None else padding.begun_mask(mask)
-    call = begin(cache, padding.counts, q.shape[1], constants, within, mask)
+    q, k = (in_halves(x, cache.layout.shape) for x in (inputs.q, inputs.k))
+    q, k, v = (padding.begun(x) for x in (q, k, inputs.v))
+    mask = None if inputs.mask is None else padding.begun_mask(inputs.mask)
+    call = begin(cache, padding.counts, q.shape[1], inputs.constants, within, mask)
     number, index = placed_layer(call.runs, layer)
-    flow = _flow_below(call, layer, below)
+    flow = _flow_below(call, layer, inputs.below)
     # The layer's input (`x`, `h`) is not known here. Methods that cache it refuse shapes of other
     # models.
     projected = Projected(
         ready_queries(q, call.tokens.positions, call.runs[number].shape), k, v, None, None
     )
-    options = ScoreOptions(softcap, sinks)
-    partial, new, flow = attend_one(call, number, index, {}, projected, flow, options)
+    partial, new, flow = attend_one(call, number, index, {}, projected, flow, inputs.sinks)
     # Attention is float32. What float16 cannot hold becomes its largest number (`saturated`).
     attention = Partial(
-        padding.as_given(saturated(partial.out, q.dtype)), padding.as_given(partial.lse)
+        padding.as_given(saturated(partial.out, inputs.q.dtype)), padding.as_given(partial.lse)
     )
     # Sources that depend on nothing are ready before attention has read the body, which XLA then
     # copies for `append`.
     return attention, New(depending_on(partial.out, new), flow)
 
 
-_attend_layer = kept_program(_attend, static_argnames=("layer", "within", "softcap"))
+_attend_layer = kept_program(_attend, static_argnames=("layer", "within"))
 
 
 def ready_queries(

@@ -63,6 +63,7 @@ from kvqjax.step.forward import (
     in_step,
 )
 from kvqjax.step.layers import (
+    LayerInput,
     New,
     append_accepted,
     attend_checked,
@@ -94,23 +95,14 @@ class _View(struct.PyTreeNode):
         """
         return new_positions(self.part, self.counts, length)
 
-    def _attended(self, layer, flow: Flow | None, q, k, v, **options) -> tuple[Partial, New]:
-        """Attend in a layer: (attention, its new tokens). `options` are those of
-        `attend_checked`."""
+    def _attended(
+        self, layer, flow: Flow | None, q, k, v, *, softcap, sinks, mask
+    ) -> tuple[Partial, New]:
+        """Attend in a layer: (attention, its new tokens)."""
         check_alive(self.part)
         check_new(self.part, q, k, v, self.counts)
-        return attend_checked(
-            self.part,
-            layer,
-            q,
-            k,
-            v,
-            self.counts,
-            below=flow,
-            constants=self.constants,
-            within=self.within,
-            **options,
-        )
+        inputs = LayerInput(q, k, v, self.counts, flow, self.constants, sinks, mask)
+        return attend_checked(self.part, layer, inputs, self.within, softcap)
 
 
 class CacheView(_View):
