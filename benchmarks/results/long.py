@@ -29,12 +29,11 @@ from rich.progress import Progress
 
 import kvqjax
 from benchmarks.results import rows
-from benchmarks.results.rows import CONTEXT, Texts, about_of, calibrated
+from benchmarks.results.rows import CONTEXT, Texts, about_of, book_of, calibrated
 from kvqjax.cache import Cache, at_layer, runs_of
 from kvqjax.calibrate import sequences
 from kvqjax.data.corpora import read
 from kvqjax.eval.scores import negative_log_likelihood, token_scores
-from kvqjax.eval.stamp import ledger_of
 from kvqjax.eval.synthetic import bury, sentences_of
 from kvqjax.methods import exact
 from kvqjax.model import decoder
@@ -328,7 +327,7 @@ def row_of(model: Model, cache: str, about: dict[str, Any]) -> dict[str, Any]:
     if row and row["about"] == about:
         return row
     bits = {
-        str(size): ledger_of(model, kvqjax.parse(cache), size).bits_stored
+        str(size): book_of(model, kvqjax.parse(cache), size).bits_stored
         for size in (*CONTEXTS, CONTEXT)
     }
     return {"cache": cache, "bits_at": bits, "parts": {}, "about": about}

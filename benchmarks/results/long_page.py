@@ -29,7 +29,8 @@ DECODED = [decode_name(text) for text in WINDOWS]
 HEAD = f"""## Long contexts
 The prompt attends to itself exactly and is encoded (*prefill-exact*). The tokens behind it attend to its codes. They
 pass {STEP} at a time, and each sees what it would see if they were decoded one by one. Every cache has its own window
-here, 128 tokens for most. *bits*: everything stored for one row of that length, for each key or value channel.
+here, 128 tokens for most. *bits*: everything stored for one row of that length, for each key or value channel
+of a model of bfloat16.
 """
 RETRIEVED = f"""### Retrieval
 A text has {QUESTIONS} lines such as "river: 4821" in a book (*needle*), or is all such lines (*pairs*). The question

@@ -32,7 +32,8 @@ Mode: in the loop. Every token passes through the cache in chunks of {CHUNK}; wi
 {WINDOWS["WikiText-2"]} of WikiText-2's test part and {WINDOWS["book"]} of a book. No cache keeps a window of recent
 tokens beyond what waits to be encoded, so figures are worse than with the defaults.
 
-- *bits*: per key or value channel by the codecs; *at 32K*: everything stored for one row of {CONTEXT} tokens.
+- *bits*: per key or value channel by the codecs; *at 32K*: everything stored for one row of {CONTEXT} tokens,
+  where the model's dtype is bfloat16.
 - *ratio*: perplexity over that of the exact cache. *KLD*: mean nats from the exact cache's distribution. *top-1*: share
   of predictions at which both put the same token first. Behind ± is the standard error over windows, paired with the
   exact cache's.

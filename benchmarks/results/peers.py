@@ -55,8 +55,7 @@ The same float32 weights, windows and chunks through the caches of llama.cpp (fl
 the records under `benchmarks/records/peers` (`python -m benchmarks.results.engines`).
 
 - *at 32K*: everything stored for {CONTEXT} tokens, scales and zero points as the library keeps them. In transformers
-  these have the model's dtype, as have up to 127 recent tokens (`residual_length=128`). *in bfloat16* is the same for a
-  model of bfloat16.
+  these have the model's dtype, as have up to 127 recent tokens (`residual_length=128`): bfloat16, as in our rows.
 - After a chunk of {CHUNK} transformers has no token in full precision: it encodes all tokens anew with each chunk. A
   token attends to its own chunk exactly, as with ours. In llama.cpp it attends to codes alone, those of its own chunk
   included. That is harder, and the same as token by token.
@@ -150,7 +149,7 @@ def nearest(
 
     chosen: dict[str, dict[str, Any]] = {}
     for peer in theirs:
-        fitting = [row for row in ours.values() if row["bits_32k"] <= peer["bits_32k"]]
+        fitting = [row for row in ours.values() if _bits(row) <= _bits(peer)]
         for rows in (fitting, [row for row in fitting if not row["calibration_seconds"]]):
             if rows:
                 best = min(rows, key=divergence)
@@ -166,21 +165,23 @@ def _cells(row: dict[str, Any], scores: Callable[[dict[str, Any], str], list[str
     """A row of theirs, or, in bold, one of ours that stands beside them."""
     is_peer = "engine" in row
     name = [row["engine"], row["cache"]] if is_peer else ["**kvqjax**", f"**`{row['cache']}`**"]
-    bits = [f"{row['bits_32k']:.2f}", f"{row['bits_32k_of_16']:.2f}" if is_peer else ""]
+    bits = f"{_bits(row):.2f}"
     calibrated = "yes" if not is_peer and row["calibration_seconds"] else ""
-    return [*name, *bits, *(cell for text in TEXTS for cell in scores(row, text)), calibrated]
+    return [*name, bits, *(cell for text in TEXTS for cell in scores(row, text)), calibrated]
 
 
-def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]], bits: str) -> str:
-    """Say which of our rows lie below the line through theirs on both texts, their bits being those
-    of a field."""
+def _bits(row: dict[str, Any]) -> float:
+    """Bits of a number at 32K tokens in a model of bfloat16."""
+    return row["bits_32k_of_16"] if "engine" in row else row["bits_32k"]
+
+
+def verdict(ours: dict[str, dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """Say which of our rows lie below the line through theirs on both texts."""
     rows = [row for cache, row in ours.items() if cache != "exact"]
-    lines = {text: [(row[bits], _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
+    lines = {text: [(_bits(row), _mean(row, text, "kld")) for row in theirs] for text in TEXTS}
     below, unplaced, above = [], [], []
     for row in rows:
-        verdicts = [
-            beats((row["bits_32k"], _mean(row, text, "kld")), lines[text]) for text in TEXTS
-        ]
+        verdicts = [beats((_bits(row), _mean(row, text, "kld")), lines[text]) for text in TEXTS]
         (above if False in verdicts else unplaced if None in verdicts else below).append(row)
     plain = sum(not row["calibration_seconds"] for row in below)
 
@@ -228,15 +229,12 @@ def section(
     theirs = [row for row in records if row not in exact]
     if not theirs:
         return TITLE + "Not run yet.\n"
-    shown = sorted([*theirs, *nearest(ours, theirs, TEXTS[0])], key=lambda row: -row["bits_32k"])
+    shown = sorted([*theirs, *nearest(ours, theirs, TEXTS[0])], key=lambda row: -_bits(row))
     numbers = [f"{text}, {name}" for text in TEXTS for name in ("ratio", "KLD", "top-1")]
-    head = ["library", "cache", "at 32K", "in bfloat16", *numbers, "calibrated"]
+    head = ["library", "cache", "at 32K", *numbers, "calibrated"]
     parts = [TITLE + ABOUT, _agreement(exact), table(head, [_cells(row, scores) for row in shown])]
     parts += [f"Not run: {', '.join(missing())}.\n"] if missing() else []
-    parts.append(f"{LINE}{verdict(ours, theirs, 'bits_32k')}\n")
-    parts.append(
-        f"With their bits of a bfloat16 model: {verdict(ours, theirs, 'bits_32k_of_16')}\n"
-    )
+    parts.append(f"{LINE}{verdict(ours, theirs)}\n")
     return "\n".join(parts)
 
 
@@ -257,13 +255,13 @@ def readme_table(
         for library, caches in README.items()
         for cache in caches
     ]
-    rows.sort(key=lambda pair: -pair[1]["bits_32k"])
+    rows.sort(key=lambda pair: -_bits(pair[1]))
     lines = []
     for library, row in rows:
         ratio, divergence, _ = scores(row, TEXTS[0])
         cache = f"`{row['cache']}`" if library == "kvqjax" else row["cache"]
         learnt = "yes" if row["calibration_seconds"] else ""
-        lines.append([library, cache, f"{row['bits_32k']:.2f}", divergence, ratio, learnt])
+        lines.append([library, cache, f"{_bits(row):.2f}", divergence, ratio, learnt])
     return table(
         [
             "library",

@@ -17,6 +17,7 @@ import numpy as np
 
 import kvqjax
 from benchmarks.calibrated import learnt
+from kvqjax.cache.accounting import Ledger
 from kvqjax.calibrate import forget, learns, sequences, with_constants
 from kvqjax.data.corpora import read
 from kvqjax.data.documents import Data
@@ -240,13 +241,25 @@ def window_means(logits: jax.Array, exact: jax.Array, tokens: jax.Array) -> dict
     }
 
 
+def book_of(model: Model, method: Method, capacity: int) -> Ledger:
+    """What a row of `capacity` tokens stores where the model has 16 bits, as chips serve it. Sinks
+    and the newest tokens, which are stored exactly, then take half of what they take in float32, in
+    which rows are measured."""
+
+    def halved(x):
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    params = jax.eval_shape(lambda: jax.tree.map(halved, model.params))
+    return ledger_of(model.replace(params=params), method, capacity)
+
+
 def measure(
     model: Model, texts: Texts, reference: dict[str, list[jax.Array]], cache: str
 ) -> dict[str, Any]:
     """Bits, bytes and scores of one cache, and how long its calibration took."""
     method = kvqjax.parse(cache)
     calibrated_model, seconds = calibrated(model, method, texts)
-    book = ledger_of(model, method, CONTEXT)
+    book = book_of(model, method, CONTEXT)
     row = {
         "cache": cache,
         "bits": book.bits_method,
