@@ -49,7 +49,7 @@ DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
     32,
     512,
 )
-PARTS = 10  # reports of a value encoder's training
+REPORTS = 10  # reports of a value encoder's training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,8 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, sha
     state = values.start(start_key, data.v, spec, settings)
     attention = values.Seen(shape.window, shape.softcap, shape.common_chunked)
     losses = []
-    for index in range(PARTS):
-        count = settings.steps * (index + 1) // PARTS - settings.steps * index // PARTS
+    for index in range(REPORTS):
+        count = settings.steps * (index + 1) // REPORTS - settings.steps * index // REPORTS
         state, means = values.train(run_key, state, data, settings, jnp.int32(count), attention)
         loss, error = np.asarray(means, float).tolist()
         losses.append((loss, error))
@@ -121,7 +121,7 @@ def _fresh_state(data: Layers, layers) -> dict:
             }
         )
         rounds = layer.key(data.shape).rounds
-        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((PARTS, 2))})
+        reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((REPORTS, 2))})
     return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}
 
 
@@ -209,7 +209,7 @@ def fit(
     count, length = data.h.shape[:2]
     # How often `advance` is called for every layer.
     steps = [
-        layer.key(data.shape).rounds + PARTS if isinstance(layer, CommVQLayer) else 0
+        layer.key(data.shape).rounds + REPORTS if isinstance(layer, CommVQLayer) else 0
         for layer in layers
     ]
     if not sum(steps):

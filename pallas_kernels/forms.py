@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
+from kvqjax.pallas_kernels.chips import LANES
 from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
@@ -22,11 +23,7 @@ from kvqjax.pallas_kernels.packed import PackedSpec
 Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
-# Of exact bodies: head_dim, and what their width is a multiple of.
-EXACT_HEAD_DIMS, LANES = (
-    (64, 128),
-    128,
-)
+EXACT_HEAD_DIMS = 64, 128  # of exact bodies
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
 LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial, oldest_seen
+from kvqjax.pallas_kernels.chips import LANES
 
-LANES = 128
 MOST_QUERIES, MOST_KEYS = 1024, 2048  # in a block
 MOST_AT_ONCE = 1024  # keys of one product within a block
 # Splash asks which keys a query sees with one int32 number for each query. Where that number must

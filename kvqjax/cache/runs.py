@@ -555,7 +555,7 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
 
 
 LEAST = 4096  # tokens of the longest row: reading shorter bodies costs less than reading the model's weights
-PARTS = 16  # how many totals of all rows can be promised
+PROMISED_TOTALS = 16  # how many totals of all rows can be promised
 
 
 def readers_text(layout: CacheLayout) -> list[str]:
@@ -591,7 +591,7 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
     row, batch = layout.capacity, len(lengths)
     while row > LEAST and -(-row // 2) >= max(lengths):
         row = -(-row // 2)
-    part = -(-batch * row // PARTS)
+    part = -(-batch * row // PROMISED_TOTALS)
     total = -(-sum(lengths) // part) * part
     if total >= batch * row or not any(map(_by_spans, runs)):
         total = None

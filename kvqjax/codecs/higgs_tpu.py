@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, UInt
 from kvqjax.codecs.hadamard import has_transform, transform_matrix
 from kvqjax.ops.xla_workarounds import kept_apart
 
-LANES = 128
+TPU_LANES = 128
 CHANNELS = 256  # that one product transforms at least, where groups are as wide
 MOST_POINTS = 256  # of a grid: each takes a select, and many more selects take long to compile
 HALF = np.finfo(np.float16)
@@ -95,12 +95,14 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
         (tile, M_inner, M_outer). A tile is a part of a group, or else whole groups side by side, as
         many as fill the lanes; M_outer is then [[1]].
     """
-    part, group = max(LANES, CHANNELS // dim), vectors * dim
+    part, group = max(TPU_LANES, CHANNELS // dim), vectors * dim
     if vectors % part == 0 and has_transform(vectors // part) and has_transform(part * dim):
         outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
         if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
             return part, inner, outer
-    beside = LANES // vectors if vectors < LANES and LANES % vectors == 0 else 1  # groups of a tile
+    beside = (
+        TPU_LANES // vectors if vectors < TPU_LANES and TPU_LANES % vectors == 0 else 1
+    )  # groups of a tile
     if groups % beside:
         beside = 1
     inner = np.kron(np.eye(beside, dtype=np.int8), transform_matrix(group))

@@ -42,7 +42,7 @@ from kvqjax.model.rope import Waves, rotate
 from kvqjax.pallas_kernels.adapters import packed_form
 
 FIT = Fit("kvqjax.calibrate.rotation", also=("kvqjax.calibrate.centre",))
-PARTS = ("k", "v")  # sources
+KEYS_AND_VALUES = ("k", "v")  # sources
 NAMES = {"k": "keys", "v": "values"}  # of sources, in messages
 # Uniform codes per token of at most this many bits ruin a bundled model that has Qwen2's key bias
 # (benchmarks/gate.py).
@@ -133,7 +133,7 @@ def keys_and_values(
     def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
         """Expand sources. `turned` brings the bias into the frame in which the keys are: the
         body's, or their own."""
-        k, v = (heads(sources[part], config.num_kv_heads) for part in PARTS)
+        k, v = (heads(sources[part], config.num_kv_heads) for part in KEYS_AND_VALUES)
         if config.latent is not None:
             k = v = latent_key(k, v)
         if unbiased and config.known_key_bias:
@@ -282,7 +282,7 @@ def apart(wiring: Wiring) -> bool:
 
     Latents cannot be taken alone, because their constants replace weights for keys and values
     together."""
-    has_both = set(wiring.storage.sources) == set(PARTS)
+    has_both = set(wiring.storage.sources) == set(KEYS_AND_VALUES)
     return has_both and not (wiring.chain.carry or any(wiring.calibration))
 
 
@@ -307,9 +307,11 @@ class Pair:
                     f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together"
                 )
         clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
-        if clocks[0]._replace(sources=PARTS) == clocks[1]._replace(sources=PARTS):
+        if clocks[0]._replace(sources=KEYS_AND_VALUES) == clocks[1]._replace(
+            sources=KEYS_AND_VALUES
+        ):
             # One clock, so that they leave the window together.
-            clocks = (clocks[0]._replace(sources=PARTS),)
+            clocks = (clocks[0]._replace(sources=KEYS_AND_VALUES),)
 
         def capture(*arguments):
             return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}

@@ -23,7 +23,7 @@ from kvqjax.model.loading import Model
 from kvqjax.serving.prefixes import TRACE, Contents, SavedPrefix
 from kvqjax.step.persist import owner_of, require_owner
 
-PARTS = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
+FOLDER_PREFIX = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
 
 
 def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:
@@ -152,14 +152,18 @@ def write_newest(folder: Path, write: Callable[[Path], object]) -> None:
         UserError: of `write`.
     """
     older_parts = _parts(folder)
-    write(folder / f"{PARTS}{1 + max(map(_number, older_parts), default=0)}")
+    write(folder / f"{FOLDER_PREFIX}{1 + max(map(_number, older_parts), default=0)}")
     for part in older_parts:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _parts(folder: Path) -> list[Path]:
-    return [part for part in folder.glob(f"{PARTS}*") if part.name.removeprefix(PARTS).isdecimal()]
+    return [
+        part
+        for part in folder.glob(f"{FOLDER_PREFIX}*")
+        if part.name.removeprefix(FOLDER_PREFIX).isdecimal()
+    ]
 
 
 def _number(part: Path) -> int:
-    return int(part.name.removeprefix(PARTS))
+    return int(part.name.removeprefix(FOLDER_PREFIX))

@@ -71,7 +71,7 @@ from kvqjax.step.recurrence import Recurrence
 
 SCORES = 2**31  # bytes of the softmax weights of a large tile, at most
 TILES = 8  # large tiles into which the keys of a prompt of as many chunks are cut, at least
-PARTS = 8  # pieces of a chunk; a large tile has one mask for all queries of a piece
+MASK_PIECES = 8  # pieces of a chunk; a large tile has one mask for all queries of a piece
 
 
 class Prompt(NamedTuple):
@@ -109,7 +109,7 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
     """Attend, in large tiles, to the keys that all queries of a piece see. `near` attends to the
     other keys.
 
-    A piece is one PARTS-th of a chunk of queries. It begins at place p and has P tokens. All its
+    A piece is one MASK_PIECES-th of a chunk of queries. It begins at place p and has P tokens. All its
     queries see the keys before p, and under a sliding window of W those from p + P - W on.
 
     Args:
@@ -120,17 +120,17 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
     Returns:
         Attention to these keys."""
     batch, length, heads = q.shape[:3]
-    chunks, part = length // chunk, chunk // PARTS
+    chunks, part = length // chunk, chunk // MASK_PIECES
     # A tile is one chunk of queries and some chunks of keys, whole ones that divide the prompt.
     largest = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
     keys = chunk * max(n for n in range(1, max(1, largest) + 1) if chunks % n == 0)
-    # By chunk and piece, [chunks, PARTS]: the first key that all queries of the piece see, and one
+    # By chunk and piece, [chunks, MASK_PIECES]: the first key that all queries of the piece see, and one
     # past the last.
-    stop = np.arange(0, length, part).reshape(chunks, PARTS)
+    stop = np.arange(0, length, part).reshape(chunks, MASK_PIECES)
     start = np.maximum(0, stop + part - (prompt.sliding or length))
 
     def visible_keys(number, places):
-        """Mark which keys each piece of chunk `number` sees, [B, PARTS, keys]."""
+        """Mark which keys each piece of chunk `number` sees, [B, MASK_PIECES, keys]."""
         first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (start, stop))
         places = places[None]
         return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[
@@ -159,10 +159,10 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
 
     Returns:
         Attention to these keys."""
-    part = q.shape[1] // PARTS
-    first = start + part * jnp.arange(PARTS)[:, None]
-    keys = places = first + jnp.arange(part)[None]  # [PARTS, part]
-    mask = jax.vmap(prompt.mask, out_axes=1)(places, places)  # [B, PARTS, part, part]
+    part = q.shape[1] // MASK_PIECES
+    first = start + part * jnp.arange(MASK_PIECES)[:, None]
+    keys = places = first + jnp.arange(part)[None]  # [MASK_PIECES, part]
+    mask = jax.vmap(prompt.mask, out_axes=1)(places, places)  # [B, MASK_PIECES, part, part]
     if prompt.sliding is not None:
         # The oldest key that each query sees. It is left out where it lies before the prompt, among
         # the piece's own tokens, or where `far` has it: the last query's is the first that all

@@ -46,7 +46,7 @@ __all__ += ["words"]
 
 GROUP = 128  # tokens that share a scale
 GROUPS = STEPS * STEP // GROUP  # groups of a quad
-LANES = 64  # channels whose words are loaded at a time
+CHANNELS_AT_ONCE = 64  # channels whose words are loaded at a time
 
 
 class Keys(NamedTuple):
@@ -195,7 +195,9 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     for step in range(STEPS):
         total, zero = constants[step * STEP // GROUP]
         out.append(zero - gpu_unpack.base(step, bits) * total)
-    for lanes in (pl.ds(first, LANES) for first in range(0, plan.spec.head_dim, LANES)):
+    for lanes in (
+        pl.ds(first, CHANNELS_AT_ONCE) for first in range(0, plan.spec.head_dim, CHANNELS_AT_ONCE)
+    ):
         nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
         for step in range(STEPS):
             queries = keys.scaled.at[step * STEP // GROUP, :, lanes]

@@ -24,7 +24,7 @@ from kvqjax.pallas_kernels.gpu.keys import GROUP, GROUPS
 from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, product, put_transposed, tiled
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
-LANES = 32  # pairs of channels that are taken at a time; more would take more registers
+PAIRS_AT_ONCE = 32  # pairs of channels that are taken at a time; more would take more registers
 PAIRS = 64  # pairs of channels of a head, which has 128
 
 
@@ -91,9 +91,9 @@ def memory(plan) -> Keys:
         gpu_keys.words(plan),
         plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
         plgpu.SMEM((1, plan.tile // GROUP, dim), jnp.float32),
-        # LANES bfloat16 numbers are 2 * LANES bytes: tiles are as wide as what is taken at a time.
-        tiled((1, 2 * GROUP, dim // 2), jnp.bfloat16, swizzle=2 * LANES),
-        tiled((1, GROUPS, plan.rows, dim), jnp.bfloat16, swizzle=2 * LANES),
+        # PAIRS_AT_ONCE bfloat16 numbers are 2 * PAIRS_AT_ONCE bytes: tiles are as wide as what is taken at a time.
+        tiled((1, 2 * GROUP, dim // 2), jnp.bfloat16, swizzle=2 * PAIRS_AT_ONCE),
+        tiled((1, GROUPS, plan.rows, dim), jnp.bfloat16, swizzle=2 * PAIRS_AT_ONCE),
     )
 
 
@@ -151,9 +151,9 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
 
 def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
-    """Decode the keys of the four steps of a quad, LANES channels from `lane` on: [64, LANES]
+    """Decode the keys of the four steps of a quad, PAIRS_AT_ONCE channels from `lane` on: [64, PAIRS_AT_ONCE]
     bfloat16 each."""
-    bits, lanes = plan.spec.key_bits, pl.ds(lane, LANES)
+    bits, lanes = plan.spec.key_bits, pl.ds(lane, PAIRS_AT_ONCE)
     nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
     if plan.signposts:
         codes = gpu_lookup.look_up(nibbles, table, bits)
@@ -175,11 +175,13 @@ def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:
 
 
 def _rotate(keys: Keys, step: int, lane: int, first, second):
-    """Rotate pairs of channels, `first` and `second` [64, LANES], by the offsets of the tokens of a
+    """Rotate pairs of channels, `first` and `second` [64, PAIRS_AT_ONCE], by the offsets of the tokens of a
     step."""
     # A group is two steps. The step's half of the table has 64 rows of cos, then 64 of sin.
     rows = (pl.ds(step % 2 * GROUP + first_row, STEP) for first_row in (0, STEP))
-    cos, sin = (load(keys.offsets.at[x, pl.ds(lane, LANES)], plgpu.Layout.WGMMA) for x in rows)
+    cos, sin = (
+        load(keys.offsets.at[x, pl.ds(lane, PAIRS_AT_ONCE)], plgpu.Layout.WGMMA) for x in rows
+    )
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -195,14 +197,14 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     Returns:
         q . k of the tokens of every step, [64, R] each."""
     out = [0.0] * STEPS
-    for lane in range(0, PAIRS, LANES):
+    for lane in range(0, PAIRS, PAIRS_AT_ONCE):
         first, second = (
             _decode(keys, plan, quad, table, channel) for channel in (lane, PAIRS + lane)
         )
         for step in range(STEPS):
             step_keys = _rotate(keys, step, lane, first[step], second[step])
             queries = keys.rotated.at[step * STEP // GROUP]
-            lanes = (pl.ds(channel, LANES) for channel in (lane, PAIRS + lane))
+            lanes = (pl.ds(channel, PAIRS_AT_ONCE) for channel in (lane, PAIRS + lane))
             # One product for the first channels of the pairs, one for the second ones; both are
             # summed.
             pairs = ((x, queries.at[:, part]) for x, part in zip(step_keys, lanes, strict=True))

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.tpu.unpack import spread_sets
 
-LANES = 128  # the most entries of a table that one gather reaches
+MOST_ENTRIES = 128  # the most entries of a table that one gather reaches
 
 
 def pair_order(base: int, block: int) -> np.ndarray:
@@ -62,7 +62,7 @@ def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
         names are arbitrary."""
     base = split_bits(bits)[0]
     # Two codes of 4 bits make 256 indices. Those of fewer bits fit 128.
-    index = np.arange(1 << 2 * bits if bits == 4 else LANES)
+    index = np.arange(1 << 2 * bits if bits == 4 else MOST_ENTRIES)
 
     def code(member: int):
         """Take the first (0) or second code (1) out of every index."""
@@ -132,8 +132,8 @@ def gathered(index: jax.Array, table) -> jax.Array:
     rows = []
     for row in range(0, index.shape[0], 8):
         pieces = [
-            _look_up(index[row : row + 8, i : i + LANES], table)
-            for i in range(0, index.shape[1], LANES)
+            _look_up(index[row : row + 8, i : i + MOST_ENTRIES], table)
+            for i in range(0, index.shape[1], MOST_ENTRIES)
         ]
         rows.append(jnp.concatenate(pieces, axis=1))
     return jnp.concatenate(rows)
@@ -142,9 +142,12 @@ def gathered(index: jax.Array, table) -> jax.Array:
 def _look_up(index: jax.Array, table) -> jax.Array:
     """Return table[index] for one register of indices, [8, 128]."""
     take = {"axis": 1, "mode": "promise_in_bounds"}
-    if table.shape[1] == LANES:
+    if table.shape[1] == MOST_ENTRIES:
         return jnp.take_along_axis(table[...], index, **take)
     # A gather reaches 128 lanes. A table of 256 entries is gathered from twice.
-    within = index & jnp.int32(LANES - 1)
-    low, high = (jnp.take_along_axis(table[:, i : i + LANES], within, **take) for i in (0, LANES))
-    return jnp.where(index >= LANES, high, low)
+    within = index & jnp.int32(MOST_ENTRIES - 1)
+    low, high = (
+        jnp.take_along_axis(table[:, i : i + MOST_ENTRIES], within, **take)
+        for i in (0, MOST_ENTRIES)
+    )
+    return jnp.where(index >= MOST_ENTRIES, high, low)

@@ -12,7 +12,7 @@ from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.surgery import evict
-from kvqjax.calibrate.commvq import PARTS, calibrate
+from kvqjax.calibrate.commvq import REPORTS, calibrate
 from kvqjax.methods import commvq, kivi, parse
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
@@ -74,7 +74,7 @@ def words(cache):
 
 def test_calibration_reports_progress_and_losses(artifact, told):
     steps = [entry for entry in told if isinstance(entry, tuple)]
-    assert steps == [(i + 1, 2 * (4 + PARTS)) for i in range(2 * (4 + PARTS))]
+    assert steps == [(i + 1, 2 * (4 + REPORTS)) for i in range(2 * (4 + REPORTS))]
     assert any("round 4: error" in entry for entry in told if isinstance(entry, str))
     for layer in artifact.about["layers"]:
         errors = np.asarray(layer["keys"])[:, 0]
@@ -133,7 +133,7 @@ def test_a_killed_calibration_resumes_with_the_same_bytes(model, artifact, tmp_p
     resumed = calibrate(
         model, METHOD, TOKENS, recipe=QUICK, state=path, advance=lambda done, _: seen.append(done)
     )
-    assert seen[0] == 4 + PARTS + 1
+    assert seen[0] == 4 + REPORTS + 1
     for a, b in zip(
         jax.tree.leaves(artifact.constants), jax.tree.leaves(resumed.constants), strict=True
     ):

@@ -50,7 +50,7 @@ from kvqjax.ops.xla_workarounds import (
 # its tokens.
 SMALLEST_PART = 3 * 2**16  # a body of at most so many tokens is one part
 LARGEST_PART = 3 * 2**17  # no part has more tokens
-PARTS = 2  # of a larger body, unless they would exceed LARGEST_PART
+BODY_PARTS = 2  # of a larger body, unless they would exceed LARGEST_PART
 MOST_SPAN = 1024  # tokens of a span, at most: the tokens of a row are rounded up to whole spans
 
 
@@ -144,7 +144,7 @@ def read_at_a_time(tokens: int) -> int:
 
     Returns:
         The most tokens of a part, those of all rows together."""
-    return min(max(SMALLEST_PART, -(-tokens // PARTS)), LARGEST_PART)
+    return min(max(SMALLEST_PART, -(-tokens // BODY_PARTS)), LARGEST_PART)
 
 
 def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> Partial:
