@@ -82,6 +82,7 @@ README = {
         "xquant:bits=4",
         "aqua:bits=2.2,backbone=klt",
         "aqua:bits=2",
+        "klt:bits=2.2",
         "klt:bits=2.0",
         "commvq:bits=2,window=0",
     ),
