@@ -57,7 +57,7 @@ REASONING = (
 # Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of
 # the template.
 FULL_OPTIONS = frozenset({
-    "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
+    "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
     "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
 })  # fmt: skip
 
@@ -570,8 +570,8 @@ class Tokenizer:
             add_generation_prompt: end with what begins the assistant's answer.
             tokenize: give token ids instead of the text.
             return_dict: give the ids as `__call__` does, not as a list.
-            options: the template's own variables, such as enable_thinking. Those that have a
-                meaning in transformers go to its tokenizer.
+            options: the template's own variables, such as tools (of JSON's types) and
+                enable_thinking. Those that have a meaning in transformers go to its tokenizer.
 
         Returns:
             The text, or its token ids.
