@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -309,10 +310,9 @@ def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """Compile a template. A checkpoint's template is a stranger's code: it runs in Jinja's
-    sandbox."""
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """A checkpoint's template is a stranger's code: it runs in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -325,7 +325,21 @@ def _compiled(source: str) -> jinja2.Template:
 
     helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": format_now}
     environment.globals.update(helpers)
-    return environment.from_string(source)
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def template_variables(source: str) -> frozenset[str]:
+    """Find the variables that a chat template reads; none of one that cannot be read."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except jinja2.TemplateError:
+        return frozenset()
 
 
 def _is_plain(value: Any) -> bool:

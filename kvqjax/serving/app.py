@@ -404,7 +404,7 @@ class _Server:
         blank = _blank_usage(body)
         tellers, readers = self._tellers(body, handles), self._readers(body, handles)
         for index, reader in enumerate(readers):
-            first = {"role": "assistant", "content": "" if reader.plain else None}
+            first = {"role": "assistant", "content": "" if reader.is_plain else None}
             yield chat_chunk(number, self._name, index, first) | blank
         async for index, piece, reason in _merged(handles):
             reader = readers[index]
@@ -413,7 +413,7 @@ class _Server:
             deltas = list(deltas_of(reader, parts))
             if reason is not None or not deltas:
                 # The last one, or one that says that tokens have come.
-                deltas.append({"content": ""} if piece.tokens and reader.plain else {})
+                deltas.append({"content": ""} if piece.tokens and reader.is_plain else {})
             for place, delta in enumerate(deltas):
                 is_last = place == len(deltas) - 1
                 ended = chat_reason(reader, reason) if reason is not None and is_last else None

@@ -454,6 +454,7 @@ class TextBody:
     messages: list[dict[str, Any]] | None
     add_special_tokens: bool
     add_generation_prompt: bool
+    use: ToolUse
     with_strings: bool  # the vocabulary's spellings of the tokens are asked for
 
 
@@ -462,7 +463,8 @@ def read_tokenize(raw: bytes, model: str) -> TextBody:
     such request."""
     body = _body(raw)
     chat = body.get("messages") is not None
-    kind = {"messages", "add_generation_prompt"} if chat else {"prompt"}
+    of_chat = {"messages", "add_generation_prompt", "tools", "chat_template_kwargs"}
+    kind = of_chat if chat else {"prompt"}
     _check_names(body, kind | {"model", "add_special_tokens", "return_token_strs"})
     _check_model(body, model)
     prompt = None if chat else _field(body, "prompt", str, None)
@@ -475,6 +477,7 @@ def read_tokenize(raw: bytes, model: str) -> TextBody:
             body, "add_special_tokens", bool, not chat
         ),  # a template writes its own
         add_generation_prompt=_field(body, "add_generation_prompt", bool, True),
+        use=_tool_use(body),
         with_strings=_field(body, "return_token_strs", bool, False),
     )
 

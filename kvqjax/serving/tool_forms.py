@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from kvqjax.generation.bound import LARK, json_part
 from kvqjax.generation.text import beginning, silent
+from kvqjax.model.tokenizer import template_variables
 
 MOST_CALLS = 16  # of a bound answer: small models go on calling for ever where they may
-THINK, END_OF_THOUGHT = "<think>", "</think>"
+# What begins a thought, and what ends it.
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 # --- The forms of families ---
@@ -32,7 +34,7 @@ class Form(NamedTuple):
         call: a bound call; NAME and ARGUMENTS stand for the tool's.
         between: what stands between two bound calls; "": an answer has one.
         closing: what a bound answer ends with.
-        bare: an answer that begins as a JSON object is a call too.
+        may_lack_mark: an answer that begins as a JSON object is a call too.
     """
 
     template: tuple[str, ...]
@@ -42,7 +44,7 @@ class Form(NamedTuple):
     call: str
     between: str
     closing: str
-    bare: bool = False
+    may_lack_mark: bool = False
 
 
 HERMES = Form(
@@ -83,7 +85,7 @@ FORMS = (
         call='{"name": "NAME", "parameters": ARGUMENTS}',
         between="",
         closing="",
-        bare=True,
+        may_lack_mark=True,
     ),
 )
 MARKS = ("[ARGS]", "[CALL_ID]")  # within calls of Mistral's models
@@ -98,15 +100,22 @@ BETWEEN_CALLS = re.compile(r"[\s;,]*")
 
 
 def form_of(template: str) -> Form | None:
-    """Find the form of a chat template; None where it is none that is known here."""
+    """Find the form of a chat template; None where it reads no tools, or none of these forms is
+    its own."""
+    if "tools" not in template_variables(template):
+        return None
     return next((form for form in FORMS if all(text in template for text in form.template)), None)
 
 
-def marks_of(form: Form | None, thoughts: bool) -> tuple[str, ...]:
+def thoughts_of(template: str) -> tuple[str, str] | None:
+    """Find what begins and what ends a thought; None where a chat template knows no thoughts."""
+    return next((marks for marks in THOUGHTS if marks[1] in template), None)
+
+
+def marks_of(form: Form | None, thoughts: tuple[str, str] | None) -> tuple[str, ...]:
     """List what stands in answers with calls of a form, and with thoughts."""
     of_calls = () if form is None else (form.begin, form.end, *MARKS)
-    of_thoughts = (THINK, END_OF_THOUGHT) if thoughts else ()
-    return tuple(mark for mark in (*of_calls, *of_thoughts) if mark)
+    return tuple(mark for mark in (*of_calls, *(thoughts or ())) if mark)
 
 
 @functools.lru_cache(maxsize=16)
@@ -157,11 +166,10 @@ def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **schema, **more}
 
 
-def _thought(special: Mapping[str, int]) -> list[str]:
+def _thought(end: str, special: Mapping[str, int]) -> list[str]:
     """Write the rules of the rest of a thought, up to its end and the blanks behind it."""
-    end = _literal(END_OF_THOUGHT, special)
-    name = "thought" if END_OF_THOUGHT in special else "thought[lazy]"
-    return [f"{name}: FREE {end}", r"BLANK: /[ \n]{0,4}/"]
+    name = "thought" if end in special else "thought[lazy]"
+    return [f"{name}: FREE {_literal(end, special)}", r"BLANK: /[ \n]{0,4}/"]
 
 
 def calls_grammar(
@@ -170,9 +178,9 @@ def calls_grammar(
     special: Mapping[str, int],
     *,
     most: int = MOST_CALLS,
-    thoughts: bool = False,
-    opened: bool = False,
-    other: str | None = None,
+    thoughts: tuple[str, str] | None = None,
+    in_thought: bool = False,
+    alternative: str | None = None,
 ) -> str:
     """Write the grammar of an answer that is calls.
 
@@ -181,9 +189,9 @@ def calls_grammar(
         schemas: the schema of each tool's arguments.
         special: the marks that are special tokens, with their ids.
         most: the most calls.
-        thoughts: a thought may come before.
-        opened: the prompt has begun a thought.
-        other: what the answer may be instead of calls, as a part of a grammar; "": any text, also
+        thoughts: what begins and what ends a thought, which may come before.
+        in_thought: the prompt has begun it.
+        alternative: what the answer may be instead of calls, as a part of a grammar; "": any text, also
             between calls.
 
     Returns:
@@ -192,7 +200,7 @@ def calls_grammar(
     more = f" ({_literal(form.between, special)} call){{0,{most - 1}}}" if form.between else ""
     calls = f"call{more if most > 1 else ''} {_literal(form.closing, special)}"
     rules = [r"FREE: /(.|\n)*/", *_rules(form, schemas, special)]
-    if other == "" and form.opening:
+    if alternative == "" and form.opening:
         opening = _literal(form.opening.removeprefix(form.begin), special)
         begin = _literal(form.begin, special)
         name = "begin" if form.begin in special else "begin[lazy]"
@@ -200,19 +208,17 @@ def calls_grammar(
         rules.append(f"{name}: FREE {begin}")
     else:
         answer = f"{_literal(form.opening, special)} {calls}"
-        if other == "":  # calls have no beginning but that of an object
+        if alternative == "":  # calls have no beginning but that of an object
             rules.append(r"TEXT: /[^{](.|\n)*/")
             answer = f"{answer} | TEXT?"
-        elif other is not None:
-            rules.append(f"other: {other}")
-            answer = f"{answer} | other"
+        elif alternative is not None:
+            rules.append(f"alternative: {alternative}")
+            answer = f"{answer} | alternative"
     start = "answer"
-    if opened:
-        start = "thought BLANK answer"
-    elif thoughts:
-        start = f"({_literal(THINK, special)} thought BLANK)? answer"
-    if opened or thoughts:
-        rules += _thought(special)
+    if thoughts is not None:
+        rules += _thought(thoughts[1], special)
+        begin_thought = f"{_literal(thoughts[0], special)} thought BLANK"
+        start = "thought BLANK answer" if in_thought else f"({begin_thought})? answer"
     return f"{LARK}:" + "\n".join([f"start: {start}", f"answer: {answer}", *rules])
 
 
@@ -310,8 +316,8 @@ class AnswerReader:
         schemas: Mapping[str, Any] | None = None,
         *,
         most: int | None = None,
-        thoughts: bool = False,
-        opened: bool = False,
+        thoughts: tuple[str, str] | None = None,
+        in_thought: bool = False,
     ):
         """Begin an answer.
 
@@ -319,17 +325,18 @@ class AnswerReader:
             form: of its calls; None: it has none.
             schemas: the schema of each tool's arguments.
             most: calls that are given; further ones are left out. None: all.
-            thoughts: it may begin with a thought.
-            opened: it begins within one.
+            thoughts: what begins and what ends a thought, with which it may begin.
+            in_thought: it begins within one.
         """
         self.calls = 0
         self._form, self._schemas, self._most = form, schemas or {}, most
-        self._inside = "reasoning" if opened else "content"
-        self._thoughts = thoughts and not opened
-        self._held = self._blank = self._mark = self._gap = ""
-        self._trim = opened  # blanks come next, which are left out
-        self._begun = False  # content has begun
-        self.plain = form is None and not thoughts and not opened
+        self._inside = "reasoning" if in_thought else "content"
+        self._think, self._end_of_thought = thoughts or ("", "")
+        self._may_think = thoughts is not None and not in_thought
+        self._buffer = self._blank = self._mark = self._gap = ""
+        self._trim = in_thought  # blanks come next, which are left out
+        self._has_content = False  # content has begun
+        self.is_plain = form is None and thoughts is None
 
     def feed(self, text: str) -> list[Part]:
         """Take the next piece of the answer, and give the parts that are decided."""
@@ -343,9 +350,9 @@ class AnswerReader:
         return parts
 
     def _read(self, text: str, final: bool) -> list[Part]:
-        if self.plain:
+        if self.is_plain:
             return [Part("content", text)] if text else []
-        self._held += text
+        self._buffer += text
         parts: list[Part] = []
         while self._step(parts, final):
             pass
@@ -354,8 +361,8 @@ class AnswerReader:
     def _marks(self) -> list[str]:
         """List the marks that change what the text is."""
         if self._inside == "reasoning":
-            return [END_OF_THOUGHT]
-        marks = [THINK] if self._may_think() else []
+            return [self._end_of_thought]
+        marks = [self._think] if self._thinks() else []
         if self._form is None:
             return marks
         in_call = self._inside == "call" and self._form.end
@@ -363,40 +370,41 @@ class AnswerReader:
 
     def _step(self, parts: list[Part], final: bool) -> bool:
         """Take off what is decided; say whether there may be more."""
-        if self._inside == "content" and self._is_bare():
+        if self._inside == "content" and self._lacks_mark():
             self._inside, self._mark = "call", ""
+            self._gap, self._blank = self._blank, ""
         marks = self._marks()
-        places = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
+        places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if places:
             place, mark = min(places)
-            before, self._held = self._held[:place], self._held[place + len(mark) :]
+            before, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
             self._take(parts, before, mark)
             self._turn(mark)
             return True
         if self._inside == "call" and not final:
             return False
-        keep = 0 if final else beginning(self._held, marks)
-        before = self._held[: len(self._held) - keep]
-        self._held = self._held[len(before) :]
+        keep = 0 if final else beginning(self._buffer, marks)
+        before = self._buffer[: len(self._buffer) - keep]
+        self._buffer = self._buffer[len(before) :]
         self._take(parts, before, "")
         if final and self._inside == "call":
             self._inside = "content"
         return False
 
-    def _may_think(self) -> bool:
+    def _thinks(self) -> bool:
         """Whether a thought may begin: it stands before all content."""
-        may = self._thoughts and self._inside == "content" and not self._begun
-        return may and THINK.startswith(self._held.lstrip()[: len(THINK)])
+        may = self._may_think and self._inside == "content" and not self._has_content
+        return may and self._think.startswith(self._buffer.lstrip()[: len(self._think)])
 
-    def _is_bare(self) -> bool:
+    def _lacks_mark(self) -> bool:
         """Whether a call without a mark begins."""
-        bare = self._form is not None and self._form.bare and not self._begun
-        return bare and self._held.lstrip().startswith("{")
+        may = self._form is not None and self._form.may_lack_mark and not self._has_content
+        return may and self._buffer.lstrip().startswith("{")
 
     def _turn(self, mark: str) -> None:
         """Go on behind a mark."""
-        if mark == THINK:
-            self._inside, self._thoughts = "reasoning", False
+        if mark == self._think:
+            self._inside, self._may_think = "reasoning", False
         elif self._form is not None and mark == self._form.begin:
             self._inside, self._mark = "call", mark
         else:
@@ -414,7 +422,7 @@ class AnswerReader:
         self._blank, self._gap = ("", blank) if mark else (blank, "")
         if kept:
             parts.append(Part(self._inside, kept))
-            self._begun = self._begun or self._inside == "content"
+            self._has_content = self._has_content or self._inside == "content"
         self._trim = bool(mark) or (self._trim and not kept)
 
     def _take_call(self, parts: list[Part], text: str, mark: str) -> None:
@@ -423,9 +431,9 @@ class AnswerReader:
         except (ValueError, RecursionError):
             end = mark if self._form is not None and mark == self._form.end else ""
             parts.append(Part("content", f"{self._gap}{self._mark}{text}{end}"))
-            self._begun, self._trim, self._gap = True, False, ""
+            self._has_content, self._trim, self._gap = True, False, ""
             return
         room = len(calls) if self._most is None else self._most - self.calls
         parts += calls[:room]
         self.calls += len(calls[:room])
-        self._begun = self._trim = True
+        self._has_content = self._trim = True

@@ -12,21 +12,19 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
 from kvqjax.generation.bound import JSON, json_part, read_grammar
-from kvqjax.generation.prompt_ids import conversation_ids
+from kvqjax.generation.prompt_ids import chat_text, conversation_ids
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.tool_forms import (
-    END_OF_THOUGHT,
     HERMES,
     MISTRAL,
     MOST_CALLS,
-    THINK,
     AnswerReader,
     Form,
     Part,
@@ -34,6 +32,7 @@ from kvqjax.serving.tool_forms import (
     form_of,
     marks_of,
     special_marks,
+    thoughts_of,
 )
 
 MOST_TOOLS = 128  # of a request, as in the protocol
@@ -47,6 +46,8 @@ RESERVED = frozenset({
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
+# Of a template that takes arguments of calls as the protocol has them.
+STRINGS = re.compile(r"arguments\s+is\s+(not\s+)?string")
 TOOLS_TEXT = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -68,17 +69,17 @@ For each function call, return a json object with function name and arguments wi
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolUse:
     """What a request says of tools: `tools` are those that may be called, as templates read them.
-    `required`: the answer is calls. `only`: one call of this tool. `variables` are the template's
+    `must_call`: the answer is calls. `named_tool`: one call of this tool. `variables` are the template's
     own."""
 
     tools: Sequence[dict[str, Any]] = ()
-    required: bool = False
-    only: str | None = None
+    must_call: bool = False
+    named_tool: str | None = None
     parallel: bool = True
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def strict(self) -> set[str]:
+    def strict_tools(self) -> set[str]:
         """The names of the tools whose calls are bound in any case."""
         functions = [tool["function"] for tool in self.tools]
         return {function["name"] for function in functions if function.get("strict")}
@@ -110,20 +111,24 @@ def read_tools(
         if names.count(name) > 1:
             raise _refused(f"two tools have the name {name!r}")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    only = _chosen(choice) if kind == "function" else None
-    if only is None and choice is not None and choice not in CHOICES:
+    target = _chosen(choice) if kind == "function" else None
+    if target is None and choice is not None and choice not in CHOICES:
         wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise _refused(f"tool_choice={named(choice)}; wanted {wanted}", "tool_choice")
-    required = only is not None or choice == "required"
-    if required and not names:
+    must_call = target is not None or choice == "required"
+    if must_call and not names:
         raise _refused("tool_choice needs tools", "tool_choice")
-    if only is not None and only not in names:
+    if target is not None and target not in names:
         raise _refused(
-            f"tool_choice names {only[:80]!r}, which is none of the tools", "tool_choice"
+            f"tool_choice names {target[:80]!r}, which is none of the tools", "tool_choice"
         )
     offered = () if choice == "none" else tuple(checked)
     return ToolUse(
-        tools=offered, required=required, only=only, parallel=parallel, variables=variables
+        tools=offered,
+        must_call=must_call,
+        named_tool=target,
+        parallel=parallel,
+        variables=variables,
     )
 
 
@@ -257,14 +262,45 @@ def chat_ids(
     Raises:
         UserError: the template refuses these messages, or they do not fit.
     """
+
+    def encoded(conversation: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        return conversation_ids(model, conversation, end, most, **variables)
+
+    return _in_first_way(model, messages, use, encoded)
+
+
+def tools_text(
+    model: Model, messages: Sequence[dict[str, Any]], use: ToolUse, end: str = "answer"
+) -> str:
+    """Give the text of which `chat_ids` gives the ids, of a model with a chat template."""
+
+    def written(conversation: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        return chat_text(model, conversation, end, **variables)
+
+    return _in_first_way(model, messages, use, written)
+
+
+Rendered = TypeVar("Rendered")
+
+
+def _in_first_way(
+    model: Model,
+    messages: Sequence[dict[str, Any]],
+    use: ToolUse,
+    render: Callable[[list[dict[str, Any]], Mapping[str, Any]], Rendered],
+) -> Rendered:
+    """Render a conversation in the first way that the template takes."""
     refusal: UserError | None = None
-    for conversation, variables in _ways(model, messages, use):
-        try:
-            return conversation_ids(model, conversation, end, most, **use.variables, **variables)
-        except TooLong:
-            raise
-        except UserError as error:
-            refusal = refusal or error
+    try:
+        for conversation, variables in _ways(model, messages, use):
+            try:
+                return render(conversation, {**use.variables, **variables})
+            except TooLong:
+                raise
+            except UserError as error:
+                refusal = refusal or error
+    except RecursionError:
+        raise UserError("the messages or tools are nested too deeply") from None
     raise refusal or UserError("no messages")
 
 
@@ -276,13 +312,16 @@ def _ways(
     if not use.tools and not with_history:
         yield list(messages), {}
         return
-    form = form_of(_template(model, bool(use.tools)))
+    template = _template(model, bool(use.tools))
+    form = form_of(template)
     if form is not None:
         variables = {"tools": list(use.tools)} if use.tools else {}
-        conversation = [_with_short_ids(message) for message in messages]
-        # Most templates want arguments as an object, and some the protocol's string.
-        yield (conversation if form.begin == MISTRAL.begin else list(messages)), variables
-        yield [_with_strings(message) for message in messages], variables
+        mistral = form.begin == MISTRAL.begin
+        objects = [_with_short_ids(message) if mistral else message for message in messages]
+        strings = [_with_strings(message) for message in objects]
+        # Templates that take both do not always write an object well.
+        for conversation in (strings, objects) if STRINGS.search(template) else (objects, strings):
+            yield conversation, variables
         return
     conversation = _as_text(messages)
     if not use.tools:
@@ -321,7 +360,7 @@ def _with_strings(message: dict[str, Any]) -> dict[str, Any]:
         arguments = _dumped(call["function"]["arguments"])
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
-    return _changed_calls(_with_short_ids(message), written)
+    return _changed_calls(message, written)
 
 
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -364,12 +403,12 @@ TAIL = 8  # tokens at a prompt's end in which a thought may begin
 
 
 class _Ways(NamedTuple):
-    """What an answer may have: calls in a form, and thoughts, of which the prompt may have begun
-    one; `special` are marks that are special tokens."""
+    """What an answer may have: calls in a form, and thoughts between two marks, of which the prompt
+    may have begun one; `special` are marks that are special tokens."""
 
     form: Form | None
-    thoughts: bool
-    opened: bool
+    thoughts: tuple[str, str] | None
+    in_thought: bool
     special: Mapping[str, int]
 
 
@@ -377,12 +416,12 @@ def _ways_of(model: Model, use: ToolUse, bound: bool, ids: Sequence[int]) -> _Wa
     template = _template(model, bool(use.tools))
     form = (form_of(template) or HERMES) if use.tools else None
     # A form that a client asks for binds the first token already.
-    thoughts = END_OF_THOUGHT in template and (form is not None or not bound)
+    thoughts = None if bound and form is None else thoughts_of(template)
     tail = decoded(model.tokenizer, ids[-TAIL:], False) if thoughts else ""
-    opened = thoughts and tail.rstrip().endswith(THINK)
+    in_thought = thoughts is not None and tail.rstrip().endswith(thoughts[0])
     marks = marks_of(form, thoughts)
     special = special_marks(model.tokenizer, len(model.tokenizer), marks) if marks else {}
-    return _Ways(form, thoughts, opened, special)
+    return _Ways(form, thoughts, in_thought, special)
 
 
 def answer_options(
@@ -402,20 +441,22 @@ def answer_options(
     grammar = options.get("grammar")
     ways = _ways_of(model, use, grammar is not None, ids)
     made: dict[str, Any] = {"shown_tokens": sorted(ways.special.values())}
-    if ways.form is None or not (use.required or use.strict or grammar is not None):
+    if ways.form is None or not (use.must_call or use.strict_tools or grammar is not None):
         return made
-    schemas, other = use.schemas, None
-    if use.only is not None:
-        schemas = {use.only: schemas[use.only]}
-    elif not use.required and grammar is not None:
-        other = json_part({"type": "object"} if grammar == JSON else grammar)
-    elif not use.required:
+    schemas, alternative = use.schemas, None
+    if use.named_tool is not None:
+        schemas = {use.named_tool: schemas[use.named_tool]}
+    elif not use.must_call and grammar is not None:
+        alternative = json_part({"type": "object"} if grammar == JSON else grammar)
+    elif not use.must_call:
         anything = {"type": "object", "additionalProperties": True}
-        free = schemas.keys() - use.strict
-        schemas, other = schemas | dict.fromkeys(free, anything), ""
-    most = 1 if use.only is not None or not use.parallel else MOST_CALLS
-    about: dict[str, Any] = {"most": most, "thoughts": ways.thoughts, "opened": ways.opened}
-    made["grammar"] = calls_grammar(ways.form, schemas, ways.special, other=other, **about)
+        free = schemas.keys() - use.strict_tools
+        schemas, alternative = schemas | dict.fromkeys(free, anything), ""
+    most = 1 if use.named_tool is not None or not use.parallel else MOST_CALLS
+    about: dict[str, Any] = {"most": most, "thoughts": ways.thoughts, "in_thought": ways.in_thought}
+    made["grammar"] = calls_grammar(
+        ways.form, schemas, ways.special, alternative=alternative, **about
+    )
     return made
 
 
@@ -425,7 +466,7 @@ def answer_reader(
     """Make what takes an answer apart; the arguments are those of `answer_options`."""
     ways = _ways_of(model, use, options.get("grammar") is not None, ids)
     most = None if use.parallel else 1
-    about = {"thoughts": ways.thoughts, "opened": ways.opened}
+    about = {"thoughts": ways.thoughts, "in_thought": ways.in_thought}
     return AnswerReader(ways.form, use.schemas, most=most, **about)
 
 

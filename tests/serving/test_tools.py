@@ -12,7 +12,7 @@ from spelled import byte_level, write_model
 import kvqjax as kvq
 from kvqjax.generation.bound import allowed_tokens, bind, read_grammar
 from kvqjax.generation.text import Detokenizer
-from kvqjax.serving.tool_forms import HERMES, AnswerReader, form_of
+from kvqjax.serving.tool_forms import HERMES, THOUGHTS, AnswerReader, form_of
 from kvqjax.serving.tools import answer_options, answer_reader, chat_ids, read_tools, with_calls
 
 CHAT = "/v1/chat/completions"
@@ -339,13 +339,13 @@ def test_calls_of_other_forms_are_read(family, text, names):
 
 def test_a_thought_comes_first_or_is_content():
     def read(text, **options):
-        reader = AnswerReader(HERMES, SCHEMAS, thoughts=True, **options)
+        reader = AnswerReader(HERMES, SCHEMAS, thoughts=THOUGHTS[0], **options)
         parts = [part for letter in text for part in reader.feed(letter)] + reader.finish()
         kinds = dict.fromkeys(part.kind for part in parts)
         return {k: "".join(part.text for part in parts if part.kind == k) for k in kinds}
 
     assert read("<think>\na b\n</think>\n\nc ") == {"reasoning": "a b", "content": "c "}
-    assert read("a</think>b", opened=True) == {"reasoning": "a", "content": "b"}
-    assert read("a <tool_call>", opened=True) == {"reasoning": "a <tool_call>"}
+    assert read("a</think>b", in_thought=True) == {"reasoning": "a", "content": "b"}
+    assert read("a <tool_call>", in_thought=True) == {"reasoning": "a <tool_call>"}
     assert read("a <think>b</think>") == {"content": "a <think>b</think>"}
     assert read("<think>a</think>" + CALLED) == {"reasoning": "a", "call": '{"a": 7}'}
