@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
-from kvqjax.generation.bound import JSON, json_part, read_grammar
+from kvqjax.generation.bound import JSON, SCHEMA, check_grammar, json_part, read_grammar
 from kvqjax.generation.prompt_ids import chat_text, conversation_ids
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
@@ -437,6 +437,9 @@ def answer_options(
 
     Returns:
         Options of `Engine.submit` that come in their place.
+
+    Raises:
+        UserError: calls cannot be bound by a tool's schema.
     """
     grammar = options.get("grammar")
     ways = _ways_of(model, use, grammar is not None, ids)
@@ -452,6 +455,11 @@ def answer_options(
         anything = {"type": "object", "additionalProperties": True}
         free = schemas.keys() - use.strict_tools
         schemas, alternative = schemas | dict.fromkeys(free, anything), ""
+    for name, schema in schemas.items():
+        try:
+            check_grammar(model, f"{SCHEMA}:{json.dumps(schema)}")
+        except UserError as error:
+            raise _refused(f"tool {name!r}: {error.cause}") from None
     most = 1 if use.named_tool is not None or not use.parallel else MOST_CALLS
     about: dict[str, Any] = {"most": most, "thoughts": ways.thoughts, "in_thought": ways.in_thought}
     made["grammar"] = calls_grammar(

@@ -189,7 +189,7 @@ REFUSED = [
     ({"tools": [tool("f", LONG)]}, "tools", "tool 'f': a grammar of"),
     ({"tools": [tool("f", ENDLESS)]}, "tools", "tool 'f': no answer can meet this schema"),
     ({"tools": [tool("f", {"$ref": "http://a/b"})]}, "tools", "nothing outside it is fetched"),
-    ({"tools": [tool("f", {"not": {}})], "tool_choice": "required"}, "tools", "grammar is refused"),
+    ({"tools": [tool("f", {"not": {}})], "tool_choice": "required"}, "tools", "tool 'f': the grammar"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "tool_choice='any'; wanted none"),
     ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice", "wanted none"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "lacks function.name"),
@@ -284,6 +284,10 @@ def test_a_template_s_own_variables_come_through(port):
         for fields in ({}, {"chat_template_kwargs": {"mode": "abc"}})
     )
     assert more == plain + 3
+    fields = {"model": NAME, "messages": TALK, "tools": TOOLS}
+    _, counted = answer(port, "/tokenize", fields)
+    _, made = answer(port, CHAT, fields | {"max_tokens": 1})
+    assert counted["count"] == made["usage"]["prompt_tokens"]
 
 
 # --- Answers that nothing binds ---
