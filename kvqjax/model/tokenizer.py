@@ -73,11 +73,13 @@ class _Parts(NamedTuple):
         backend: the tokenizer of the `tokenizers` library.
         named: special tokens by their names.
         template: the chat template, or None.
+        tool_template: the one for conversations with tools, where that is another; None: `template`.
     """
 
     backend: Any
     named: dict[str, str]
     template: str | None
+    tool_template: str | None = None
 
 
 class _Unknown(Exception):
@@ -205,20 +207,23 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
         )
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the
-    default one."""
+def _templates(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and the one for tools where that is another: of chat_template.jinja, else
+    of tokenizer_config.json; of several the default one."""
     _require(not (folder / MORE_TEMPLATES).exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
     template = open_text(file) if file.is_file() else settings.get("chat_template")
     if template is None:  # some exporters write the template as processors have it
         template = _json(folder / "chat_template.json").get("chat_template")
+    tool_template = None
     if isinstance(template, list):
-        template = {item["name"]: item["template"] for item in template}.get("default")
+        by_name = {item["name"]: item["template"] for item in template}
+        template, tool_template = by_name.get("default"), by_name.get("tool_use")
         _require(template is not None)
     _require(template is None or isinstance(template, str))
-    return template
+    _require(tool_template is None or isinstance(tool_template, str))
+    return template, tool_template
 
 
 def _read(folder: Path) -> _Parts:
@@ -257,7 +262,7 @@ def _read(folder: Path) -> _Parts:
         folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults
     )
     _check_added(backend, settings, named)
-    return _Parts(backend, named, _template(folder, settings))
+    return _Parts(backend, named, *_templates(folder, settings))
 
 
 def _transformers(folder: str) -> Any:
@@ -544,6 +549,30 @@ class Tokenizer:
     def chat_template(self, value: Any) -> None:
         self._take_substitute().chat_template = value
 
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """Choose the template that renders a conversation.
+
+        Args:
+            chat_template: for transformers' tokenizer.
+            tools: of the conversation, for which a folder may have a template of its own.
+
+        Returns:
+            The template.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._substitute is not None or chat_template is not None:
+            return self._take_substitute().get_chat_template(chat_template, tools)
+        template = self._parts.template
+        if tools is not None and self._parts.tool_template is not None:
+            template = self._parts.tool_template
+        if template is None:
+            raise UserError("this tokenizer has no chat template")
+        return template
+
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Special tokens by their names, such as eos_token."""
@@ -605,7 +634,8 @@ class Tokenizer:
         variables = (
             self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
         )
-        text = _render(self.chat_template, messages or [], **variables)
+        template = self.get_chat_template(tools=options.get("tools"))
+        text = _render(template, messages or [], **variables)
         if not tokenize:
             return text
         encoded = self(text, add_special_tokens=False)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
 from kvqjax.generation.bound import JSON, SCHEMA, check_grammar, json_part, read_grammar
-from kvqjax.generation.prompt_ids import chat_text, conversation_ids
+from kvqjax.generation.prompt_ids import chat_text, conversation_ids, has_chat_template
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.tool_forms import (
@@ -236,12 +236,14 @@ def _object(text: str) -> dict[str, Any]:
 # --- What the model reads ---
 
 
-def _template(model: Model, tools: bool) -> str:
-    """Give the text of the chat template that renders a conversation; "" where there is none."""
-    template = getattr(model.tokenizer, "chat_template", None) if model.has_tokenizer else None
-    if isinstance(template, Mapping):  # of several, the one that transformers takes
-        template = (template.get("tool_use") if tools else None) or template.get("default")
-    return template if isinstance(template, str) else ""
+def _template(model: Model, use: ToolUse) -> str:
+    """Give the chat template that renders a conversation; "" where there is none."""
+    if not model.has_tokenizer or not has_chat_template(model):
+        return ""
+    try:
+        return model.tokenizer.get_chat_template(tools=list(use.tools) or None)
+    except (AttributeError, ValueError):  # a tokenizer in Python; several templates, none for this
+        return ""
 
 
 def chat_ids(
@@ -312,7 +314,7 @@ def _ways(
     if not use.tools and not with_history:
         yield list(messages), {}
         return
-    template = _template(model, bool(use.tools))
+    template = _template(model, use)
     form = form_of(template)
     if form is not None:
         variables = {"tools": list(use.tools)} if use.tools else {}
@@ -413,7 +415,7 @@ class _Ways(NamedTuple):
 
 
 def _ways_of(model: Model, use: ToolUse, bound: bool, ids: Sequence[int]) -> _Ways:
-    template = _template(model, bool(use.tools))
+    template = _template(model, use)
     form = (form_of(template) or HERMES) if use.tools else None
     # A form that a client asks for binds the first token already.
     thoughts = None if bound and form is None else thoughts_of(template)
