@@ -150,8 +150,8 @@ def _rules(form: Form, schemas: Mapping[str, Any], special: Mapping[str, int]) -
     """Write the rule of a call."""
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
     for number, (name, schema) in enumerate(schemas.items()):
-        before, after = form.call.replace("NAME", name).split("ARGUMENTS")
-        arguments = json_part(_closed(schema))
+        before, after = form.call.split("ARGUMENTS")
+        before, arguments = before.replace("NAME", name), json_part(_closed(schema))
         parts = (_literal(before, special), arguments, _literal(after, special))
         rules.append(f"call_{number}: {' '.join(parts)}")
     return rules
@@ -209,7 +209,7 @@ def calls_grammar(
     else:
         answer = f"{_literal(form.opening, special)} {calls}"
         if alternative == "":  # calls have no beginning but that of an object
-            rules.append(r"TEXT: /[^{](.|\n)*/")
+            rules.append(r"TEXT: /[^{ \n](.|\n)*/")
             answer = f"{answer} | TEXT?"
         elif alternative is not None:
             rules.append(f"alternative: {alternative}")

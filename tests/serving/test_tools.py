@@ -18,7 +18,7 @@ from kvqjax.serving.tools import answer_options, answer_reader, chat_ids, read_t
 CHAT = "/v1/chat/completions"
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["old", 7]}}, "required": ["a"]}
-SCHEMAS = {"house": SCHEMA, "cache": {"type": "object", "properties": {}}}
+SCHEMAS = {"house": SCHEMA, "ARGUMENTS": {"type": "object", "properties": {}}}
 
 
 def tool(name, parameters=SCHEMA, **more):
@@ -100,7 +100,7 @@ def thoughtless(model):
 def test_required_calls_are_bound(client, engine):
     for choice, names in (
         ("required", set(SCHEMAS)),
-        ({"type": "function", "function": {"name": "cache"}}, {"cache"}),
+        ({"type": "function", "function": {"name": "ARGUMENTS"}}, {"ARGUMENTS"}),
     ):
         made = client.chat.completions.create(
             model=NAME,
@@ -303,7 +303,7 @@ BROKEN = (
 )
 READ = [
     ("old\n" + CALLED + "\n" + CALLED, ["old", "house", "house"]),
-    ('<tool_call>{"name": "cache"}', ["cache"]),
+    ('<tool_call>{"name": "ARGUMENTS"}', ["ARGUMENTS"]),
     (
         "<tool_call>\n<function=house>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>",
         ["house"],
@@ -328,10 +328,14 @@ def test_an_answer_is_taken_apart_in_whatever_pieces_it_comes(text, wanted, size
 @pytest.mark.parametrize(
     ("family", "text", "names"),
     [
-        ("llama", '<|python_tag|>{"name": "cache", "parameters": {}}; {"name": "house"}', 2),
+        ("llama", '<|python_tag|>{"name": "ARGUMENTS", "parameters": {}}; {"name": "house"}', 2),
         ("llama", '{"name": "Ann", "parameters": {}}', 0),
-        ("mistral", '[TOOL_CALLS] [{"name": "cache", "id": "123456789"}, {"name": "house"}]', 2),
-        ("mistral, names", "[TOOL_CALLS]cache[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]house{}", 2),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "ARGUMENTS", "id": "123456789"}, {"name": "house"}]',
+            2,
+        ),
+        ("mistral, names", "[TOOL_CALLS]ARGUMENTS[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]house{}", 2),
     ],
 )
 def test_calls_of_other_forms_are_read(family, text, names):
