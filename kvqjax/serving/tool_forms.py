@@ -77,7 +77,7 @@ FORMS = (
     MISTRAL._replace(template=("[TOOL_CALLS] [",), opening="[TOOL_CALLS] ["),
     MISTRAL,
     HERMES,
-    Form(  # Llama 3 and 4
+    Form(  # Llama 3
         template=("ipython", '"parameters": '),
         begin="<|python_tag|>",
         end="",
