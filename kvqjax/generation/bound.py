@@ -336,6 +336,12 @@ def _set_bits(words: np.ndarray, places: np.ndarray, value: bool) -> None:
         words[place // BITS] = words[place // BITS] | bit if value else words[place // BITS] & ~bit
 
 
+def check_grammar(model: Model, grammar: str) -> None:
+    """Raise UserError for a grammar, as `read_grammar` gives it, that answers of a model cannot be
+    bound by."""
+    _compiled(tokens_of(model), grammar)
+
+
 def bind(model: Model, grammar: str | None, ends: Sequence[int] | np.ndarray) -> BoundRow | None:
     """Bind a row.
 

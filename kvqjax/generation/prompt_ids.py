@@ -133,7 +133,9 @@ def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(mark + str(m["content"]) for mark, m in zip(marks, messages, strict=True))
 
 
-def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "answer") -> str:
+def chat_text(
+    model: Model, messages: Sequence[Mapping[str, Any]], end: str = "answer", **variables: Any
+) -> str:
     """Put a conversation through the tokenizer's chat template.
 
     Args:
@@ -141,6 +143,7 @@ def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "a
         messages: of the conversation.
         end: where the text ends: "answer" where a new answer begins, "message" behind the last
             message, "open" within it, so that an answer goes on with its words.
+        variables: the template's own, such as tools and enable_thinking.
 
     Returns:
         The text.
@@ -151,7 +154,8 @@ def chat_text(model: Model, messages: Sequence[Mapping[str, Any]], end: str = "a
     if not has_chat_template(model):
         raise UserError(NO_TEMPLATE, "leave {chat} out", chat=True)
     conversation = list(map(with_text, messages))
-    text = rendered(model.tokenizer, conversation, add_generation_prompt=end == "answer")
+    options = {"add_generation_prompt": end == "answer", **variables}
+    text = rendered(model.tokenizer, conversation, **options)
     return _open_end(text, messages[-1]) if end == "open" else text
 
 
@@ -173,6 +177,7 @@ def conversation_ids(
     messages: Sequence[Mapping[str, Any]],
     end: str = "answer",
     most: int | None = None,
+    **variables: Any,
 ) -> list[int]:
     """Give the token ids of a conversation, also for a model without a chat template.
 
@@ -182,6 +187,7 @@ def conversation_ids(
         end: where its text ends, as in `chat_text`. Plain text ends with the last message in any
             case.
         most: as in `Model.encode`.
+        variables: as in `chat_text`. Plain text has none.
 
     Returns:
         The ids.
@@ -190,7 +196,8 @@ def conversation_ids(
         UserError: the template refuses these messages, or they are empty.
     """
     if has_chat_template(model):
-        ids = model.encode(chat_text(model, messages, end), add_special_tokens=False, most=most)
+        text = chat_text(model, messages, end, **variables)
+        ids = model.encode(text, add_special_tokens=False, most=most)
     else:
         ids = model.encode(plain_text(messages), most=most)
     check_vocabulary(model, 0, ids)

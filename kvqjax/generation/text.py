@@ -8,6 +8,7 @@ ids decoded at a step do not grow with the text.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -193,8 +194,9 @@ def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
     return min(places, default=None)
 
 
-def _beginning(text: str, stop: Sequence[str]) -> int:
-    """How many characters at a text's end may be the beginning of a stop string."""
+def beginning(text: str, stop: Sequence[str]) -> int:
+    """How many characters at a text's end may be the beginning of one of some strings, of which it
+    has none."""
     return max(
         (n for s in stop for n in range(1, min(len(text), len(s) - 1) + 1) if text.endswith(s[:n])),
         default=0,
@@ -205,7 +207,8 @@ class Detokenizer:
     """The text of one row's answer, piece by piece.
 
     The pieces joined are `text`, in whatever portions the ids come: what transformers decodes of
-    prompt and answer together, without the prompt's part of it. Special tokens have no text. A
+    prompt and answer together, without the prompt's part of it. Special tokens have no text, unless
+    they are shown by name. A
     character that the prompt began and the answer completed belongs to the answer. Bytes that are
     no character become U+FFFD; one that may still become a character is held back until `finish`.
     Of a run of byte tokens (byte fallback) that is broken somewhere, the characters before the
@@ -219,7 +222,12 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer, prompt: Sequence[int], stop: str | Sequence[Any] = (), least: int = 0
+        self,
+        tokenizer,
+        prompt: Sequence[int],
+        stop: str | Sequence[Any] = (),
+        least: int = 0,
+        shown: Sequence[int] = (),
     ):
         """Begin after a prompt's ids.
 
@@ -228,6 +236,7 @@ class Detokenizer:
           prompt: the ids before the answer.
           stop: strings that end it.
           least: tokens at the answer's beginning in which no stop string counts.
+          shown: special tokens that stand in the text by their names.
 
         Raises:
           UserError: for an empty stop string, and for stop strings without a tokenizer."""
@@ -242,7 +251,9 @@ class Detokenizer:
         self.stopped = False
         self._ended = False
         self._lent = ""  # the prompt's text that ids of the answer may change
+        self._shown: dict[int, str] = {}
         if tokenizer is not None:
+            self._shown = {token: _decode(tokenizer, (token,), False) for token in shown}
             self._window = _Window(tokenizer)
             self._window.push(_context(tokenizer, prompt))
             self._lent = self._window.ahead + self._window.broken
@@ -275,10 +286,27 @@ class Detokenizer:
             self._ended = True
             return ""
         self._ended = True
-        tail = self._window.ahead + self._window.broken
-        piece = self._held + tail[_shared(tail, self._lent) :]
+        piece = self._held + self._tail()
         self._pieces.append(piece)
         return piece
+
+    def _tail(self) -> str:
+        """The text that later ids might still change."""
+        tail = self._window.ahead + self._window.broken
+        return tail[_shared(tail, self._lent) :]
+
+    def _read(self, ids: Sequence[int]) -> str:
+        """The text of the next ids, as far as no later one changes it."""
+        pieces = []
+        for is_shown, run in itertools.groupby(ids, self._shown.__contains__):
+            if not is_shown:
+                pieces.append(self._without_prompt(self._window.push(list(run))))
+                continue
+            if tail := self._tail():
+                pieces.append(tail)
+                self._window, self._lent = _Window(self._tokenizer), ""
+            pieces += [self._shown[token] for token in run]
+        return "".join(pieces)
 
     def _without_prompt(self, text: str) -> str:
         """Take away what the prompt lent."""
@@ -287,7 +315,7 @@ class Detokenizer:
         return text[count:]
 
     def _take(self, ids: Sequence[int]) -> str:
-        piece = self._held + self._without_prompt(self._window.push(ids))
+        piece = self._held + self._read(ids)
         if not self._stop or len(self.ids) <= self._least:
             return piece
         ahead = self._window.ahead
@@ -304,7 +332,7 @@ class Detokenizer:
 
     def _mark(self, token: int, place: int):
         """Note the place of a special token that a stop string holds."""
-        if silent(self._tokenizer, token):
+        if token not in self._shown and silent(self._tokenizer, token):
             text = _decode(self._tokenizer, (token,), False)
             if text and any(text in s for s in self._stop):
                 self._marks.append((place, text))
@@ -339,10 +367,10 @@ class Detokenizer:
     def _waiting(self, text: str) -> int:
         """How many characters at the end may belong to a stop string that is not complete. Special
         tokens before it are forgotten."""
-        count = _beginning(text, self._stop)
+        count = beginning(text, self._stop)
         if self._marks:
             marked, spans = self._marked(text)
-            start = len(marked) - _beginning(marked, self._special())
+            start = len(marked) - beginning(marked, self._special())
             count = max(count, len(text) - self._unmarked(start, spans))
             self._marks = [
                 mark for mark, span in zip(self._marks, spans, strict=True) if span[0] >= start

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -57,7 +58,7 @@ REASONING = (
 # Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of
 # the template.
 FULL_OPTIONS = frozenset({
-    "tools", "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
+    "documents", "chat_template", "continue_final_message", "padding", "truncation", "max_length",
     "return_tensors", "tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens",
 })  # fmt: skip
 
@@ -72,11 +73,13 @@ class _Parts(NamedTuple):
         backend: the tokenizer of the `tokenizers` library.
         named: special tokens by their names.
         template: the chat template, or None.
+        tool_template: the one for conversations with tools, where that is another; None: `template`.
     """
 
     backend: Any
     named: dict[str, str]
     template: str | None
+    tool_template: str | None = None
 
 
 class _Unknown(Exception):
@@ -204,20 +207,23 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
         )
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The chat template: of chat_template.jinja, else of tokenizer_config.json; of several the
-    default one."""
+def _templates(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and the one for tools where that is another: of chat_template.jinja, else
+    of tokenizer_config.json; of several the default one."""
     _require(not (folder / MORE_TEMPLATES).exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
     template = open_text(file) if file.is_file() else settings.get("chat_template")
     if template is None:  # some exporters write the template as processors have it
         template = _json(folder / "chat_template.json").get("chat_template")
+    tool_template = None
     if isinstance(template, list):
-        template = {item["name"]: item["template"] for item in template}.get("default")
+        by_name = {item["name"]: item["template"] for item in template}
+        template, tool_template = by_name.get("default"), by_name.get("tool_use")
         _require(template is not None)
     _require(template is None or isinstance(template, str))
-    return template
+    _require(tool_template is None or isinstance(tool_template, str))
+    return template, tool_template
 
 
 def _read(folder: Path) -> _Parts:
@@ -256,7 +262,7 @@ def _read(folder: Path) -> _Parts:
         folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults
     )
     _check_added(backend, settings, named)
-    return _Parts(backend, named, _template(folder, settings))
+    return _Parts(backend, named, *_templates(folder, settings))
 
 
 def _transformers(folder: str) -> Any:
@@ -309,10 +315,9 @@ def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """Compile a template. A checkpoint's template is a stranger's code: it runs in Jinja's
-    sandbox."""
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """A checkpoint's template is a stranger's code: it runs in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -325,7 +330,21 @@ def _compiled(source: str) -> jinja2.Template:
 
     helpers: dict[str, Any] = {"raise_exception": _raise, "strftime_now": format_now}
     environment.globals.update(helpers)
-    return environment.from_string(source)
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def template_variables(source: str) -> frozenset[str]:
+    """Find the variables that a chat template reads; none of one that cannot be read."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except jinja2.TemplateError:
+        return frozenset()
 
 
 def _is_plain(value: Any) -> bool:
@@ -530,6 +549,30 @@ class Tokenizer:
     def chat_template(self, value: Any) -> None:
         self._take_substitute().chat_template = value
 
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """Choose the template that renders a conversation.
+
+        Args:
+            chat_template: for transformers' tokenizer.
+            tools: of the conversation, for which a folder may have a template of its own.
+
+        Returns:
+            The template.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._substitute is not None or chat_template is not None:
+            return self._take_substitute().get_chat_template(chat_template, tools)
+        template = self._parts.template
+        if tools is not None and self._parts.tool_template is not None:
+            template = self._parts.tool_template
+        if template is None:
+            raise UserError("this tokenizer has no chat template")
+        return template
+
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Special tokens by their names, such as eos_token."""
@@ -570,8 +613,8 @@ class Tokenizer:
             add_generation_prompt: end with what begins the assistant's answer.
             tokenize: give token ids instead of the text.
             return_dict: give the ids as `__call__` does, not as a list.
-            options: the template's own variables, such as enable_thinking. Those that have a
-                meaning in transformers go to its tokenizer.
+            options: the template's own variables, such as tools (of JSON's types) and
+                enable_thinking. Those that have a meaning in transformers go to its tokenizer.
 
         Returns:
             The text, or its token ids.
@@ -591,7 +634,8 @@ class Tokenizer:
         variables = (
             self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
         )
-        text = _render(self.chat_template, messages or [], **variables)
+        template = self.get_chat_template(tools=options.get("tools"))
+        text = _render(template, messages or [], **variables)
         if not tokenize:
             return text
         encoded = self(text, add_special_tokens=False)

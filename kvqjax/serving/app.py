@@ -17,13 +17,14 @@ from typing import Any
 
 from kvqjax._arguments import MOST_SEED
 from kvqjax._errors import TooLong, UserError
-from kvqjax.generation.prompt_ids import conversation_ids, encode_prompts, too_long
+from kvqjax.generation.prompt_ids import encode_prompts, too_long
 from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.engine import Engine, EngineClosed
 from kvqjax.serving.protocol import (
     RequestBody,
     chat_chunk,
     chat_object,
+    chat_reason,
     check_api_key,
     completion_chunk,
     completion_object,
@@ -38,6 +39,8 @@ from kvqjax.serving.refusals import Refused, refusal_of
 from kvqjax.serving.request import Answered, Handle, ServedPiece
 from kvqjax.serving.token_texts import AnswerScores
 from kvqjax.serving.tokenize import detokenized, tokenized
+from kvqjax.serving.tool_forms import AnswerReader
+from kvqjax.serving.tools import answer_options, answer_reader, chat_ids, deltas_of
 
 try:
     from prometheus_client import CONTENT_TYPE_LATEST
@@ -240,9 +243,8 @@ class _Server:
         if body.stream:
             return self._streamed(self._chat_events(number, body, handles), handles)
         answers = await self._answers(request, handles)
-        return JSONResponse(
-            chat_object(number, self._name, body, answers, self._tellers(body, handles))
-        )
+        tellers, readers = self._tellers(body, handles), self._readers(body, handles)
+        return JSONResponse(chat_object(number, self._name, body, answers, tellers, readers))
 
     async def tokenize(self, request: Request) -> Response:
         raw = await self._body(request)
@@ -300,14 +302,19 @@ class _Server:
         try:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
+                options = dict(body.options)
+                if body.chat:
+                    options |= answer_options(self._engine.model, body.use, options, ids)
                 for choice in range(body.choices):
-                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)}
+                    options["seed"] = _seed_of(body.options["seed"], choice)
                     options["beyond_trained"] = self._beyond_trained
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))
         except UserError as error:
             _give_up(handles)
+            if error.parameter == "grammar" and body.use.tools:
+                error.parameter = "tools"
             if isinstance(error, TooLong):
                 error.parameter = (
                     body.prompt_field if error.prompt >= error.most else body.length_field
@@ -319,7 +326,7 @@ class _Server:
         """Give the ids of a prompt."""
         try:
             if body.chat:
-                return conversation_ids(self._engine.model, prompt, body.end, self._most_tokens)
+                return chat_ids(self._engine.model, prompt, body.use, body.end, self._most_tokens)
             return encode_prompts(self._engine.model, [prompt], most=self._most_tokens)[0]
         except UserError as error:
             error.parameter = error.parameter or body.prompt_field
@@ -341,6 +348,11 @@ class _Server:
         return [
             AnswerScores(model, handle.request.prompt, body.tokens_by_number) for handle in handles
         ]
+
+    def _readers(self, body: RequestBody, handles: list[Handle]) -> list[AnswerReader]:
+        """Make what takes every answer of a chat apart."""
+        about = (self._engine.model, body.use, body.options)
+        return [answer_reader(*about, handle.request.prompt) for handle in handles]
 
     def _text(self, ids: Sequence[int]) -> str:
         """Give the text of a prompt."""
@@ -390,15 +402,23 @@ class _Server:
 
     async def _chat_events(self, number: str, body: RequestBody, handles: list[Handle]):
         blank = _blank_usage(body)
-        for index in range(len(handles)):
-            yield (
-                chat_chunk(number, self._name, index, {"role": "assistant", "content": ""}) | blank
-            )
-        tellers = self._tellers(body, handles)
+        tellers, readers = self._tellers(body, handles), self._readers(body, handles)
+        for index, reader in enumerate(readers):
+            first = {"role": "assistant", "content": "" if reader.is_plain else None}
+            yield chat_chunk(number, self._name, index, first) | blank
         async for index, piece, reason in _merged(handles):
+            reader = readers[index]
+            parts = reader.feed(piece.text) if reason is None else reader.finish()
             scores = tellers[index].chat(piece.scores) if body.scores else None
-            delta = {"content": piece.text} if piece.text or piece.tokens else {}
-            yield chat_chunk(number, self._name, index, delta, reason, scores) | blank
+            deltas = list(deltas_of(reader, parts))
+            if reason is not None or not deltas:
+                # The last one, or one that says that tokens have come.
+                deltas.append({"content": ""} if piece.tokens and reader.is_plain else {})
+            for place, delta in enumerate(deltas):
+                is_last = place == len(deltas) - 1
+                ended = chat_reason(reader, reason) if reason is not None and is_last else None
+                yield chat_chunk(number, self._name, index, delta, ended, scores) | blank
+                scores = None
         if body.usage:
             yield chat_chunk(number, self._name, 0, {}) | self._used(body, handles)
 

@@ -34,7 +34,7 @@ from kvqjax.cache.runs import pages_complete, pages_needed
 from kvqjax.generation.bound import can_bind
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.options import GenerateFields, GenerateOptions
-from kvqjax.generation.prompt_ids import encode_prompts, require_trained
+from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
 from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
@@ -243,6 +243,7 @@ class Engine:
         scores: int | None = None,
         prompt_scores: bool = False,
         priority: int = 0,
+        shown_tokens: Sequence[int] = (),
         **options: Unpack[GenerateFields],
     ) -> Handle:
         """Hand in a request. From any thread; it returns at once.
@@ -261,6 +262,7 @@ class Engine:
             prompt_scores: score the prompt's tokens too (with `scores`).
             priority: a whole number. Requests with a smaller one come first; among equal numbers,
                 those submitted first.
+            shown_tokens: special tokens that stand in the answer's text by their names.
 
         Returns:
             The handle by which the answer is read.
@@ -291,7 +293,9 @@ class Engine:
         check_request(request, self.capacity, self.model.config.vocab_size)
         require_trained(self.model, [len(ids)], max_new_tokens, checked.beyond_trained)
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
-        handle = Handle(request, Detokenizer(tokenizer, ids, checked.stop, checked.min_tokens))
+        shown = end_ids(self.model, shown_tokens, "shown_tokens").tolist()
+        detokenizer = Detokenizer(tokenizer, ids, checked.stop, checked.min_tokens, shown)
+        handle = Handle(request, detokenizer)
         with self._changed:
             if self._closing or self._fault is not None:
                 raise EngineClosed("this engine is closed") from self._fault

@@ -17,10 +17,12 @@ from kvqjax.generation.options import RANDOM
 from kvqjax.generation.prompt_ids import with_text
 from kvqjax.serving.request import MOST_LIKELIEST, Answered
 from kvqjax.serving.token_texts import AnswerScores, Echoed
+from kvqjax.serving.tool_forms import AnswerReader
+from kvqjax.serving.tools import ToolUse, message_of, read_tools, with_calls
 
 # Ignored: they say who asks, or ask for what happens in any case.
 HARMLESS = {
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 }  # fmt: skip
 # Refused unless they have one of these values.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -32,8 +34,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "reasoning_effort": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "truncate_prompt_tokens": (None,),
     "web_search_options": (None,),
 }
@@ -97,6 +97,7 @@ class RequestBody:
     echo: bool = False
     scores: bool = False
     end: str = "answer"  # where the text of a conversation ends, as in `conversation_ids`
+    use: ToolUse = dataclasses.field(default_factory=ToolUse)
     tokens_by_number: bool = False  # tokens are named "token_id:123"
 
 
@@ -297,7 +298,7 @@ FIELDS = {
 COMPLETION_FIELDS = FIELDS | {"prompt", "max_tokens", "logprobs", "echo"}
 CHAT_FIELDS = FIELDS | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "add_generation_prompt",
-    "continue_final_message",
+    "continue_final_message", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
 }  # fmt: skip
 
 
@@ -374,9 +375,22 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
     )
     names = {"prompt_field": "messages", "length_field": length_field}
     choice_fields |= {"chat": True, "scores": scored, "end": _end_of_chat(body)}
+    choice_fields["use"] = _tool_use(body)
     return RequestBody(
         prompts=[_messages(body)], new_tokens=new, options=options, **names, **choice_fields
     )
+
+
+def _tool_use(body: Mapping[str, Any]) -> ToolUse:
+    """Read what a request says of tools."""
+    parallel = _field(body, "parallel_tool_calls", bool, True)
+    variables = _field(body, "chat_template_kwargs", dict, {})
+    tools = _field(body, "tools", list, [])
+    use = read_tools(tools, body.get("tool_choice"), parallel, variables)
+    if use.tools and body.get("grammar") is not None:
+        cause = "grammar and tools exclude each other; response_format goes with tools"
+        raise UserError(cause, parameter="grammar")
+    return use
 
 
 def _end_of_chat(body: Mapping[str, Any]) -> str:
@@ -397,7 +411,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             "messages is missing; wanted a list of objects with role and content",
             parameter="messages",
         )
-    return [_message(number, message) for number, message in enumerate(messages)]
+    return with_calls([_message(number, message) for number, message in enumerate(messages)])
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
@@ -440,6 +454,7 @@ class TextBody:
     messages: list[dict[str, Any]] | None
     add_special_tokens: bool
     add_generation_prompt: bool
+    use: ToolUse
     with_strings: bool  # the vocabulary's spellings of the tokens are asked for
 
 
@@ -448,7 +463,8 @@ def read_tokenize(raw: bytes, model: str) -> TextBody:
     such request."""
     body = _body(raw)
     chat = body.get("messages") is not None
-    kind = {"messages", "add_generation_prompt"} if chat else {"prompt"}
+    of_chat = {"messages", "add_generation_prompt", "tools", "chat_template_kwargs"}
+    kind = of_chat if chat else {"prompt"}
     _check_names(body, kind | {"model", "add_special_tokens", "return_token_strs"})
     _check_model(body, model)
     prompt = None if chat else _field(body, "prompt", str, None)
@@ -461,6 +477,7 @@ def read_tokenize(raw: bytes, model: str) -> TextBody:
             body, "add_special_tokens", bool, not chat
         ),  # a template writes its own
         add_generation_prompt=_field(body, "add_generation_prompt", bool, True),
+        use=_tool_use(body),
         with_strings=_field(body, "return_token_strs", bool, False),
     )
 
@@ -556,22 +573,30 @@ def chat_object(
     body: RequestBody,
     answers: Sequence[Answered],
     tellers: Sequence[AnswerScores],
+    readers: Sequence[AnswerReader],
 ) -> dict[str, Any]:
-    """Make the answer of /v1/chat/completions. `tellers` say what the tokens of every answer
-    are."""
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": teller.chat(answer.scores) if body.scores else None,
-            "finish_reason": REASONS[answer.finish_reason],
-        }
-        for index, (answer, teller) in enumerate(zip(answers, tellers, strict=True))
-    ]
+    """Make the answer of /v1/chat/completions. `tellers` say what the tokens of every answer are,
+    `readers` take its text apart."""
+    choices = []
+    for index, (answer, teller, reader) in enumerate(zip(answers, tellers, readers, strict=True)):
+        choices.append(
+            {
+                "index": index,
+                "message": message_of(reader, answer.text),
+                "logprobs": teller.chat(answer.scores) if body.scores else None,
+                "finish_reason": chat_reason(reader, answer.finish_reason),
+            }
+        )
     return _head("chat.completion", number, model) | {
         "choices": choices,
         "usage": usage_of(answers, body.choices),
     }
+
+
+def chat_reason(reader: AnswerReader, reason: str) -> str:
+    """Say why a chat answer ended that a reader has taken apart."""
+    word = REASONS[reason]
+    return "tool_calls" if reader.calls and word == "stop" else word
 
 
 def chat_chunk(
@@ -582,13 +607,9 @@ def chat_chunk(
     reason: str | None = None,
     scores: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make a piece of a streamed chat answer. `scores` None: they were not asked for."""
-    choice = {
-        "index": index,
-        "delta": delta,
-        "logprobs": scores,
-        "finish_reason": None if reason is None else REASONS[reason],
-    }
+    """Make a piece of a streamed chat answer. `reason` is what `chat_reason` gives. `scores` None:
+    they were not asked for."""
+    choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
     return _head("chat.completion.chunk", number, model) | {"choices": [choice]}
 
 

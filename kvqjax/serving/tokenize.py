@@ -3,12 +3,13 @@
 from typing import Any
 
 from kvqjax._errors import UserError
-from kvqjax.generation.prompt_ids import chat_text, check_vocabulary
+from kvqjax.generation.prompt_ids import check_vocabulary
 from kvqjax.model.loading import Model
 from kvqjax.model.token_bytes import token_bytes
 from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.engine import Engine
 from kvqjax.serving.protocol import TextBody, read_detokenize, read_tokenize
+from kvqjax.serving.tools import tools_text
 
 
 def tokenized(engine: Engine, name: str, raw: bytes) -> dict[str, Any]:
@@ -42,9 +43,8 @@ def tokenized(engine: Engine, name: str, raw: bytes) -> dict[str, Any]:
 
 def _text(model: Model, body: TextBody) -> str:
     if body.messages is not None:
-        return chat_text(
-            model, body.messages, "answer" if body.add_generation_prompt else "message"
-        )
+        end = "answer" if body.add_generation_prompt else "message"
+        return tools_text(model, body.messages, body.use, end)
     return body.prompt or ""
 
 

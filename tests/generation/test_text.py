@@ -3,6 +3,7 @@ strings."""
 
 import functools
 import itertools
+import re
 
 import pytest
 from tiny import tiny
@@ -335,6 +336,34 @@ def test_a_special_token_is_a_stop_string_by_its_text(kind):
         ]:
             pieces, row = answer(tokenizer, prompt, ids, portion, [stop])
             assert (row.text, "".join(pieces), row.ids) == (left, left, ids[:count]), stop
+
+
+@pytest.mark.parametrize("kind", ["llama2", "byte_level", "wordpiece_cleaned"])
+def test_a_special_token_that_is_shown_stands_in_the_text(kind):
+    tokenizer = tokenizer_of(kind)
+    start, end = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_start|>", "<|im_end|>"))
+    prompt, old, house = (ids_of(tokenizer, text) for text in ("it is the", "old", "house"))
+    ids = [*old, start, start, *house, end, *old]
+    for portion in (1, 2, 100):
+        row = Detokenizer(tokenizer, prompt, shown=[start])
+        portions = [ids[place : place + portion] for place in range(0, len(ids), portion)]
+        pieces = [*map(row.extend, portions), row.finish()]
+        assert "".join(pieces) == row.text
+        before, between, after = row.text.split("<|im_start|>")
+        assert (before.strip(), between) == ("old", "")
+        assert re.fullmatch(r" ?house ?old", after)
+        row = Detokenizer(tokenizer, prompt, ["start|>"], shown=[start])
+        assert "".join(map(row.extend, portions)) == f"{before}<|im_"
+        assert row.stopped
+
+
+def test_a_character_that_a_shown_token_cuts_is_none():
+    tokenizer = tokenizer_of("byte_level")
+    (start,) = tokenizer.convert_tokens_to_ids(["<|im_start|>"])
+    first, *rest = ids_of(tokenizer, "\u1234")
+    row = Detokenizer(tokenizer, [], shown=[start])
+    text = row.extend([first, start, *rest]) + row.finish()
+    assert re.fullmatch(r"\ufffd<\|im_start\|>\ufffd+", text)
 
 
 def test_what_cannot_be_a_stop_string_is_refused():

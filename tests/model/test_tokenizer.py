@@ -318,7 +318,7 @@ TEMPLATES = {
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "namespace": "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}{% endfor %}{{ n.k }}",
-    "date": "{{ strftime_now('%Y') }}{{ 'tools' if tools is not none else 'none' }}{{ documents is defined }}",
+    "date": "{{ strftime_now('%Y') }}{{ tools | tojson if tools is not none else 'none' }}{{ documents is defined }}",
     "own option": "{{ messages[-1].content }}"
     "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}",
     "reasoning": "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content is defined }}"
@@ -339,7 +339,13 @@ def test_chat_templates(tmp_path, name):
     make, model_type, settings = KINDS["llama 3"]
     folder = write(tmp_path, (make, model_type, settings | {"chat_template": TEMPLATES[name]}))
     ours, theirs = subject.open_tokenizer(str(folder)), subject._transformers(str(folder))
-    for options in ({}, {"add_generation_prompt": True}, {"enable_thinking": False}):
+    tools = [{"type": "function", "function": {"name": "sea"}}]
+    for options in (
+        {},
+        {"add_generation_prompt": True},
+        {"enable_thinking": False},
+        {"tools": tools},
+    ):
         got = ours.apply_chat_template(TALK, tokenize=False, **options)
         assert got == theirs.apply_chat_template(TALK, tokenize=False, **options)
     wanted = theirs.apply_chat_template(TALK)["input_ids"]
@@ -375,7 +381,12 @@ def test_templates_in_files_of_their_own(tmp_path):
     make, model_type, settings = KINDS["llama 3"]
     several = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     folder = write(tmp_path, (make, model_type, settings | {"chat_template": several}))
-    assert subject._read(folder).template == "A"
+    tokenizer = subject.open_tokenizer(str(folder))
+    theirs = subject._transformers(str(folder))
+    for tools, wanted in ((None, "A"), ([{"type": "function"}], "B")):
+        assert tokenizer.apply_chat_template(TALK, tokenize=False, tools=tools) == wanted
+        assert theirs.apply_chat_template(TALK, tokenize=False, tools=tools) == wanted
+        assert tokenizer.get_chat_template(tools=tools) == wanted
     (folder / "chat_template.jinja").write_text("C{{ messages[0].role }}")
     tokenizer = subject.open_tokenizer(str(folder))
     assert tokenizer.apply_chat_template(TALK, tokenize=False) == "Csystem"

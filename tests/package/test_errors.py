@@ -29,6 +29,7 @@ from kvqjax.model.hf_config import parse_config, read_config
 from kvqjax.model.loading import locate
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.parallel.mesh_size import MeshSize
+from kvqjax.serving.protocol import read_chat
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| `(.+)` \|$", PAGE, re.MULTILINE))
@@ -326,6 +327,20 @@ def tuning(method: str = "higgs", bits: float = 2.5, text: str = "ab12 " * 20000
     return lambda _, __, recall: kvq.tune(recall, text, method=method, bits=bits, **options)
 
 
+ASKED = {"role": "user", "content": "1 + 2?"}
+EARLIER = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "[]"}}
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+
+
+def tool(name: str, parameters: dict | None = None) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def chatting(**fields):
+    body = {"messages": [ASKED], **fields}
+    return lambda *_: read_chat(json.dumps(body).encode(), "demo")
+
+
 CASES = {
     "no such model": lambda tmp_path, *_: kvq.load(tmp_path / "absent"),
     "hub not reachable": offline,
@@ -476,6 +491,26 @@ CASES = {
     "picture of an unknown kind": lambda tmp_path, *_: check_picture(tmp_path / "picture.docx"),
     "picture in a folder that does not exist": lambda tmp_path, *_: check_picture(
         tmp_path / "absent" / "picture.png"
+    ),
+    "tool that is none": chatting(tools=[{}]),
+    "name that the protocol forbids": chatting(tools=[tool("get weather")]),
+    "two tools of one name": chatting(tools=[tool("add"), tool("add")]),
+    "arguments that are no object": chatting(tools=[tool("add", {"type": "string"})]),
+    "arguments that nothing can meet": chatting(tools=[tool("add", ENDLESS)]),
+    "choice that is none": chatting(tools=[tool("add")], tool_choice="any"),
+    "choice of a tool that was not offered": chatting(
+        tools=[tool("add")], tool_choice={"type": "function", "function": {"name": "sub"}}
+    ),
+    "choice without tools": chatting(tool_choice="required"),
+    "tools beside a grammar": chatting(tools=[tool("add")], grammar="json"),
+    "variable of a template that a request says elsewhere": chatting(
+        chat_template_kwargs={"tools": []}
+    ),
+    "answer to a call that no message has": chatting(
+        messages=[ASKED, {"role": "tool", "tool_call_id": "x", "content": "3"}]
+    ),
+    "arguments of an earlier call that are no object": chatting(
+        messages=[ASKED, {"role": "assistant", "tool_calls": [EARLIER]}]
     ),
 }
 

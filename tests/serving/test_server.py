@@ -245,7 +245,7 @@ def test_log_probabilities_of_a_prompt_are_those_that_lm_eval_asks_for(client, e
             400,
             "only text is served",
         ),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400, "tools is not"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400, "tool 0 is no"),
     ],
 )  # fmt: skip
 def test_garbage_is_one_line(port, path, body, status, message):
