@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import check_row, encoded, extend, fresh
-from cases import with_nightly
+from cases import model_and_method, with_nightly
 from recurrent import hybrid
 from tiny import tiny, tokens
 
@@ -56,6 +56,32 @@ def test_words_are_those_of_a_cache_that_never_had_the_tokens(name):
     longer = extend(name, moved, MORE)
     for row, held in enumerate(rows):
         check_row(name, longer, row, held + MORE[row])
+
+
+def test_whole_pages_leave_the_table():
+    """What stays in pages is where it was; what is not encoded yet leaves to the token, and a row
+    goes on in the pages that it has."""
+    name, rows = "higgs-block", [[*range(512), *range(88)], list(range(300))]
+    cache = kvq.init_cache(*model_and_method(name), 2, 700, pages=5)
+    page, sinks = cache.layout.pool.tokens, cache.layout.method.sinks
+    assert page == 256
+    cache = kvq.with_pages(cache, np.asarray([[3, 0, 4], [1, 2, -1]], np.int32))
+    for start in (0, 200, 400):
+        cache = extend(name, cache, [row[start : start + 200] for row in rows])
+    moved = kvq.drop(cache, jnp.asarray([0, 2]), jnp.asarray([500, 290]))
+    assert moved.pages.tolist() == [[0, 4, -1], [2, -1, -1]]
+    for before, after in zip(cache.runs, moved.runs, strict=True):
+        jax.tree.map(lambda a, b: a is b or pytest.fail("words moved"), before.body, after.body)
+    # Row 0 keeps the page that ends behind token 500, and row 1 has not encoded token 290.
+    rows = [rows[0][:sinks] + rows[0][sinks + page :], rows[1][:sinks] + rows[1][290:]]
+    for _ in range(2):
+        alone = kvq.without_pages(moved)
+        for row, held in enumerate(rows):
+            check_row(name, alone, row, held)
+        moved = extend(name, moved, MORE[:2])
+        rows = [held + more for held, more in zip(rows, MORE, strict=False)]
+    with pytest.raises(kvq.UserError, match="keys after RoPE, and pages that rows share"):
+        kvq.drop(kvq.init_cache(tiny(), "exact", 1, 512, pages=2), 0, 32)
 
 
 def turned_by_hand(keys: np.ndarray, distance: int, shape) -> np.ndarray:
