@@ -263,6 +263,8 @@ def test_a_conversation_goes_on_beyond_its_capacity(model, tmp_path):
         answer = "".join(session.send(f"ab{number}1,cd{number}2", max_new_tokens=new))
         assert (len(answer), session.last.finish_reason) == (new, "length")
         dropped.append(session.last.dropped_tokens)
+        if number < 3:
+            continue
         ids = check_record(session, tmp_path / str(number))
         text = model.tokenizer.decode(ids)
         assert text.startswith("<s>xy12,")
@@ -273,7 +275,9 @@ def test_a_conversation_goes_on_beyond_its_capacity(model, tmp_path):
     assert len(session.history) == 12
     other = kvq.Session.load(model, tmp_path / "5")
     assert "".join(other.send("ab")) == "".join(session.send("ab"))
-    with pytest.raises(kvq.TooLong, match=r"a prompt of 20\d tokens and 1 new .* capacity of 192"):
+    with pytest.raises(
+        kvq.UserError, match=r"a prompt of 20\d tokens and 1 new .* capacity of 192"
+    ):
         session.send("ab" * 100)
     assert len("".join(session.send("ab" * 80, max_new_tokens=5))) == 5
 
