@@ -77,6 +77,11 @@ def check_movable(layout: CacheLayout, operation: str = "drop") -> None:
             _check_turned(layout, run, turned, operation)
 
 
+def turns_keys(layout: CacheLayout) -> bool:
+    """Say whether a cache whose tokens move has keys that are turned for it."""
+    return any(run.wiring.maps.turned for run in runs_of(layout))
+
+
 def _check_turned(
     layout: CacheLayout, run: RunLayout, turned: Collection[str], operation: str
 ) -> None:
@@ -153,7 +158,7 @@ def drop(cache: Cache, start: Int[Array, " B"] | int, stop: Int[Array, " B"] | i
     first, low = clipped(jnp.asarray(given_start), 0, MOST)
     last, high = clipped(jnp.asarray(given_stop), first, MOST)
     # Bodies in pages stay as they are, so that no program copies them.
-    result = with_bodies_of(_dropped(without_bodies(cache), first, last), cache)
+    result = with_bodies_of(without_tokens(without_bodies(cache), first, last), cache)
     return result.replace(overflow=cache.overflow | low | high)
 
 
@@ -225,7 +230,7 @@ def _places(
 
 @jax.jit
 @jax.enable_x64(False)
-def _dropped(cache: Cache, start: Int[Array, " B"], stop: Int[Array, " B"]) -> Cache:
+def without_tokens(cache: Cache, start: Int[Array, " B"], stop: Int[Array, " B"]) -> Cache:
     """Do `drop` after its checks, of a cache whose bodies in pages were left out."""
     sinks, runs = cache.layout.method.sinks, runs_of(cache.layout)
     first, last = _places(cache, start, stop)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
-from kvqjax.cache.moves import drop, leaving
+from kvqjax.cache.moves import leaving, without_tokens
 from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.prompt_ids import chat_text, continued_ids, plain_text
 from kvqjax.generation.text import Detokenizer
@@ -26,6 +26,8 @@ from kvqjax.model.loading import Model
 
 # Characters at the end of a text by which its place in a later one is looked for.
 LEAST_AGREEING = 16
+# Attention rests on the first tokens of a text, whatever they say (StreamingLLM, arXiv 2309.17453).
+KEPT_FIRST = 4
 PROBE = "ZQX"  # a message's words, to see what a template writes around them
 
 
@@ -165,7 +167,10 @@ def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
         turns = [{"role": role, "content": words} for role in roles]
         return plain_text([*system, *turns]) if plain else chat_text(model, [*system, *turns], end)
 
-    system, end = [message for message in messages[:1] if message["role"] == "system"], "message"
+    system, end = (
+        [message for message in messages[:1] if message.get("role") == "system"],
+        "message",
+    )
     # Where there is no system message, a template may write one of its own.
     question, other = written("user"), written("user", words=PROBE[::-1])
     head = question[: agreeing(question, other)]
@@ -176,6 +181,12 @@ def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
         return Template(head, "\n")
     both = written("user", "assistant")
     return Template(head, both[both.rindex(PROBE) + len(PROBE) :])
+
+
+def head_of(model: Model, template: Template, ids: Sequence[int], special: bool) -> int:
+    """Count the first of a conversation's ids that never leave. `special`: it has the tokens that
+    begin a text."""
+    return max(KEPT_FIRST, agreeing(model.encode(template.head, special), ids))
 
 
 class Places(NamedTuple):
@@ -189,7 +200,7 @@ class Places(NamedTuple):
 def places_of(model: Model, parts: Sequence[Part], template: Template, special: bool) -> Places:
     """Find the places of a conversation. `special`: the first part has the tokens that begin a
     text."""
-    head = agreeing(model.encode(template.head, special), ids_of(parts))
+    head = head_of(model, template, ids_of(parts), special)
     close = continued_ids(model, template.close) if template.close.strip() else []
     turns, place = [], 0
     for number, part in enumerate(parts):
@@ -213,7 +224,8 @@ def stops_of(places: Places, length: int, least: int) -> list[int]:
 
 
 class Row(NamedTuple):
-    """A cache of one row, and the ids that it holds."""
+    """A cache of one row, whose tokens can move, and the ids that it holds. A body in pages may be
+    left out."""
 
     cache: Cache
     ids: list[int]
@@ -242,7 +254,7 @@ def dropped(
     if last == first:
         return row, first, last
     ids = row.ids[:first] + row.ids[last:]
-    return Row(drop(row.cache, *bounds(best)), ids), first, last
+    return Row(without_tokens(row.cache, *bounds(best)), ids), first, last
 
 
 def closed_up(

@@ -300,8 +300,9 @@ class _Server:
         try:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
+                kept = {"keep_first": self._engine.first_tokens(prompt, ids)} if body.chat else {}
                 for choice in range(body.choices):
-                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)}
+                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)} | kept
                     options["beyond_trained"] = self._beyond_trained
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
