@@ -120,7 +120,7 @@ def test_a_stop_string_and_an_end_token_end_an_answer():
 @pytest.mark.parametrize(
     ("method", "capacity", "chunk", "length", "start", "stop"),
     [
-        ("exact", CAPACITY, CHUNK, 80, 32, 96),
+        ("exact", CAPACITY, CHUNK, 80, 32, 64),
         ("higgs:bits=2,dim=4,centre=block,sinks=2", 1024, 128, 600, 258, 514),
     ],
     ids=["turned", "pages"],
