@@ -257,7 +257,8 @@ def _shortened_table(
 ) -> Int[Array, "B N"]:
     """Take the pages of the body tokens from `first` to `last - 1` out of every row's table."""
     assert cache.layout.pool is not None
-    page = cache.layout.pool.tokens
+    assert cache.pages is not None
+    page, table = cache.layout.pool.tokens, jnp.asarray(cache.pages)
     counts = [
         count * clock.unit
         for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
@@ -271,11 +272,11 @@ def _shortened_table(
 
     # Behind the encoded tokens no page has tokens that leave.
     before, end = pages_of(first), pages_of(jnp.minimum(last, encoded))
-    places = jnp.arange(cache.pages.shape[1])[None]
+    places = jnp.arange(table.shape[1])[None]
     shift = jnp.maximum(end - before, 0)[:, None]
     source = jnp.where(places < before[:, None], places, places + shift)
-    most = cache.pages.shape[1] - 1
-    moved = jnp.take_along_axis(cache.pages, jnp.minimum(source, most), axis=1)
+    most = table.shape[1] - 1
+    moved = jnp.take_along_axis(table, jnp.minimum(source, most), axis=1)
     return jnp.where(source <= most, moved, NO_PAGE)
 
 

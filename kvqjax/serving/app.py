@@ -300,10 +300,11 @@ class _Server:
         try:
             for prompt, ids in zip(body.prompts, encoded, strict=True):
                 max_new_tokens = self._new_tokens(body, len(ids))
-                kept = {"keep_first": self._engine.first_tokens(prompt, ids)} if body.chat else {}
+                kept = self._engine.first_tokens(prompt, ids) if body.chat else None
                 for choice in range(body.choices):
-                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)} | kept
+                    options = body.options | {"seed": _seed_of(body.options["seed"], choice)}
                     options["beyond_trained"] = self._beyond_trained
+                    options["keep_first"] = kept
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))

@@ -335,8 +335,10 @@ class Engine:
     def first_tokens(self, messages: Any, ids: Sequence[int]) -> int:
         """Count the first of a conversation's ids that never leave its row by `context_shift`: its
         system message, or what its template writes before the first turn."""
-        if not self.context_shift or isinstance(messages, str):
+        if not self.context_shift:
             return KEPT_FIRST
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         plain = not has_chat_template(self.model)
         return head_of(self.model, template_of(self.model, messages, plain), ids, plain)
 
