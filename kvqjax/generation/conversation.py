@@ -11,7 +11,7 @@ that `drop` has to leave at a seam stand in a part without text. So the ids of a
 of the row, one after the other."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,8 +80,19 @@ def answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence
     return Part("", [])
 
 
+def behind_answers(text: str, history: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Find where the answers of a conversation end in its text, as far as it has their words."""
+    ends, place = [], 0
+    for message in history:
+        words = str(message["content"] or "").strip()
+        if message["role"] == "assistant" and words and (start := text.find(words, place)) >= 0:
+            place = start + len(words)
+            ends.append(place)
+    return ends
+
+
 def left_out(
-    model: Model, parts: Sequence[Part], text: str, special: bool
+    model: Model, parts: Sequence[Part], text: str, special: bool, least: int
 ) -> tuple[list[Part], LeftOut] | None:
     """Find one stretch of a conversation that a later text of it lacks.
 
@@ -89,6 +100,7 @@ def left_out(
         model: whose tokenizer has written the ids.
         parts: of the conversation.
         text: the later text, which begins otherwise.
+        least: the characters with which both have to begin.
         special: whether the first part has the tokens that begin a text.
 
     Returns:
@@ -96,6 +108,8 @@ def left_out(
         another way, or a place at which it differs lies within a token."""
     before = "".join(part.text for part in parts)
     start, end = agreeing(before, text), before[-LEAST_AGREEING:]
+    if start < least:
+        return None
     place = text.rfind(end)  # the last place: as little as possible was left out
     while place >= 0:
         count = place + len(end) - start  # characters behind what was left out

@@ -3,6 +3,7 @@ by piece."""
 
 import copy
 import dataclasses
+import itertools
 import os
 import shutil
 import warnings
@@ -28,6 +29,7 @@ from kvqjax.generation.conversation import (
     Template,
     agreeing,
     answer_part,
+    behind_answers,
     closed_up,
     dropped,
     ids_of,
@@ -332,18 +334,24 @@ class Session:
             parts.append(part)
             place += len(part.text)
         if len(parts) < len(self._parts) and self._can_move():
-            lacking = left_out(self.model, self._parts, text, self._plain)
+            # Nothing of a system message that was taken back may stay at a seam.
+            least = len(self._template(history).head)
+            lacking = left_out(self.model, self._parts, text, self._plain, least)
             if lacking is not None:
                 parts, gap = lacking
                 place = sum(len(part.text) for part in parts)
-        if remainder := text[place:]:
-            # What has left the row takes no room: where much has, a long text may still fit.
-            most = None if self._options[SHIFT] else self._most
-            if place:
-                ids = continued_ids(self.model, remainder, most)
+        # What leaves a row takes no room in it, and it leaves by turns.
+        shifts = self._options[SHIFT]
+        ends, most = behind_answers(text, history) if shifts else [], None if shifts else self._most
+        bounds = [place, *(end for end in ends if end > place), len(text)]
+        for start, stop in itertools.pairwise(bounds):
+            if start == stop:
+                continue
+            if start:
+                ids = continued_ids(self.model, text[start:stop], most)
             else:
-                ids = self.model.encode(remainder, self._plain, most)
-            parts.append(Part(remainder, ids))
+                ids = self.model.encode(text[start:stop], self._plain, most)
+            parts.append(Part(text[start:stop], ids))
         return parts, gap
 
     def _can_move(self) -> bool:

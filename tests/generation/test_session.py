@@ -257,7 +257,13 @@ def check_record(session, folder) -> list[int]:
 def test_a_conversation_goes_on_beyond_its_capacity(model, tmp_path):
     """Between turns, and in the middle of answers: the system message stays, and the record of the
     row's ids stays true."""
-    options = {"eos_ids": (), "capacity": 192, "context_shift": True, "system": "xy12"}
+    options = {
+        "eos_ids": (),
+        "capacity": 192,
+        "context_shift": True,
+        "system": "xy12",
+        "max_new_tokens": 12,
+    }
     session, dropped = kvq.Session(model, "exact", **options), []
     for number, new in enumerate((40, 40, 40, 40, 150, 40)):
         answer = "".join(session.send(f"ab{number}1,cd{number}2", max_new_tokens=new))
@@ -275,6 +281,11 @@ def test_a_conversation_goes_on_beyond_its_capacity(model, tmp_path):
     assert len(session.history) == 12
     other = kvq.Session.load(model, tmp_path / "5")
     assert "".join(other.send("ab")) == "".join(session.send("ab"))
+    # Read anew, the conversation is longer than its row: whole turns are left out.
+    other.system = "zw34"
+    assert len("".join(other.send("cd"))) == 12
+    ids = check_record(other, tmp_path / "other")
+    assert model.tokenizer.decode(ids).startswith(("<s>zw34,ab41", "<s>zw34,ab51"))
     with pytest.raises(
         kvq.UserError, match=r"a prompt of 20\d tokens and 1 new .* capacity of 192"
     ):
