@@ -267,8 +267,8 @@ def _shortened_table(
     ]
     encoded = functools.reduce(jnp.maximum, counts)
 
-    def pages_of(tokens):
-        return floor_divide(tokens + page - 1, page)
+    def pages_of(tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.asarray(floor_divide(tokens + page - 1, page))
 
     # Behind the encoded tokens no page has tokens that leave.
     before, end = pages_of(first), pages_of(jnp.minimum(last, encoded))
