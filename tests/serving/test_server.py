@@ -363,6 +363,7 @@ def warmed(port):
     assert answer(port, "/ready", key=None) == (200, {"status": "ready"})
 
 
+@pytest.mark.nightly
 def test_an_answer_goes_on_in_a_full_row(engine):
     """Beyond the capacity; a prompt has to fit."""
     options = {"rows": 2, "capacity": 256, "chunk": 64, "stride": 4, "context_shift": True}
