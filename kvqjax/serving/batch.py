@@ -178,6 +178,7 @@ class RunningBatch:
         stride: tokens of a row that a call makes at most.
         kernels: as in `kvqjax.init_cache`.
         pages: of the pool that all rows and the prompt share; 0: rows have bodies of their own.
+        drops: whether tokens leave rows.
     """
 
     def __init__(
@@ -191,8 +192,9 @@ class RunningBatch:
         stride: int,
         kernels: str,
         pages: int = 0,
+        drops: bool = False,
     ):
-        self.chunk, self.stride = chunk, stride
+        self.chunk, self.stride, self._drops = chunk, stride, drops
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
         cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
@@ -392,11 +394,10 @@ class RunningBatch:
         self._lengths[row] = parked.held
         self.give_pages(row, pages)
 
-    def warm(self, drops: bool) -> None:
-        """Compile what moves rows and pages, on an empty batch, and where rows drop tokens what
-        does that."""
+    def warm(self) -> None:
+        """Compile what moves rows and pages, on an empty batch."""
         self._row_state(0)
-        if drops:
+        if self._drops:
             row, places = self._bare_row(0), self._place((np.zeros((1,), np.int32),) * 2)
             leaving(row, *places)
             self._put_back(0, without_tokens(row, *places))

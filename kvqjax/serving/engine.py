@@ -225,7 +225,9 @@ class Engine:
         sizes = (model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels, paged)
         memory = memory_for(*sizes)
         options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
-        self._batch = RunningBatch(model, self.method, memory.rows, self.capacity, **options)
+        self._batch = RunningBatch(
+            model, self.method, memory.rows, self.capacity, drops=context_shift, **options
+        )
         self._layout = self._batch.cache.layout
         if context_shift:
             _check_shifts(self._layout)
@@ -472,7 +474,7 @@ class Engine:
                     self._jobs.popleft()()
                 if self._warming.is_set() and not any(self._rows):
                     self._warming.clear()
-                    self._batch.warm(self.context_shift)
+                    self._batch.warm()
                 self._bring_back()
                 self._feed_some()
                 if any(self._rows):
