@@ -32,6 +32,7 @@ from kvqjax.cli.common import (
 from kvqjax.cli.generate_options import read_generate_options, with_generate_options
 from kvqjax.cli.habits import shell_line
 from kvqjax.cli.output import announce
+from kvqjax.generation.loop import fetched
 from kvqjax.generation.session import Answer, Session
 from kvqjax.model.loading import Model
 
@@ -185,6 +186,8 @@ class _Chat:
             **({} if last is None or last is before else last._asdict()),
         }
         print(json.dumps(about) if self._as_json else "", flush=True)
+        if last is not None and last is not before and last.dropped_tokens:
+            announce(f"[{last.dropped_tokens} tokens of earlier turns have left the cache]")
         if not ended:
             announce("[stopped]")
 
@@ -216,8 +219,9 @@ class _Chat:
         if last is None:
             announce(f"{session!r}: no answer yet")
             return
-        tokens = last.kept_tokens + last.prompt_tokens + last.tokens
-        room = session.cache.layout.capacity if session.cache is not None else 0
+        cache = session.cache
+        tokens = 0 if cache is None else int(fetched(cache.lengths)[0][0])
+        room = 0 if cache is None else cache.layout.capacity
         announce(
             f"{session.method}: {tokens} of {room} tokens, {size(last.cache_bytes)}, {last.bits:.4g} bits a number"
         )
@@ -255,6 +259,14 @@ def chat(
         int | None,
         token_number(help="most tokens of the conversation, also as 32k; default: grows as needed"),
     ] = None,
+    context_shift: Annotated[
+        bool,
+        typer.Option(
+            "--context-shift",
+            help="go on beyond the capacity: the oldest turns leave the cache, the system message "
+            "stays",
+        ),
+    ] = False,
     chunk: PromptChunk = None,
     kernels: Kernels = "auto",
     dtype: Dtype = None,
@@ -280,6 +292,7 @@ def chat(
         "max_new_tokens": max_new_tokens,
         "chunk": chunk,
         "kernels": kernels,
+        "context_shift": context_shift,
     }
     talk = _Chat(
         loaded, lambda text: Session(loaded, method, system=text, **asked), system, as_json

@@ -121,6 +121,13 @@ def serve(
         bool, typer.Option("--log-requests", help="a line on stderr for each request")
     ] = False,
     beyond_trained: Annotated[bool, typer.Option("--beyond-trained", help=BEYOND_TRAINED)] = False,
+    context_shift: Annotated[
+        bool,
+        typer.Option(
+            "--context-shift",
+            help="answers go on in a full row: its oldest text leaves behind the system message",
+        ),
+    ] = False,
     served_name: Annotated[
         str | None, typer.Option(help="the model's name for clients; default: --model")
     ] = None,
@@ -160,6 +167,7 @@ def serve(
         "stride": stride,
         "queue": queue,
         "prefixes": prefixes,
+        "context_shift": context_shift,
     }
     engine = Engine(loaded, method, rows=rows, pool_bytes=pool, kernels=kernels, **options)
     name = served_name or (Path(model).name if Path(model).exists() else model)

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,6 +125,9 @@ def _first_rows(cache: Cache, rows: int) -> Cache:
     return gather(cache, jnp.arange(rows))
 
 
+MakeRoom = Callable[[Cache, int], tuple[Cache, int]]
+
+
 class Generation:
     """Prompts (token ids) continued through a cache, which is donated; `cache()` is what becomes of
     it.
@@ -133,7 +136,11 @@ class Generation:
     may have more rows than there are prompts. `advance` gives piece after piece, and `close` ends
     the rows that still go on. `tokens`, `texts` and `reasons` say what every row has made so far,
     as text, and why it ended: "eos" (an end token), "stop" (a stop string), "length"
-    (`max_new_tokens`), "closed", or None: not yet."""
+    (`max_new_tokens`), "closed", or None: not yet.
+
+    `make_room(cache, least)` of a single row is called before the row is full: it gives a cache
+    that `least` tokens have left, or more, and how many. A row that then has no room for another
+    token ends by "length". Without it, the caller has seen to it that all tokens fit."""
 
     def __init__(
         self,
@@ -144,8 +151,9 @@ class Generation:
         *,
         held: np.ndarray | None = None,
         before: Sequence[Sequence[int]] = (),
+        make_room: MakeRoom | None = None,
     ):
-        self.prompts = prompts
+        self.prompts, self._make_room = prompts, make_room
         self.reasons: list[str | None] = [None for _ in prompts]
         self.seconds_to_first_token = 0.0
         self._model, self._settings, self._before = model, settings, before
@@ -208,6 +216,10 @@ class Generation:
         if self.ended:
             return None
         start_time, first = time.perf_counter(), not any(self.tokens)
+        if self._state is not None and not self._unread and not self._has_room(self._state):
+            text = self._texts[0].finish()
+            self.reasons[0] = "length"
+            return Piece([text], [[]])
         if not self._unread:
             self._state = self._started() if self._state is None else self._stepped(self._state)
             # An interrupt after this line loses nothing: the next call reads these tokens.
@@ -221,6 +233,22 @@ class Generation:
         else:
             self._calls.append((sum(map(len, piece.tokens)), seconds))
         return piece
+
+    def _room(self) -> int:
+        """Count the tokens that still fit a single row, the newest one in it."""
+        return self._layout.capacity - int(self._fed[0]) - len(self.tokens[0])
+
+    def _has_room(self, state: LoopState) -> bool:
+        """Make room for the next stride, where that is asked for; whether there is any."""
+        if self._make_room is None:
+            return True
+        wanted = self._settings.max_new_tokens - len(self.tokens[0])
+        least = min(self._settings.stride, wanted)
+        if self._room() < least:
+            cache, count = self._make_room(state.cache, least)
+            self._state = state.replace(cache=cache)
+            self._fed[0] -= count
+        return self._room() > 0
 
     def close(self) -> None:
         """End the rows that still go on, with what was made of them."""
@@ -277,6 +305,8 @@ class Generation:
             steps = min(
                 steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps
             )
+        if self._make_room is not None and not done.all():
+            steps = min(steps, self._room())
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
         done, owed = shared(self._model, (done, self._owed))
         state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))

@@ -3,6 +3,7 @@ by piece."""
 
 import copy
 import dataclasses
+import itertools
 import os
 import shutil
 import warnings
@@ -18,7 +19,27 @@ from kvqjax._options import named_options, with_fields
 from kvqjax.cache import Cache
 from kvqjax.cache.accounting import ledger
 from kvqjax.cache.artifacts import read_description, write_folder
+from kvqjax.cache.moves import check_movable
 from kvqjax.cache.surgery import crop, fork, resize
+from kvqjax.generation.conversation import (
+    LeftOut,
+    Part,
+    Places,
+    Row,
+    Template,
+    agreeing,
+    answer_part,
+    behind_answers,
+    closed_up,
+    dropped,
+    ids_of,
+    left_out,
+    places_of,
+    shortened,
+    stops_of,
+    template_of,
+    without,
+)
 from kvqjax.generation.driver import Generation, Settings
 from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.options import GenerateFields, GenerateOptions
@@ -33,17 +54,17 @@ from kvqjax.generation.prompt_ids import (
     room_of,
     too_long,
 )
-from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text
 from kvqjax.step.checks import check_model
-from kvqjax.step.new_cache import init_cache
+from kvqjax.step.new_cache import init_cache, planned_layout
 from kvqjax.step.persist import load_cache, save_cache
 
 # Tokens; a session without a capacity of its own begins with so many, and doubles them.
 LEAST_CAPACITY = 512
 
+SHIFT = "context_shift"
 Message = Mapping[str, Any]
 
 
@@ -55,7 +76,9 @@ class Turn(NamedTuple):
     - `seconds_to_first_token` includes the prompt and whatever was compiled, `tokens_per_second`
       counts the tokens after the first one.
     - `cache_bytes` of the session's cache, and `bits` that it spends on a number of a key or value.
-    - `finish_reason`: "eos", "stop", "length", or "closed" for an answer that was broken off."""
+    - `finish_reason`: "eos", "stop", "length", or "closed" for an answer that was broken off.
+    - `dropped_tokens` of the conversation left the cache in this turn: text that a chat template
+      leaves out by now, and with `context_shift` the oldest text."""
 
     tokens: int
     prompt_tokens: int
@@ -65,14 +88,17 @@ class Turn(NamedTuple):
     cache_bytes: int
     bits: float
     finish_reason: str
+    dropped_tokens: int = 0
 
 
-class _Part(NamedTuple):
-    """A stretch of the conversation as text, and the token ids by which the model has read or made
-    it."""
+class _Ready(NamedTuple):
+    """A cache before an answer: the conversation that it will hold, how many of its tokens it
+    holds, and how many have left it for that."""
 
-    text: str
-    ids: list[int]
+    cache: Cache
+    parts: list[Part]
+    kept: int
+    dropped: int
 
 
 class Session:
@@ -84,9 +110,10 @@ class Session:
 
     Every turn puts the whole conversation through the tokenizer's chat template, keeps what the
     cache holds of it, and feeds the rest. An answer's ids are used as they were made. Without a
-    chat template turns are plain text, each on a new line. What a template changes of earlier turns
-    (thinking that it leaves out) is cut out of the cache and fed
-    anew: `kvqjax.crop` says how far back it then goes.
+    chat template turns are plain text, each on a new line. What a template leaves out of earlier
+    turns (thinking) is taken out of the cache by `kvqjax.drop` where the method allows it. Otherwise,
+    and where it changes earlier turns in another way, what follows is fed anew: `kvqjax.crop` says
+    how far back the cache then goes.
 
     `history` are the messages so far and `system` is the system message; `last` says what the last
     answer took, and `cache` is the cache, None before the first turn."""
@@ -104,6 +131,7 @@ class Session:
         chunk: int | str | None = None,
         kernels: str = "auto",
         stride: int = 1,
+        context_shift: bool = False,
         **options: Unpack[GenerateFields],
     ):
         """Begin a conversation. Nothing is computed before the first turn.
@@ -116,13 +144,17 @@ class Session:
             chunk: Tokens of a turn that enter the cache at a time. None: the first turn prefills
                 exactly, and later ones enter as many at a time as suit the chip.
             stride: Tokens between pieces of text.
+            context_shift: Where the conversation is longer than `capacity`, or than what the model
+                was trained for, its oldest turns leave the cache by `kvqjax.drop`, and it goes on.
+                The system message stays. `history` keeps all.
 
         The other options are those of `kvqjax.generate`. The penalties of presence and frequency
         count the tokens of the answer under way, the repetition penalty those of the whole
         conversation.
 
         Raises:
-            UserError: A model without a tokenizer, options that do not exist or cannot be."""
+            UserError: A model without a tokenizer, options that do not exist or cannot be; a
+            `context_shift` of a cache whose tokens cannot move."""
         check_model(model)
         check_counts(capacity=capacity, max_new_tokens=max_new_tokens, stride=stride)
         if chunk != "auto":
@@ -135,13 +167,17 @@ class Session:
         checked = GenerateOptions(**options)
         self._options: dict[str, Any] = {
             "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels,
-            "stride": stride,
+            "stride": stride, "context_shift": context_shift,
         } | dataclasses.asdict(checked)  # fmt: skip
         stride = min(stride, max_new_tokens)  # a row's new tokens have room for one stride
         self._settings = Settings.of(model, max_new_tokens, checked, stride, chunk)
+        self._most = room_of(model, capacity, checked.beyond_trained)  # tokens of the conversation
+        if context_shift:
+            length = self._most or LEAST_CAPACITY
+            check_movable(planned_layout(model, self.method, 1, length, kernels="off"), SHIFT)
         self.last: Turn | None = None
         self._history: list[Message] = []
-        self._parts: list[_Part] = []  # the conversation as the model knows it
+        self._parts: list[Part] = []  # the conversation as the model knows it
         self._cache: Cache | None = None
         self._ids: list[int] = []  # what the cache holds
         self._answers = 0
@@ -189,19 +225,28 @@ class Session:
         self._settle()
         check_counts(max_new_tokens=max_new_tokens)
         history = [*self._history, *_messages(message)]
-        parts = self._read(history)
-        ids = [token for part in parts for token in part.ids]
+        parts, gap = self._read(history)
+        ids = ids_of(parts)
         check_vocabulary(self.model, 0, ids)
         new = max_new_tokens or self._settings.max_new_tokens
-        capacity, need = self._options["capacity"], len(ids) + new
-        if capacity is not None and need > capacity:
-            raise too_long(
-                len(ids), new, capacity, f"do not fit this session's capacity of {capacity}"
-            )
-        check_length(self.model.config, need)
-        require_trained(self.model, [len(ids)], new, self._settings.options.beyond_trained)
+        if not self._options[SHIFT]:
+            self._check_room(len(ids), new)
+        elif self._excess(len(ids), new):
+            # What cannot leave: the system message, this turn, and a token of the answer.
+            places = self._places(parts, history)
+            newest = places.turns[-1] if places.turns else places.head
+            self._check_room(places.head + len(ids) - newest, 1)
         self._settings.options.ends(self.model, new)
-        return Answer(self, history, parts, ids, new)
+        return Answer(self, history, parts, gap, new)
+
+    def _check_room(self, length: int, new: int) -> None:
+        """Raise UserError where a conversation of `length` tokens and `new` more do not fit."""
+        capacity = self._options["capacity"]
+        if capacity is not None and length + new > capacity:
+            cause = f"do not fit this session's capacity of {capacity}"
+            raise too_long(length, new, capacity, cause)
+        check_length(self.model.config, length + new)
+        require_trained(self.model, [length], new, self._settings.options.beyond_trained)
 
     def fork(self) -> "Session":
         """The same conversation once more, going its own way from here."""
@@ -251,7 +296,7 @@ class Session:
             session = cls(model, text["method"], system=text["system"], **text["options"])
             session._history = _messages(text["history"]) if text["history"] else []
             session._parts = [
-                _Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]
+                Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]
             ]
             session._ids, session._answers = (
                 [int(token) for token in text["ids"]],
@@ -278,51 +323,107 @@ class Session:
         if self._open is not None:
             self._open.close()
 
-    def _read(self, history: Sequence[Message]) -> list[_Part]:
-        """The conversation up to where the answer begins: what is known of it by its ids of then,
-        the rest anew."""
+    def _read(self, history: Sequence[Message]) -> tuple[list[Part], LeftOut | None]:
+        """The conversation up to where the answer begins, what is known of it by its ids of then
+        and the rest anew; and what its template has left out since the last turn."""
         text = self._text(history)
-        parts, place = [], 0
+        parts, place, gap = [], 0, None
         for part in self._parts:
             if not text.startswith(part.text, place):
                 break
             parts.append(part)
             place += len(part.text)
-        if remainder := text[place:]:
-            most = room_of(
-                self.model, self._options["capacity"], self._settings.options.beyond_trained
-            )
-            if place:
-                ids = continued_ids(self.model, remainder, most)
+        if len(parts) < len(self._parts) and self._can_move():
+            # Nothing of a system message that was taken back may stay at a seam.
+            least = len(self._template(history).head)
+            lacking = left_out(self.model, self._parts, text, self._plain, least)
+            if lacking is not None:
+                parts, gap = lacking
+                place = sum(len(part.text) for part in parts)
+        # What leaves a row takes no room in it, and it leaves by turns.
+        shifts = self._options[SHIFT]
+        ends, most = behind_answers(text, history) if shifts else [], None if shifts else self._most
+        bounds = [place, *(end for end in ends if end > place), len(text)]
+        for start, stop in itertools.pairwise(bounds):
+            if start == stop:
+                continue
+            if start:
+                ids = continued_ids(self.model, text[start:stop], most)
             else:
-                ids = self.model.encode(remainder, self._plain, most)
-            parts.append(_Part(remainder, ids))
-        return parts
+                ids = self.model.encode(text[start:stop], self._plain, most)
+            parts.append(Part(text[start:stop], ids))
+        return parts, gap
+
+    def _can_move(self) -> bool:
+        """Whether tokens can leave the middle of the cache."""
+        if self._cache is None:
+            return False
+        try:
+            check_movable(self._cache.layout)
+        except UserError:
+            return False
+        return True
+
+    def _excess(self, length: int, new: int) -> int:
+        """How many of `length` tokens have to leave before an answer of `new` tokens begins."""
+        if self._most is None:
+            return 0
+        return max(0, length + min(new, self._settings.stride) - self._most)
+
+    def _places(self, parts: Sequence[Part], history: Sequence[Message]) -> Places:
+        """Where a conversation may be taken apart before its answer: its last part may stay."""
+        places = places_of(self.model, parts, self._template(history), self._plain)
+        start = len(ids_of(parts[:-1]))
+        if start > (places.turns or [places.head])[-1]:
+            places.turns.append(start)
+        return places
+
+    def _template(self, history: Sequence[Message]) -> Template:
+        return template_of(self.model, self._messages(history), self._plain)
+
+    def _messages(self, history: Sequence[Message]) -> list[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *history]
 
     def _text(self, history: Sequence[Message]) -> str:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*system, *history]
+        messages = self._messages(history)
         return plain_text(messages) if self._plain else chat_text(self.model, messages)
 
-    def _ready(self, ids: list[int], need: int) -> tuple[Cache, int]:
-        """A cache of room for `need` tokens that holds the first of `ids`, and how many: all but
-        one at most. The session's cache is used up."""
-        prefix = next(
-            (n for n, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b),
-            len(self._ids),
-        )
-        prefix = min(prefix, len(ids) - 1)
-        capacity = self._options["capacity"] or self._grown(self._capacity, need)
-        cache, self._cache, self._ids = self._cache, None, []
-        if cache is not None and cache.states and prefix < int(fetched(cache.lengths)[0][0]):
-            # Recurrent layers cannot forget: what follows another beginning is read anew.
-            prefix = 0
-        if cache is not None:
+    def _ready(self, answer: "Answer") -> _Ready:
+        """A cache of room for an answer that holds all but one token of its conversation at most.
+        The session's cache is used up."""
+        row = None if self._cache is None else Row(self._cache, self._ids)
+        self._cache, self._ids = None, []
+        parts, left, shifts = answer._parts, 0, self._options[SHIFT]
+        if row is not None and answer._gap is not None:
+            closed, with_seam, count = closed_up(self.model, row, parts, answer._gap)
+            length = len(ids_of(with_seam)) + answer._new
+            if shifts or self._most is None or length <= self._most:
+                row, parts, left = closed, with_seam, count
+        if shifts and (excess := self._excess(len(ids_of(parts)), answer._new)):
+            before, places = len(ids_of(parts)), self._places(parts, answer._history)
+            row, parts = shortened(self.model, row, parts, places, excess)
+            left += before - len(ids_of(parts))
+        ids = ids_of(parts)
+        need = len(ids) + answer._new
+        if shifts and self._most is not None:
+            need = min(need, self._most)
+        present = 0 if row is None else row.cache.layout.capacity
+        capacity = self._options["capacity"] or self._grown(present, need)
+        if shifts and self._most is not None:
+            capacity = min(capacity, self._most)
+        if row is not None:
+            cache, prefix = row.cache, min(agreeing(row.ids, ids), len(ids) - 1)
+            if cache.states and prefix < len(row.ids):
+                # Recurrent layers cannot forget: what follows another beginning is read anew.
+                prefix = 0
             cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
             if length := int(fetched(cache.lengths)[0][0]):
-                return resize(cache, capacity), length
-            del cache  # before another one is made
-        return init_cache(self.model, self.method, 1, capacity, kernels=self._options["kernels"]), 0
+                return _Ready(resize(cache, capacity), parts, length, left)
+            del cache, row  # before another one is made
+        kernels = self._options["kernels"]
+        cache = init_cache(self.model, self.method, 1, capacity, kernels=kernels)
+        return _Ready(cache, parts, 0, left)
 
     def _grown(self, capacity: int, need: int) -> int:
         """A capacity for `need` tokens: a doubled one, so that a long conversation is compiled few
@@ -336,12 +437,18 @@ class Answer(Iterator[str]):
     """An answer under way: an iterator over its text, what `Session.send` gives."""
 
     def __init__(
-        self, session: Session, history: list[Message], parts: list[_Part], ids: list[int], new: int
+        self,
+        session: Session,
+        history: list[Message],
+        parts: list[Part],
+        gap: LeftOut | None,
+        new: int,
     ):
-        self._session, self._history, self._parts, self._ids = session, history, parts, ids
-        self._new, self._number = new, session._answers
+        self._history, self._parts, self._gap, self._new = history, parts, gap, new
+        self._session, self._number = session, session._answers
         self._made: Generation | None = None
-        self._kept = 0
+        self._kept = self._dropped = 0
+        self._cuts: list[tuple[int, int]] = []  # what has left the row since the answer began
         self._over = False
 
     def __iter__(self) -> "Answer":
@@ -385,22 +492,50 @@ class Answer(Iterator[str]):
             raise
         tokens, reason = generation.tokens[0], generation.reasons[0] or "closed"
         said = bool(tokens) or reason != "closed"
-        self._end(cache, [*self._ids, *tokens] if said else self._ids[: self._kept])
+        ids = ids_of(self._parts)
+        row = [Part("", [*ids, *tokens] if said else ids[: self._kept])]
+        ids = ids_of(self._cut(row))
+        if cache is not None and int(fetched(cache.lengths)[0][0]) != len(ids):
+            cache = None  # an interrupt came while tokens left it
+        self._end(cache, ids)
         if said:
             self._add(generation, reason)
 
     def _begun(self) -> Generation:
         session = self._session
         session._open = self
-        cache, kept = session._ready(self._ids, len(self._ids) + self._new)
-        self._kept = kept
+        cache, self._parts, self._kept, self._dropped = session._ready(self)
+        kept, ids = self._kept, ids_of(self._parts)
         options = session._settings.options
         seed = (options.seed + self._number) % (MOST_SEED + 1)
         options = dataclasses.replace(options, seed=seed)
         settings = session._settings._replace(max_new_tokens=self._new, options=options)
         lengths = np.asarray([kept], np.int32) if kept else None
-        prompt, before = [self._ids[kept:]], [self._ids[:kept]]
-        return Generation(session.model, prompt, cache, settings, held=lengths, before=before)
+        make_room = self._make_room if session._options[SHIFT] else None
+        return Generation(
+            session.model, [ids[kept:]], cache, settings, held=lengths, before=[ids[:kept]],
+            make_room=make_room,
+        )  # fmt: skip
+
+    def _cut(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts of the conversation and its answer without what has left the row meanwhile."""
+        rest = list(parts)
+        for first, last in self._cuts:
+            rest = without(rest, first, last)
+        return rest
+
+    def _make_room(self, cache: Cache, least: int) -> tuple[Cache, int]:
+        """Let the oldest text leave while the answer is being made."""
+        assert self._made is not None
+        session = self._session
+        parts = self._cut([*self._parts, Part("", self._made.tokens[0])])
+        places = places_of(session.model, parts, session._template(self._history), session._plain)
+        row = Row(cache, ids_of(parts))
+        stops = stops_of(places, len(row.ids), least)
+        row, first, last = dropped(session.model, row, places.head, stops, least)
+        if last > first:
+            self._cuts.append((first, last))
+        return row.cache, last - first
 
     def _end(self, cache: Cache | None, ids: list[int]) -> None:
         """Give the session its cache back, or none: the next turn then feeds everything anew."""
@@ -410,19 +545,22 @@ class Answer(Iterator[str]):
     def _add(self, generation: Generation, reason: str) -> None:
         """Make the turn a part of the conversation."""
         session, text, tokens = self._session, generation.texts[0], generation.tokens[0]
+        ids = ids_of(self._parts)
         session._history = [*self._history, {"role": "assistant", "content": text}]
-        session._parts = [*self._parts, _answer_part(session.model, self._ids, text, tokens)]
+        answer = answer_part(session.model, ids, text, tokens)
+        session._parts = self._cut([*self._parts, answer])
         session._answers += 1
         book = None if session._cache is None else ledger(session._cache)
         session.last = Turn(
             tokens=len(tokens),
-            prompt_tokens=len(self._ids) - self._kept,
+            prompt_tokens=len(ids) - self._kept,
             kept_tokens=self._kept,
             seconds_to_first_token=generation.seconds_to_first_token,
             tokens_per_second=generation.tokens_per_second,
             cache_bytes=0 if book is None else book.bytes,
             bits=0.0 if book is None else book.bits_stored,
             finish_reason=reason,
+            dropped_tokens=self._dropped + sum(last - first for first, last in self._cuts),
         )
 
 
@@ -439,15 +577,3 @@ def _messages(message: Any) -> list[Message]:
             'no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}'
         )
     return [{**m} for m in messages]
-
-
-def _answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence[int]) -> _Part:
-    """An answer's text and ids; where a stop string ended it, those of the ids that are before
-    it."""
-    for count in range(len(tokens), 0, -1):
-        reader = Detokenizer(model.tokenizer, before)
-        reader.extend(tokens[:count])
-        reader.finish()
-        if text.startswith(reader.text):
-            return _Part(reader.text, list(tokens[:count]))
-    return _Part("", [])

@@ -305,9 +305,11 @@ class _Server:
                 options = dict(body.options)
                 if body.chat:
                     options |= answer_options(self._engine.model, body.use, options, ids)
+                kept = self._engine.first_tokens(prompt, ids) if body.chat else None
                 for choice in range(body.choices):
                     options["seed"] = _seed_of(body.options["seed"], choice)
                     options["beyond_trained"] = self._beyond_trained
+                    options["keep_first"] = kept
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))

@@ -21,11 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache
+from kvqjax.cache.moves import leaving, without_tokens
 from kvqjax.cache.pages import copied_page, read_page, with_bodies_of, without_bodies, write_page
 from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import NO_PAGE, bounded
 from kvqjax.cache.surgery import adopt, emptied, taken_row
 from kvqjax.generation.bound import BoundRow
+from kvqjax.generation.conversation import Row, dropped
 from kvqjax.generation.loop import (
     LoopState,
     Scores,
@@ -122,6 +124,10 @@ def _emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
     return emptied(cache, rows)
 
 
+_taken_row = jax.jit(taken_row)
+_adopted = jax.jit(adopt, donate_argnames="cache")
+
+
 @jax.jit
 def _copied(cache: Cache) -> Cache:
     return jax.tree.map(jnp.copy, cache)
@@ -172,6 +178,7 @@ class RunningBatch:
         stride: tokens of a row that a call makes at most.
         kernels: as in `kvqjax.init_cache`.
         pages: of the pool that all rows and the prompt share; 0: rows have bodies of their own.
+        drops: whether tokens leave rows.
     """
 
     def __init__(
@@ -185,8 +192,9 @@ class RunningBatch:
         stride: int,
         kernels: str,
         pages: int = 0,
+        drops: bool = False,
     ):
-        self.chunk, self.stride = chunk, stride
+        self.chunk, self.stride, self._drops = chunk, stride, drops
         self._model, self._place = model, functools.partial(shared, model)
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
         cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
@@ -309,6 +317,40 @@ class RunningBatch:
         self._lengths[row] = 0
         self.give_pages(row, ())
 
+    def drop(self, row: int, start: int, stops: Sequence[int], least: int) -> tuple[int, list[int]]:
+        """Take tokens out of the middle of a row (`kvqjax.drop`).
+
+        Args:
+            row: that goes on.
+            start: the first token that leaves.
+            stops: where what leaves may end, the best place first.
+            least: the tokens that should leave, or more.
+
+        Returns:
+            How many tokens have left, and the row's pages by now.
+        """
+        before = self._bare_row(row)
+        after, first, last = dropped(self._model, Row(before, []), start, stops, least)
+        if last > first:
+            self._put_back(row, after.cache)
+            self._lengths[row] -= last - first
+        if self._table is None:
+            return last - first, []
+        self._table[row] = fetched(after.cache.pages)[0][0]
+        return last - first, [page for page in self._table[row].tolist() if page != NO_PAGE]
+
+    def _bare_row(self, row: int) -> Cache:
+        """Copy a row without what lies in its pages."""
+        cache = _taken_row(self.cache, self._place(np.int32(row)))
+        if self._table is None:
+            return cache
+        return cache.replace(pages=self._place(self._table[row : row + 1].copy()))
+
+    def _put_back(self, row: int, cache: Cache) -> None:
+        """Replace a row by one of `_bare_row`."""
+        joined = _adopted(self.cache, self._place(np.int32(row)), cache)
+        self._state = self._state.replace(cache=joined)
+
     def row_length(self, row: int) -> int:
         """Count the tokens of a row."""
         return int(self._lengths[row])
@@ -355,6 +397,10 @@ class RunningBatch:
     def warm(self) -> None:
         """Compile what moves rows and pages, on an empty batch."""
         self._row_state(0)
+        if self._drops:
+            row, places = self._bare_row(0), self._place((np.zeros((1,), np.int32),) * 2)
+            leaving(row, *places)
+            self._put_back(0, without_tokens(row, *places))
         if self._table is not None:
             self.fill_page(0, self.page_content(0))
             self.copy_page(0, 0)
@@ -476,9 +522,10 @@ def _token_scores(tokens: Sequence[int], chosen, ids, likeliest) -> list[TokenSc
     ]
 
 
-def check_request(request: Request, capacity: int, vocab_size: int) -> None:
-    """Raise UserError for a request that a row of `capacity` tokens cannot hold."""
-    length, new = len(request.prompt), request.max_new_tokens
+def check_request(request: Request, capacity: int, vocab_size: int, drops: bool = False) -> None:
+    """Raise UserError for a request that a row of `capacity` tokens cannot hold. `drops`: the row
+    goes on beyond it, so that the prompt and a first token have to fit."""
+    length, new = len(request.prompt), 1 if drops else request.max_new_tokens
     if length + new > capacity:
         raise too_long(length, new, capacity, f"do not fit a row of {capacity}")
     if len(request.ends) > MOST_ENDS:

@@ -29,12 +29,20 @@ import numpy as np
 from kvqjax._arguments import MOST, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options, with_fields
+from kvqjax.cache.layout import CacheLayout
+from kvqjax.cache.moves import check_movable, turns_keys
 from kvqjax.cache.pages import PagePool
-from kvqjax.cache.runs import pages_complete, pages_needed
+from kvqjax.cache.runs import pages_complete, pages_needed, runs_of
 from kvqjax.generation.bound import can_bind
+from kvqjax.generation.conversation import KEPT_FIRST, head_of, template_of
 from kvqjax.generation.driver import read_row
 from kvqjax.generation.options import GenerateFields, GenerateOptions
-from kvqjax.generation.prompt_ids import encode_prompts, end_ids, require_trained
+from kvqjax.generation.prompt_ids import (
+    encode_prompts,
+    end_ids,
+    has_chat_template,
+    require_trained,
+)
 from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
@@ -44,6 +52,7 @@ from kvqjax.serving.memory import ROWS, memory_for
 from kvqjax.serving.prefix_folder import owner_of_engine, read_prefixes, write_prefixes
 from kvqjax.serving.prefixes import Prefix, Prefixes
 from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
+from kvqjax.step.new_cache import planned_layout
 
 __all__ = ["ROWS", "Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
 
@@ -66,7 +75,10 @@ MOST_CHUNKS = 4
 PREFIXES = 2
 
 # What an engine counts from its beginning on: fields of `Stats`.
-COUNTED = ("requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted")
+COUNTED = (
+    "requests", "aborted", "failed", "prompt_tokens", "reused_tokens", "tokens", "preempted", "shifts",
+    "dropped_tokens",
+)  # fmt: skip
 
 
 class EngineFull(UserError):
@@ -99,6 +111,8 @@ class Stats(NamedTuple):
     reused_tokens: int  # of `prompt_tokens`, those that a kept prefix held
     tokens: int  # made
     preempted: int  # how often a request made way for another
+    shifts: int  # how often the oldest text of a full row left it
+    dropped_tokens: int  # that left full rows for later ones
     pages: int  # of the pool; 0 where rows have none
     pages_free: int
     pages_shared: int  # that several rows or kept prefixes have
@@ -167,10 +181,13 @@ class Engine:
         prefixes: memory for what prompts begin with, in full rows: chunks that are then not read
             again; 0: nothing is kept.
         kernels: as in `kvqjax.init_cache`.
+        context_shift: a row that is full goes on: about half of its text leaves by `kvqjax.drop`,
+            the oldest first, behind the system message of a chat or the first tokens. A prompt has
+            to fit all the same. Keys that are turned for it (`exact`) do not lie in pages then.
 
     Raises:
         UserError: a method, a capacity or a mesh that cannot be; memory for less than two rows, or
-            more memory than there is.
+            more memory than there is; a `context_shift` of a cache whose tokens cannot move.
     """
 
     @named_options
@@ -187,6 +204,7 @@ class Engine:
         queue: int = QUEUE,
         prefixes: int = PREFIXES,
         kernels: str = "auto",
+        context_shift: bool = False,
     ):
         check_integer("prefixes", prefixes, 0)
         check_integer("stride", stride, 1, MOST_STRIDE)
@@ -204,10 +222,20 @@ class Engine:
         self.capacity = capacity or _capacity_of(model)
         chunk = min(chunk, self.capacity)  # no prompt is longer
         self.queue = queue
-        memory = memory_for(model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels)
+        self.context_shift, paged = context_shift, True
+        if context_shift:
+            plan = planned_layout(model, self.method, 1, self.capacity, kernels="off")
+            check_movable(plan, "context_shift")
+            paged = not turns_keys(plan)  # pages that are turned could not be shared
+        sizes = (model, self.method, self.capacity, rows, pool_bytes, prefixes, kernels, paged)
+        memory = memory_for(*sizes)
         options = {"chunk": chunk, "stride": stride, "kernels": kernels, "pages": memory.pages}
-        self._batch = RunningBatch(model, self.method, memory.rows, self.capacity, **options)
+        self._batch = RunningBatch(
+            model, self.method, memory.rows, self.capacity, drops=context_shift, **options
+        )
         self._layout = self._batch.cache.layout
+        if context_shift:
+            _check_shifts(self._layout)
         self._bytes, self._bits = memory.bytes, memory.bits
         self._rows: list[Handle | None] = [None] * memory.rows
         self._pages: list[list[int]] = [[] for _ in self._rows]  # of every row
@@ -244,6 +272,7 @@ class Engine:
         prompt_scores: bool = False,
         priority: int = 0,
         shown_tokens: Sequence[int] = (),
+        keep_first: int | None = None,
         **options: Unpack[GenerateFields],
     ) -> Handle:
         """Hand in a request. From any thread; it returns at once.
@@ -263,6 +292,8 @@ class Engine:
             priority: a whole number. Requests with a smaller one come first; among equal numbers,
                 those submitted first.
             shown_tokens: special tokens that stand in the answer's text by their names.
+            keep_first: how many of the prompt's first tokens never leave the row by
+                `context_shift`; None: 4, and with `chat` the system message.
 
         Returns:
             The handle by which the answer is read.
@@ -277,6 +308,9 @@ class Engine:
         checked = GenerateOptions(**options)
         encoding: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": self.capacity}
         ids = encode_prompts(self.model, [prompt], chat, **encoding)[0]
+        if keep_first is None:
+            keep_first = self.first_tokens(prompt, ids) if chat else KEPT_FIRST
+        check_integer("keep_first", keep_first, 0)
         checked.check_tokenizer(self.model)
         checked.bias(self.model)
         ends = checked.ends(self.model, max_new_tokens).tolist()
@@ -289,9 +323,12 @@ class Engine:
             likeliest=scores,
             prompt_scores=prompt_scores and scores is not None,
             priority=priority,
+            keep_first=keep_first,
         )
-        check_request(request, self.capacity, self.model.config.vocab_size)
-        require_trained(self.model, [len(ids)], max_new_tokens, checked.beyond_trained)
+        check_request(request, self.capacity, self.model.config.vocab_size, self.context_shift)
+        most = self.capacity - len(ids) if self.context_shift else max_new_tokens
+        new = min(max_new_tokens, most)  # tokens that stand in the row with the prompt
+        require_trained(self.model, [len(ids)], new, checked.beyond_trained)
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
         shown = end_ids(self.model, shown_tokens, "shown_tokens").tolist()
         detokenizer = Detokenizer(tokenizer, ids, checked.stop, checked.min_tokens, shown)
@@ -305,6 +342,16 @@ class Engine:
             heapq.heappush(self._waiting, (*handle.rank, handle))
             self._changed.notify_all()
         return handle
+
+    def first_tokens(self, messages: Any, ids: Sequence[int]) -> int:
+        """Count the first of a conversation's ids that never leave its row by `context_shift`: its
+        system message, or what its template writes before the first turn."""
+        if not self.context_shift:
+            return KEPT_FIRST
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        plain = not has_chat_template(self.model)
+        return head_of(self.model, template_of(self.model, messages, plain), ids, plain)
 
     @property
     def fault(self) -> BaseException | None:
@@ -727,7 +774,34 @@ class Engine:
             else:
                 self._park(row)
 
+    def _shift_rows(self) -> None:
+        """Let the oldest text leave the rows that have no room for the next stride. A row that has
+        nothing to leave ends."""
+        for row, handle in enumerate(self._rows):
+            if handle is None:
+                continue
+            length, request = self._batch.row_length(row), handle.request
+            least = min(self._batch.stride, request.max_new_tokens - len(handle.detokenizer.ids))
+            if length + least <= self.capacity:
+                continue
+            behind = length - request.keep_first
+            stops = [request.keep_first + behind * part // 4 for part in (2, 3)]
+            count, pages = self._batch.drop(row, request.keep_first, stops, least)
+            if self._pool is not None:
+                self._pool.drop(set(self._pages[row]) - set(pages))
+                self._pages[row] = pages
+            self._count(shifts=int(count > 0), dropped_tokens=count)
+            handle.dropped_tokens += count
+            if count < least:
+                piece = ServedPiece(handle.detokenizer.finish(), [], [])
+                self._free(row)
+                self._ended(handle, "length", piece)
+
     def _step(self) -> None:
+        if self.context_shift:
+            self._shift_rows()
+            if not any(self._rows):
+                return
         self._page_rows()
         running = np.asarray([handle is not None for handle in self._rows])
         scored = any(
@@ -774,6 +848,18 @@ def _at_most(scores: list[TokenScore], likeliest: int | None) -> list[TokenScore
         score._replace(likeliest=dict(itertools.islice(score.likeliest.items(), likeliest)))
         for score in scores
     ]
+
+
+def _check_shifts(layout: CacheLayout) -> None:
+    """Raise UserError for rows from whose middle nothing could ever leave."""
+    runs = [run for run in runs_of(layout) if run.slots]
+    units = [run.page or clock.unit for run in runs for clock in run.wiring.storage.clocks]
+    wanted = 4 * max(units, default=1)  # one at the beginning, one that leaves, and two that stay
+    if layout.capacity < wanted:
+        raise UserError(
+            f"context_shift: text leaves these rows {wanted // 4} tokens at a time; "
+            f"capacity={layout.capacity} is too little, {wanted} is enough"
+        )
 
 
 def _capacity_of(model: Model) -> int:

@@ -52,9 +52,9 @@ class _Sizes(NamedTuple):
         return self.private + self.page * self.row_pages
 
 
-def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str) -> _Sizes:
+def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str, paged: bool) -> _Sizes:
     plain = jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels))
-    if plain.layout.dealt == 1:
+    if plain.layout.dealt == 1 and paged:
         cache = jax.eval_shape(
             lambda: init_cache(model, method, 1, capacity, kernels=kernels, pages=1)
         )
@@ -74,6 +74,7 @@ def memory_for(
     pool_bytes: int | None,
     prefixes: int,
     kernels: str,
+    paged: bool = True,
 ) -> Memory:
     """Share out an engine's memory.
 
@@ -87,6 +88,7 @@ def memory_for(
             prompt's and `prefixes` more.
         prefixes: how many rows' memory kept prefixes take.
         kernels: as in `kvqjax.init_cache`.
+        paged: whether bodies lie in pages where they can.
 
     Returns:
         The plan.
@@ -95,7 +97,7 @@ def memory_for(
         UserError: the memory is too little for so many rows, or for one row beside the prompt's and
             the kept ones; or the devices do not hold it.
     """
-    sizes, extra_rows = _sizes(model, method, capacity, kernels), 1 + prefixes
+    sizes, extra_rows = _sizes(model, method, capacity, kernels, paged), 1 + prefixes
     if pool_bytes is None:
         rows = ROWS if rows is None else rows
         pool_bytes = (rows + extra_rows) * sizes.row

@@ -27,6 +27,8 @@ COUNTERS = {
     "reused_tokens": "tokens of prompts that were kept from earlier ones",
     "tokens": "tokens that were made",
     "preempted": "times that a request made way for others",
+    "shifts": "times that the oldest text of a full row left it",
+    "dropped_tokens": "tokens that left a full row for later ones",
 }
 # Upper bounds of the classes, in seconds: from a chip's best time to what a CPU takes under load.
 FIRST = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

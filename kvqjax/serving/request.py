@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvqjax._errors import UserError
 from kvqjax.generation.bound import BoundRow
+from kvqjax.generation.conversation import KEPT_FIRST
 from kvqjax.generation.options import GenerateOptions
 from kvqjax.generation.text import Detokenizer
 
@@ -42,6 +43,7 @@ class Answered:
     - `finish_reason`: "eos" (an end token), "stop" (a stop string), "length" (`max_new_tokens`) or
       "aborted".
     - `reused_tokens` of the prompt were held by a kept row, and not read again.
+    - `dropped_tokens` of prompt and answer had left the row by the end (`context_shift`).
     - `scores` of the new tokens and `prompt_scores` of the prompt's tokens after its first, where
       they were asked for.
     - `seconds_to_first_token` and `seconds` count from the moment the request was submitted.
@@ -52,6 +54,7 @@ class Answered:
     finish_reason: str
     prompt_tokens: int
     reused_tokens: int
+    dropped_tokens: int
     scores: list[TokenScore]
     prompt_scores: list[TokenScore]
     seconds_to_first_token: float
@@ -63,7 +66,7 @@ class Request:
     """A checked request. `ends` are the tokens that end it, `bound` is its place in a grammar,
     where one binds it. `likeliest` counts the tokens whose log
     probabilities come with each new token (None: no scores). Requests of a smaller `priority` come
-    first."""
+    first. The first `keep_first` tokens of the prompt never leave the row."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -73,6 +76,7 @@ class Request:
     likeliest: int | None = None
     prompt_scores: bool = False
     priority: int = 0
+    keep_first: int = KEPT_FIRST
 
 
 class Handle:
@@ -88,7 +92,7 @@ class Handle:
     def __init__(self, request: Request, detokenizer: Detokenizer):
         self.request = request
         self.prompt_scores: list[TokenScore] = []
-        self.reused_tokens = 0
+        self.reused_tokens = self.dropped_tokens = 0
         # The request that comes first has the least; the engine sets it.
         self.rank = (
             request.priority,
@@ -199,6 +203,7 @@ class Handle:
             finish_reason=self._reason or "",
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
+            dropped_tokens=self.dropped_tokens,
             scores=[score for piece in self._pieces for score in piece.scores],
             prompt_scores=self.prompt_scores,
             seconds_to_first_token=self._first,

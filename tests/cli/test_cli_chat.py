@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import stat
 import sys
@@ -211,3 +212,18 @@ def test_lines_are_remembered_by_the_user_alone(monkeypatch, tmp_path):
     assert "said before" in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     readline.clear_history()
+
+
+def test_a_conversation_goes_on_beyond_its_capacity(talk):
+    """With --context-shift; without it a text that does not fit is refused."""
+    turns = f"{FIRST}\n" + "?cd\n" * 20
+    small = "--capacity", "96"
+    code, out, err = talk(turns, *small)
+    assert (code, len(out.split()) < 21, "do not fit" in err) == (0, True, True)
+    code, out, err = talk(turns, *small, "--context-shift")
+    assert (code, len(out.split())) == (0, 21)
+    left = re.fullmatch(r"(\[\d+ tokens of earlier turns have left the cache\]\n)+", err)
+    assert left is not None
+    code, out, err = talk(FIRST, "--cache", "kivi:bits=2,window=32", "--context-shift")
+    assert (code, out) == (2, "")
+    assert "context_shift: kivi:bits=2,window=32 stores codes of keys after RoPE" in err

@@ -4,6 +4,8 @@ refused."""
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny
@@ -22,14 +24,17 @@ TEMPLATE = (
 TURNS = ("ab12,cd34,ef56", "gh78,ab", "xy" * 9)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def loaded(folder, template: str) -> kvq.Model:
     """The recall model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).symlink_to(locate("recall") / name)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return kvq.load(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return loaded(tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 def talk(one: kvq.Session, turns=TURNS, **options) -> list[str]:
@@ -230,6 +235,91 @@ def test_what_does_not_fit_leaves_the_session_as_it_was(model):
     with pytest.raises(kvq.UserError, match="the conversation went on"):
         next(stale)
     assert session.history[-2]["content"] == "ef"
+
+
+def check_record(session, folder) -> list[int]:
+    """The ids that a saved session names are those whose keys and values its exact cache holds: in
+    the first layer they depend on the ids and places alone."""
+    session.save(folder)
+    ids = json.loads((folder / "description.json").read_text())["ids"]
+    model, capacity = session.model, session.cache.layout.capacity
+    fresh = kvq.init_cache(model, "exact", 1, capacity)
+    tokens = np.zeros((1, capacity), np.int32)
+    tokens[0, : len(ids)] = ids
+    counts = jnp.asarray([len(ids)], jnp.int32)
+    _, fresh = jax.jit(kvq.forward)(model, jnp.asarray(tokens), counts, fresh)
+    for held, wanted in zip(kvq.dense(session.cache, 0), kvq.dense(fresh, 0), strict=True):
+        held, wanted = np.asarray(held)[0], np.asarray(wanted)[0]
+        np.testing.assert_allclose(held[: len(ids)], wanted[: len(ids)], atol=1e-4)
+    return ids
+
+
+def test_a_conversation_goes_on_beyond_its_capacity(model, tmp_path):
+    """Between turns, and in the middle of answers: the system message stays, and the record of the
+    row's ids stays true."""
+    options = {
+        "eos_ids": (),
+        "capacity": 192,
+        "context_shift": True,
+        "system": "xy12",
+        "max_new_tokens": 12,
+    }
+    session, dropped = kvq.Session(model, "exact", **options), []
+    for number, new in enumerate((40, 40, 40, 40, 150, 40)):
+        answer = "".join(session.send(f"ab{number}1,cd{number}2", max_new_tokens=new))
+        assert (len(answer), session.last.finish_reason) == (new, "length")
+        dropped.append(session.last.dropped_tokens)
+        if number < 3:
+            continue
+        ids = check_record(session, tmp_path / str(number))
+        text = model.tokenizer.decode(ids)
+        assert text.startswith("<s>xy12,")
+        assert text.endswith(answer[-20:])
+        assert len(ids) <= 192
+    assert dropped[:3] == [0, 0, 0]
+    assert min(dropped[3:5]) > 0
+    assert len(session.history) == 12
+    other = kvq.Session.load(model, tmp_path / "5")
+    assert "".join(other.send("ab")) == "".join(session.send("ab"))
+    # Read anew, the conversation is longer than its row: whole turns are left out.
+    other.system = "zw34"
+    assert len("".join(other.send("cd"))) == 12
+    ids = check_record(other, tmp_path / "other")
+    assert model.tokenizer.decode(ids).startswith(("<s>zw34,ab41", "<s>zw34,ab51"))
+    with pytest.raises(
+        kvq.UserError, match=r"a prompt of 20\d tokens and 1 new .* capacity of 192"
+    ):
+        session.send("ab" * 100)
+    assert len("".join(session.send("ab" * 80, max_new_tokens=5))) == 5
+
+
+def test_a_cache_that_cannot_shift_is_refused_when_the_session_is_made(model):
+    for method, line in (
+        (METHOD, "context_shift: kivi.* stores codes of keys after RoPE"),
+        ("exact:keep=streaming:64", "context_shift: .*evicted"),
+    ):
+        with pytest.raises(kvq.UserError, match=line):
+            kvq.Session(model, method, context_shift=True)
+
+
+def test_what_a_template_leaves_out_leaves_the_cache(tmp_path):
+    """The template writes earlier answers without their first 70 characters, as those of models
+    that think do. What follows the place is not read again."""
+    earlier = "{% else %}{{ m.content[70:] }},"
+    template = TEMPLATE.replace("{% else %}{{ m.content }},", earlier)
+    thinks = loaded(tmp_path, template)
+    drawn = {"temperature": 1.5, "seed": 1, "eos_ids": (), "max_new_tokens": 100}
+    session = kvq.Session(thinks, "exact", capacity=512, **drawn)
+    length = 0
+    for number, turn in enumerate(TURNS):
+        "".join(session.send(turn))
+        ids = check_record(session, tmp_path / str(number))
+        if number:
+            # All of the row is kept but what left, in whole units of 32.
+            assert session.last.dropped_tokens in (32, 64)
+            assert session.last.kept_tokens == length - session.last.dropped_tokens
+            assert session.last.prompt_tokens == len(turn) + len(",?")
+        length = len(ids)
 
 
 def test_a_failure_drops_the_turn_alone(model, monkeypatch):

@@ -432,6 +432,12 @@ CASES = {
     "tokens that are to move, with keys stored after RoPE": lambda *_: kvq.drop(
         kvq.init_cache(tiny(), "kivi:bits=2,window=32", 1, 256), 0, 32
     ),
+    "context shift of keys stored after RoPE": lambda *_: kvq.Session(
+        kvq.load("recall"), "kivi:bits=2,window=32", context_shift=True
+    ),
+    "context shift of rows that are too short": lambda *_: kvq.Engine(
+        tiny(), "exact", rows=1, capacity=64, context_shift=True
+    ),
     "donated cache": donated,
     "gradient through a cache": gradient,
     "keys and values that are not finite": lambda *_: kvq.generate(

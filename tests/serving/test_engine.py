@@ -117,6 +117,57 @@ def test_a_stop_string_and_an_end_token_end_an_answer():
     assert whole.text == kvq.generate(model, text, max_new_tokens=24, eos_ids=()).text[0]
 
 
+@pytest.mark.parametrize(
+    ("method", "capacity", "chunk", "length", "start", "stop"),
+    [
+        ("exact", CAPACITY, CHUNK, 80, 32, 64),
+        ("higgs:bits=2,dim=4,centre=block,sinks=2", 1024, 128, 600, 258, 514),
+    ],
+    ids=["turned", "pages"],
+)
+def test_an_answer_goes_on_in_a_full_row(model, method, capacity, chunk, length, start, stop):
+    """As `generate` goes on from a cache from which `drop` took the oldest text. Requests beside it
+    and behind it, which share its pages, get what they get alone."""
+    prompt, stride = (list(range(50)) * 12)[:length], 8
+    first = (capacity - length - 1) // stride * stride + 1  # tokens until the row is full
+    new = first + stop - start  # and until it is full again
+    options = {"max_new_tokens": new, "eos_ids": ()}
+    alone = kvq.generate(
+        model, [prompt], method, chunk=chunk, capacity=capacity, max_new_tokens=first, eos_ids=()
+    )
+    wanted, held = alone.tokens[0], length + first
+    cache = kvq.drop(kvq.crop(alone.cache, jnp.asarray([held - 1])), start, stop)
+    assert int(cache.lengths[0]) == held - 1 - (stop - start)
+    more = kvq.generate(model, [wanted[-1:]], cache=cache, max_new_tokens=stop - start, eos_ids=())
+    with kvq.Engine(
+        model, method, rows=3, capacity=capacity, chunk=chunk, stride=stride, context_shift=True
+    ) as engine:
+        begun = engine.submit(prompt, max_new_tokens=3, eos_ids=()).result()
+        answers = [engine.submit(prompt, **options) for _ in range(2)]
+        answers = [handle.result() for handle in answers]
+        later = engine.submit(prompt, max_new_tokens=3, eos_ids=()).result()
+        stats = engine.stats()
+        with pytest.raises(kvq.UserError, match="new ones do not fit a row"):
+            engine.submit([1] * capacity, max_new_tokens=1)
+    for answer in answers:
+        assert answer.tokens == [*wanted, *more.tokens[0]]
+        assert (answer.finish_reason, answer.dropped_tokens) == ("length", stop - start)
+    assert begun.tokens == later.tokens == wanted[:3]
+    assert (stats.shifts, stats.dropped_tokens) == (2, 2 * (stop - start))
+    if stats.pages:
+        assert later.reused_tokens == 512  # of which 256 are a page that the rows shared
+        assert stats.pages - stats.pages_free <= 4  # those of the kept prefixes
+
+
+def test_rows_that_cannot_shift_are_refused(model):
+    for method, capacity, line in (
+        ("kivi:bits=2", 192, "context_shift: kivi.* stores codes of keys after RoPE"),
+        ("kivi:bits=2,rope=pre", 192, "leaves these rows .* tokens at a time; capacity=192 is too"),
+    ):
+        with pytest.raises(kvq.UserError, match=line):
+            kvq.Engine(model, method, rows=2, capacity=capacity, context_shift=True)
+
+
 def test_requests_are_given_up(model):
     """One that runs and one that waits. Their rows serve others, whose text does not change."""
     with engine_of(model, "kivi:bits=2,window=32", rows=1, stride=2) as engine:

@@ -363,6 +363,27 @@ def warmed(port):
     assert answer(port, "/ready", key=None) == (200, {"status": "ready"})
 
 
+@pytest.mark.nightly
+def test_an_answer_goes_on_in_a_full_row(engine):
+    """Beyond the capacity; a prompt has to fit."""
+    options = {"rows": 2, "capacity": 256, "chunk": 64, "stride": 4, "context_shift": True}
+    words = "Once upon a time there was a town by the sea."
+    messages = [{"role": "system", "content": words}, {"role": "user", "content": TEXT}]
+    body = GREEDY | {"messages": messages, "max_tokens": 300, "ignore_eos": True}
+    with kvq.Engine(engine.model, "exact", **options) as shifting, Running(shifting) as port:
+        ids = shifting.model.encode(f"{words}\n{TEXT}\n", add_special_tokens=False)
+        system = shifting.model.encode(f"{words}\n", add_special_tokens=False)
+        assert shifting.first_tokens(messages, ids) == len(system)
+        status, made = answer(port, "/v1/chat/completions", body)
+        assert (status, made["usage"]["completion_tokens"]) == (200, 300)
+        assert made["choices"][0]["finish_reason"] == "length"
+        figures = answer(port, "/metrics")[1]
+        assert float(re.search(r"^kvqjax_shifts_total (.+)$", figures, re.M)[1]) >= 1
+        body = body | {"messages": [{"role": "user", "content": TEXT * 60}]}
+        status, made = answer(port, "/v1/chat/completions", body)
+        assert (status, made["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_health_metrics_and_the_page(port, engine):
     assert answer(port, "/health", key=None) == (200, {"status": "ok"})
     warmed(port)
