@@ -218,3 +218,4 @@ KINDS: dict[str, Generator] = {
     "chain": chain,
     "symbols": symbols,
 }
+STRUCTURED = ("json", "xml", "fields", "chain")

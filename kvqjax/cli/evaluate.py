@@ -167,14 +167,16 @@ def retrieval(
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
 
 
-@_command("smollm2")
+@_command("recall")
 def copy(
     loaded: Model,
     seed: int,
     kind: Annotated[
         list[str],
-        typer.Option(help="json, xml, fields, chain, or symbols; repeatable"),
-    ] = ["json", "xml", "fields", "chain"],  # noqa: B006
+        typer.Option(
+            help="json, xml, fields, chain, or symbols; repeatable; default: all that the tokenizer has the characters of"
+        ),
+    ] = [],  # noqa: B006
     length: Annotated[
         list[int],
         token_number(least=32, help="tokens of a text and its answer, also as 4k; repeatable"),
@@ -189,9 +191,10 @@ def copy(
     batch: Batch = 4,
 ) -> Job:
     """Measure how much of JSON, XML, fields and arguments of calls is given back to the letter."""
-    from kvqjax.eval.copying import copies, questions
+    from kvqjax.eval.copying import copies, kinds_for, questions
 
-    runs = [(size, name) for size in length for name in kind]
+    kinds = kind or kinds_for(loaded)
+    runs = [(size, name) for size in length for name in kinds]
     for size, name in runs:
         questions(loaded, name, size, 1, seed)  # says now if there are none
     fixed = {"samples": samples, "seed": seed, "batch": batch}
@@ -214,7 +217,7 @@ def copy(
             measure(bar, kernels)
         return [row for row in rows if row["cache"] == str(method)]
 
-    tokens = sum(length) * len(kind) * samples * max(1, len(chunk))
+    tokens = sum(length) * len(kinds) * samples * max(1, len(chunk))
     about = {"data": {"name": "synthetic"}}
     return Job(max(length), evaluate, about, tokens, ready, length=max(length))
 
