@@ -25,7 +25,7 @@ from kvqjax.cache import Cache, CacheLayout
 from kvqjax.eval.measure_retrieval import encoded_problem
 from kvqjax.eval.scores import tail, token_scores
 from kvqjax.eval.stamp import bytes_of
-from kvqjax.eval.structured import KINDS, STRUCTURED, Passage
+from kvqjax.eval.structured import KINDS, STRUCTURED, Parts, Passage
 from kvqjax.eval.windows import cache_layouts
 from kvqjax.generation.loop import prefill_chunks, require_finite, shared
 from kvqjax.generation.prompt_ids import padded
@@ -51,7 +51,7 @@ class Question(NamedTuple):
     ends: np.ndarray  # characters of the answer up to the end of each of its tokens
     text: str  # of the answer
     decode: Callable[[list[int]], str]  # of the tokenizer
-    parts: tuple[tuple[int, int], ...]  # characters that are scored, as in `Passage`
+    parts: Parts  # of the text that are scored
 
     def tokens_of(self, part: tuple[int, int]) -> slice:
         """The tokens that hold a part."""
@@ -173,16 +173,16 @@ def predictions(
     rows = len(batch)
     # A prompt's last token predicts the first one of the answer.
     prompts = padded([part.prompt[:-1] for part in batch], length)
-    held = np.asarray([len(part.prompt) - 1 for part in batch], np.int32)
+    sizes = np.asarray([len(part.prompt) - 1 for part in batch], np.int32)
     plain = pairs[0][0].replace(constants=())
     layouts = [
         cache_layouts(model, plain, method, rows, length, kernels) for model, method in pairs
     ]
     caches = [
-        _filled(model, coded, prompts, held, chunk)
+        _filled(model, coded, prompts, sizes, chunk)
         for (model, _), (coded, _) in zip(pairs, layouts, strict=True)
     ]
-    reference = _filled(plain, layouts[0][1], prompts, held, None)
+    reference = _filled(plain, layouts[0][1], prompts, sizes, None)
     inputs = padded([[part.prompt[-1], *part.answer[:-1]] for part in batch], length + STEP)
     targets = padded([part.answer for part in batch], length + STEP)
     counts = np.asarray([len(part.answer) for part in batch], np.int32)
@@ -226,8 +226,8 @@ def scored(asked: Question, best: Int[np.ndarray, " A"]) -> Answered:
         written = asked.decode([*asked.answer[: wrong[0]], int(best[wrong[0]])])
         place = len(os.path.commonprefix([written, asked.text]))
     before = sum(min(max(place - start, 0), end - start) for start, end in asked.parts)
-    whole = sum(end - start for start, end in asked.parts)
-    return Answered(before / whole, right[marks], parts)
+    characters = sum(end - start for start, end in asked.parts)
+    return Answered(before / characters, right[marks], parts)
 
 
 def copying(
@@ -326,9 +326,11 @@ def copies(
 
 def _figures(asked: Sequence[Question], predicted: Sequence[Predicted]) -> dict[str, float]:
     """The figures of a row."""
-    answers = [scored(one, row.best) for one, row in zip(asked, predicted, strict=True)]
-    exact = [scored(one, row.best_exact) for one, row in zip(asked, predicted, strict=True)]
-    klds = np.concatenate([row.kld[one.scored] for one, row in zip(asked, predicted, strict=True)])
+    answers = [scored(part, row.best) for part, row in zip(asked, predicted, strict=True)]
+    exact = [scored(part, row.best_exact) for part, row in zip(asked, predicted, strict=True)]
+    klds = np.concatenate(
+        [row.kld[part.scored] for part, row in zip(asked, predicted, strict=True)]
+    )
     return {
         "exact": float(np.mean([answer.tokens.all() for answer in answers])),
         "first_wrong": float(np.median([answer.first_wrong for answer in answers])),

@@ -29,12 +29,14 @@ SPAN = 8  # symbols that are right or wrong together
 CODE, SIZE = 6, 4  # digits of a record's fields
 
 
+Parts = tuple[tuple[int, int], ...]  # first character of each, and the one behind its last
+
+
 class Passage(NamedTuple):
-    """A problem, and the parts of its answer that are scored: first character and the one behind
-    the last. What lies between parts is given."""
+    """A problem, and the parts of its answer that are scored. What lies between them is given."""
 
     problem: Problem
-    parts: tuple[tuple[int, int], ...]
+    parts: Parts
 
 
 class Record(NamedTuple):
@@ -74,13 +76,13 @@ def _records(rng: np.random.Generator) -> Iterator[Record]:
 
 
 def _json_line(record: Record) -> str:
-    fields = f'"code": "{record.code}", "owner": "{record.owner}", "size": "{record.size}"'
-    return f'"{record.key}": {{{fields}}}'
+    values = f'"code": "{record.code}", "owner": "{record.owner}", "size": "{record.size}"'
+    return f'"{record.key}": {{{values}}}'
 
 
 def _xml_line(record: Record) -> str:
-    fields = f'code="{record.code}" owner="{record.owner}" size="{record.size}"'
-    return f'<item id="{record.key}" {fields}/>\n'
+    values = f'code="{record.code}" owner="{record.owner}" size="{record.size}"'
+    return f'<item id="{record.key}" {values}/>\n'
 
 
 def _json_lines(records: Sequence[Record]) -> list[str]:
@@ -88,13 +90,13 @@ def _json_lines(records: Sequence[Record]) -> list[str]:
     return [*(f"{line},\n" for line in lines[:-1]), f"{lines[-1]}\n"]
 
 
-def _joined(lines: Sequence[str], counted: Callable[[str], bool] = bool) -> Passage:
-    """An answer of lines as they stand, which are its parts, but for those not `counted`."""
-    ends = list(itertools.accumulate(map(len, lines)))
+def _joined(pieces: Sequence[str], scored: Callable[[str], bool] = bool) -> tuple[str, Parts]:
+    """The text of pieces as they stand, and the places of those that are `scored`."""
+    ends = list(itertools.accumulate(map(len, pieces)))
     parts = tuple(
-        (end - len(line), end) for line, end in zip(lines, ends, strict=True) if counted(line)
+        (end - len(piece), end) for piece, end in zip(pieces, ends, strict=True) if scored(piece)
     )
-    return Passage(Problem("", "".join(lines)), parts)
+    return "".join(pieces), parts
 
 
 def _largest(
@@ -138,7 +140,7 @@ def document(
         first, *others = lines_of(records)
         text = "".join([head, first, *others, tail])
         answer, parts = _joined([*others, tail])
-        return Passage(Problem(f"{text}\n{text}\n{head}{first}", answer.answer), parts)
+        return Passage(Problem(f"{text}\n{text}\n{head}{first}", answer), parts)
 
     return _largest(_records(rng), make, 2, length, count)
 
@@ -147,21 +149,18 @@ def fields(rng: np.random.Generator, length: int, count: Count) -> Passage:
     """A JSON document, then code and owner of some of its records in any order."""
     seed = int(rng.integers(2**31))
 
+    def line(record: Record) -> list[str]:
+        return [f'"{record.key}": {{"code": "', record.code, '", "owner": "', record.owner, '"}\n']
+
     def make(records: list[Record]) -> Passage:
         order = np.random.default_rng(seed).permutation(len(records))[: EXAMPLES + ASKED]
         picked = [records[number] for number in order]
-        lines, values = [], set()
-        for record in picked:
-            pieces = [f'"{record.key}": {{"code": "', record.code, '", "owner": "', record.owner]
-            lines.append([*pieces, '"}\n'])
-            values |= {record.code, record.owner}
-        shown, asked = (
-            list(itertools.chain.from_iterable(part))
-            for part in (lines[:EXAMPLES], lines[EXAMPLES:])
-        )
+        shown = list(itertools.chain.from_iterable(map(line, picked[:EXAMPLES])))
+        asked = list(itertools.chain.from_iterable(map(line, picked[EXAMPLES:])))
+        values = {value for record in picked for value in (record.code, record.owner)}
         answer, parts = _joined(asked, values.__contains__)
         text = "".join(["{\n", *_json_lines(records), "}\n\n", *shown])
-        return Passage(Problem(text, answer.answer), parts)
+        return Passage(Problem(text, answer), parts)
 
     return _largest(_records(rng), make, EXAMPLES + ASKED, length, count)
 
@@ -189,7 +188,7 @@ def chain(rng: np.random.Generator, length: int, count: Count) -> Passage:
         log = text([calls[number] for number in order])
         pieces = list(itertools.chain.from_iterable(map(line, asked)))
         answer, parts = _joined(pieces, lambda piece: piece.isdigit() and piece != first)
-        return Passage(Problem(f"{log}\n{text(shown)}---\n", answer.answer), parts)
+        return Passage(Problem(f"{log}\n{text(shown)}---\n", answer), parts)
 
     others = ((next(numbers), next(numbers)) for _ in itertools.count())
     return _largest(others, make, 1, length, count)
@@ -203,7 +202,7 @@ def symbols(rng: np.random.Generator, length: int, count: Count) -> Passage:
     pieces = [answer[start : start + SPAN] for start in range(0, len(answer), SPAN)]
     if len(pieces) < 2:
         raise UserError(f"length={length}; two spans of {SPAN} symbols do not fit twice")
-    return Passage(problem, _joined(pieces).parts[1:])
+    return Passage(problem, _joined(pieces)[1][1:])
 
 
 KINDS: dict[str, Generator] = {

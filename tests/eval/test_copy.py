@@ -13,6 +13,7 @@ from tiny import tiny
 import kvqjax as kvq
 from kvqjax.eval.copying import copying, kinds_for, predictions, questions, scored
 from kvqjax.eval.scores import ROUNDING, exact_logits
+from kvqjax.generation.prompt_ids import padded
 
 LENGTH = 256
 LOSSY = kvq.uniform(bits=1)
@@ -92,13 +93,16 @@ def test_texts_are_those_of_their_seed():
 
 
 def test_the_exact_cache_predicts_what_no_cache_does(recall):
-    (asked,) = questions(recall, "symbols", LENGTH, 1, seed=0)
-    ((made,),) = predictions([(recall, kvq.exact())], [asked], LENGTH, chunk=32)
-    ids = jnp.asarray([*asked.prompt, *asked.answer])[None]
-    plain = np.asarray(exact_logits(recall, ids)[0].argmax(-1))[len(asked.prompt) - 1 : -1]
-    np.testing.assert_array_equal(made.best, plain)
-    np.testing.assert_array_equal(made.best_exact, plain)
-    assert abs(made.kld.mean()) < ROUNDING
+    asked = questions(recall, "symbols", LENGTH, 4, seed=0)
+    (made,) = predictions([(recall, kvq.exact())], asked, LENGTH, chunk=32)
+    ids = padded([[*part.prompt, *part.answer] for part in asked], LENGTH)
+    plain = np.asarray(exact_logits(recall, jnp.asarray(ids)).argmax(-1))
+    for part, row, best in zip(asked, made, plain, strict=True):
+        first = len(part.prompt) - 1
+        wanted = best[first : first + len(part.answer)]
+        np.testing.assert_array_equal(row.best, wanted)
+        np.testing.assert_array_equal(row.best_exact, wanted)
+        assert abs(row.kld.mean()) < ROUNDING
 
 
 def test_greedy_decoding_goes_wrong_at_the_first_wrong_token(recall):
