@@ -68,6 +68,17 @@ def generator(task: str, hay: Hay | None) -> Callable[..., Problem]:
     return functools.partial(make, sentences=_sentences(hay))
 
 
+def encoded_problem(model: Model, problem: Problem, task: str) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its answer. Raises UserError where a token would hold the end of
+    one and the beginning of the other."""
+    prompt, text = model.encode(problem.prompt), model.encode(problem.prompt + problem.answer)
+    if text[: len(prompt)] != prompt:
+        raise UserError(
+            f"this tokenizer merges prompt and answer of the {task} task; use another task"
+        )
+    return prompt, text[len(prompt) :]
+
+
 def problems(
     model: Model, task: str, length: int, samples: int, seed: int, hay: Hay | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
@@ -82,13 +93,9 @@ def problems(
     for number in range(samples):
         depth = number / max(samples - 1, 1)
         problem = make(rng, length, lambda text: len(encode(text)), depth)
-        prompt, text = encode(problem.prompt), encode(problem.prompt + problem.answer)
-        if text[: len(prompt)] != prompt:
-            raise UserError(
-                f"this tokenizer merges prompt and answer of the {task} task; use another task"
-            )
+        prompt, answer = encoded_problem(model, problem, task)
         prompts.append(prompt)
-        answers.append(text[len(prompt) :])
+        answers.append(answer)
     return prompts, answers
 
 

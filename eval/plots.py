@@ -228,6 +228,20 @@ def _tasks(figure, rows: Rows) -> None:
     axes.invert_yaxis()
 
 
+def _as_tasks(rows: Rows) -> Rows:
+    """Rows of structured texts as those of tasks, with the share of right tokens as their score."""
+    return [
+        row
+        | {"task": f"{row['kind']}, {count(row['length'])}, {row['mode']}", "score": row["right"]}
+        for row in rows
+    ]
+
+
+def _copies(figure, rows: Rows) -> None:
+    """A bar a kind of text, length, mode and cache, with the share of right tokens."""
+    _tasks(figure, _as_tasks(rows))
+
+
 def _task_name(row: dict[str, Any], rows: Rows) -> str:
     """A task, with its metric and filter where the report has several."""
     several = [key for key in ("metric", "filter") if len({entry.get(key) for entry in rows}) > 1]
@@ -239,6 +253,7 @@ PLOTS: dict[str, Callable[[Any, Rows], None]] = {
     "compare": _quality,
     "drift": _drift,
     "retrieval": _retrieval,
+    "copy": _copies,
     "harness": _tasks,
 }
 
@@ -248,6 +263,7 @@ MEASURED = {
     "compare": "KL divergence by bits stored",
     "drift": "KL divergence along a long decode",
     "retrieval": "answers found in the prompt",
+    "copy": "share of tokens given back right",
     "harness": "scores of tasks",
 }
 
@@ -280,7 +296,9 @@ def _size(kind: str, rows: Rows) -> tuple[float, float]:
         return 1.4 + 1.9 * wide + 1.3 * (wide == 1), 1.0 + (1.2 + 0.35 * lengths) * -(
             -len(panels) // wide
         )
-    if kind == "harness":
+    if kind == "copy":
+        rows = _as_tasks(rows)
+    if kind in ("copy", "harness"):
         return 6.4, 1.4 + 0.3 * len(rows) + 0.2 * len(_grouped(rows, "task"))
     names = {series(row["cache"]) if kind != "drift" else row["cache"] for row in rows}
     return 6.4, height_for(sorted(names), 4.4)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvqjax._errors import UserError
@@ -24,6 +25,7 @@ from kvqjax.step.forward import forward
 from kvqjax.step.new_cache import init_cache
 
 ROUNDING = 1e-7  # nats: an exact cache's KL divergence in float32 stays below
+TAIL = 0.999  # of all tokens have at most the divergence that reports call `kld_p999`
 
 
 class Scores(NamedTuple):
@@ -34,6 +36,11 @@ class Scores(NamedTuple):
     kld: Float[Array, "B P"]
     right: Bool[Array, "B P"]
     agree: Bool[Array, "B P"]
+
+
+def tail(klds: np.ndarray) -> float:
+    """The divergence that 99.9 % of the predictions stay below."""
+    return float(np.quantile(klds, TAIL))
 
 
 def negative_log_likelihood(

@@ -25,7 +25,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # With ",", "?" and two specials: the 64 symbols of `recall`.
 SYMBOLS = DIGITS + LETTERS + LETTERS[:24].upper()
 
-_OWNERS = (
+OWNERS = (
     "Anna",
     "Boris",
     "Clara",
@@ -57,7 +57,8 @@ class Problem(NamedTuple):
     answer: str
 
 
-def _digits(rng: np.random.Generator, number: int) -> str:
+def random_digits(rng: np.random.Generator, number: int) -> str:
+    """Draw `number` digits; the first may be 0."""
     return "".join(rng.choice(list(DIGITS), number))
 
 
@@ -125,7 +126,7 @@ def passkey_prompt(
     digits: int = 5,
 ) -> Problem:
     """A number hidden in everyday sentences (`bury`)."""
-    key = _digits(rng, digits)
+    key = random_digits(rng, digits)
     question = "What is the pass key? The pass key is "
     return bury(rng, [f"The pass key is {key}. "], question, key, length, count, depth, sentences)
 
@@ -140,8 +141,8 @@ def multikey_prompt(
 ) -> Problem:
     """Pass keys of several owners. The question asks for one of them, at `depth`; the others come
     after it."""
-    owners = [_OWNERS[i] for i in rng.permutation(len(_OWNERS))[:keys]]
-    values = [_digits(rng, 5) for _ in owners]
+    owners = [OWNERS[i] for i in rng.permutation(len(OWNERS))[:keys]]
+    values = [random_digits(rng, 5) for _ in owners]
     needles = [
         f"The pass key of {owner} is {value}. " for owner, value in zip(owners, values, strict=True)
     ]
@@ -161,9 +162,11 @@ def variable_tracking(
     for."""
     names = [
         f"{letter}{digit}"
-        for letter, digit in zip(rng.permutation(list(LETTERS)), _digits(rng, 26), strict=True)
+        for letter, digit in zip(
+            rng.permutation(list(LETTERS)), random_digits(rng, 26), strict=True
+        )
     ]
-    value = _digits(rng, 5)
+    value = random_digits(rng, 5)
     chain = [
         f"Let {names[0]} be {value}. ",
         *(f"Let {names[i + 1]} be {names[i]}. " for i in range(hops)),
@@ -180,7 +183,7 @@ def needle_prompt(
     sentences: Sentences = everyday,
 ) -> Problem:
     """A sentence with a fact in words: the needle in a haystack."""
-    owner, thing, place = (str(rng.choice(words)) for words in (_OWNERS, _THINGS, _PLACES))
+    owner, thing, place = (str(rng.choice(words)) for words in (OWNERS, _THINGS, _PLACES))
     needle = f"The {thing} of {owner} is hidden under {place}. "
     question = f"Where is the {thing} of {owner} hidden? The {thing} of {owner} is hidden under"
     return bury(rng, [needle], question, f" {place}", length, count, depth, sentences)
@@ -189,7 +192,7 @@ def needle_prompt(
 def _pairs(rng: np.random.Generator, number: int) -> list[tuple[str, str]]:
     """`number` pairs with distinct keys."""
     keys = rng.choice(len(LETTERS) ** 2, number, replace=False)
-    return [(LETTERS[k // 26] + LETTERS[k % 26], _digits(rng, 2)) for k in keys]
+    return [(LETTERS[k // 26] + LETTERS[k % 26], random_digits(rng, 2)) for k in keys]
 
 
 def key_value_recall(

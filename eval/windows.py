@@ -24,7 +24,7 @@ from kvqjax._arguments import check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.data.tokens import TextLike, token_ids
-from kvqjax.eval.scores import ROUNDING, negative_log_likelihood, through, token_scores
+from kvqjax.eval.scores import ROUNDING, negative_log_likelihood, tail, through, token_scores
 from kvqjax.eval.stamp import CONTEXT, bytes_of
 from kvqjax.methods import Method, MethodLike, exact, parse
 from kvqjax.model.loading import Model
@@ -93,7 +93,6 @@ def windows(
 
 # Stands for the divergence of a token that does not count: rounding makes none as negative.
 NOT_SCORED = -1.0
-TAIL = 0.999  # of all tokens have at most the divergence that reports call `kld_p999`
 
 
 class Sums(NamedTuple):
@@ -275,7 +274,6 @@ def perplexity(
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
     each = np.concatenate(klds)
-    tail = np.quantile(each[each > NOT_SCORED], TAIL)
     return {
         "cache": str(method),
         "mode": name,
@@ -286,7 +284,7 @@ def perplexity(
         "ppl": float(np.exp(nll / count)),
         "ppl_exact": float(np.exp(nll_exact / count)),
         "kld": float(kld / count),
-        "kld_p999": float(tail),
+        "kld_p999": tail(each[each > NOT_SCORED]),
         "top1": float(top1 / count),
     }
 

@@ -1,4 +1,4 @@
-"""`kvqjax eval ppl|retrieval|drift|harness|compare`: several caches side by side."""
+"""`kvqjax eval ppl|retrieval|copy|drift|harness|compare`: several caches side by side."""
 
 import functools
 from pathlib import Path
@@ -17,6 +17,7 @@ from kvqjax.cli.common import (
     Folder,
     PromptChunk,
     Split,
+    calibrated,
     number,
     token_number,
 )
@@ -24,6 +25,7 @@ from kvqjax.cli.report import Job, add_command
 from kvqjax.data import read, token_ids
 from kvqjax.eval.comparison import COMPARED, comparison
 from kvqjax.eval.stamp import CONTEXT
+from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
 app = typer.Typer(
@@ -163,6 +165,61 @@ def retrieval(
         ]
 
     return Job(max(length), evaluate, {"data": about}, sum(length) * samples, length=max(length))
+
+
+@_command("recall")
+def copy(
+    loaded: Model,
+    seed: int,
+    kind: Annotated[
+        list[str],
+        typer.Option(
+            help="json, xml, fields, chain, or symbols; repeatable; default: all that the tokenizer has the characters of"
+        ),
+    ] = [],  # noqa: B006
+    length: Annotated[
+        list[int],
+        token_number(least=32, help="tokens of a text and its answer, also as 4k; repeatable"),
+    ] = [1024],  # noqa: B006
+    samples: Annotated[int, number(most=MOST_ROWS, help="texts of each kind and length")] = 4,
+    chunk: Annotated[
+        list[int],
+        number(
+            help="prompts pass through the cache, N tokens at a time; default: exact prefill; repeatable"
+        ),
+    ] = [],  # noqa: B006
+    batch: Batch = 4,
+) -> Job:
+    """Measure how much of JSON, XML, fields and arguments of calls is given back to the letter."""
+    from kvqjax.eval.copying import copies, kinds_for, questions
+
+    kinds = kind or kinds_for(loaded)
+    runs = [(size, name) for size in length for name in kinds]
+    for size, name in runs:
+        questions(loaded, name, size, 1, seed)  # says now if there are none
+    fixed = {"samples": samples, "seed": seed, "batch": batch}
+    pairs: list[tuple[Model, Method]] = []
+    rows: list[dict[str, Any]] = []  # of all caches: they share the passes of the exact one
+
+    def ready(model, methods, folders, bar):
+        pairs.extend(calibrated(model, methods, folders))
+        return pairs
+
+    def measure(bar, kernels):
+        for size, name in runs:
+            for by in chunk or [None]:
+                update = bar(f"{name} {size} {by or ''}")
+                options: dict[str, Any] = fixed | {"chunk": by, "kernels": kernels}
+                rows.extend(copies(pairs, kind=name, length=size, progress=update, **options))
+
+    def evaluate(model, method, bar, kernels):
+        if not rows:
+            measure(bar, kernels)
+        return [row for row in rows if row["cache"] == str(method)]
+
+    tokens = sum(length) * len(kinds) * samples * max(1, len(chunk))
+    about = {"data": {"name": "synthetic"}}
+    return Job(max(length), evaluate, about, tokens, ready, length=max(length))
 
 
 @_command("demo")

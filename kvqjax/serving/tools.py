@@ -50,16 +50,14 @@ RESERVED = frozenset({
 STRINGS = re.compile(r"arguments\s+is\s+(not\s+)?string")
 TOOLS_TEXT = """# Tools
 
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
+These functions can be called. Every line between the tags describes one, with a JSON schema of its arguments:
 <tools>
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+A call is JSON with the function's name and its arguments, between these tags:
 <tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>"""
 
 

@@ -74,6 +74,7 @@ def test_bad_model_folders(call, tmp_path, change, words):
         (["eval", "ppl", "-m", "recall", "-c", "exact", "--data", "/nowhere.txt"], "/nowhere.txt"),
         (["eval", "ppl", "-m", "recall", "-c", "exact", "--mode", "magic"], "magic"),
         (["eval", "retrieval", "-c", "exact", "--task", "magic"], "magic"),
+        (["eval", "copy", "-c", "exact", "--kind", "magic"], "magic"),
         (["plan", "-m", "recall", "-c", "exact", "--device", "abacus"], "abacus"),
         (["plan", "-m", "recall", "-c", "exact;9=exact"], "layer 9"),
         (["plan", "-m", "llama-3.1-7b", "-c", "exact"], "did you mean 'llama-3.1-70b'"),

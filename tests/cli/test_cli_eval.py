@@ -35,6 +35,7 @@ ROWS = {
         {"cache": "exact", "mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.0]},
         {"cache": "exact", "mode": "m", "task": "kv", "length": 128, "by_depth": [0.5]},
     ],
+    "copy": [{"cache": "exact", "mode": "m", "kind": "json", "length": 1024, "right": 0.9}],
     "compare": [
         {
             "cache": cache,

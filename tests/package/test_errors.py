@@ -459,6 +459,12 @@ CASES = {
     "text that is none": lambda _, __, recall: recall.encode("\udce9t\udce9"),
     "empty text": text_file("empty.txt", b" \n"),
     "text too short to evaluate": lambda *_: windows(np.arange(10), 512, 8192),
+    "structured text without room": lambda _, __, recall: kvq.eval.copying(
+        recall, "exact", length=100
+    ),
+    "structured text that a tokenizer cannot spell": lambda _, __, recall: kvq.eval.copying(
+        recall, "exact", length=512
+    ),
     "text too short to calibrate": lambda _, __, recall: sequences(recall, ["ab12ab12ab"], 1, 64),
     "method without its constants": generating([[1, 2, 3]], method=kvq.parse("kvquant")),
     "no sequences to calibrate on": lambda _, __, recall: kvq.calibrate.run(

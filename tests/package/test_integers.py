@@ -247,6 +247,13 @@ STATIC = {
         (-1, 2**40),
     ),
     **{
+        ("copying", name): (number(kvq.eval.copying, name, model=TINY, method="exact"), values)
+        for name, values in {
+            **dict.fromkeys(("length", "samples", "chunk", "batch"), PAST),
+            "seed": (-1, 2**40),
+        }.items()
+    },
+    **{
         (function.__name__, name): (
             lambda x, f=function, n=name: list(f(**GENERATE, **{n: x})),
             values,

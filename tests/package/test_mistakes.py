@@ -103,6 +103,7 @@ MISTAKES = {
     "eval.perplexity(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
     "eval.drift(model, [1] * 64, 'kivi:bit=2')": "did you mean 'bits'?",
     "eval.retrieval(model, 'kivi:bit=2')": "did you mean 'bits'?",
+    "eval.copying(model, 'kivi:bit=2')": "did you mean 'bits'?",
     "Model.encode(model, ['a'])": "encode takes one text, not a list",
     "eval.perplexity(model, 'a text', 'exact')": "it has no tokenizer; pass token ids",
     "eval.perplexity(model, None, 'exact')": "texts is a NoneType; wanted a text, a list of texts, a path",

@@ -59,6 +59,7 @@ PARSED = {
 AT_NIGHT = {
     "eval ppl": "reads a corpus through three caches",
     "eval retrieval": "asks at two lengths",
+    "eval copy": "copies symbols through two caches",
     "eval compare": "compares four caches",
     "calibrate --cache higgs:bits=3,centre=mean": "another recipe runs by day",
 }

@@ -1,0 +1,341 @@
+"""What a cache loses of structured text that is to be given back to the letter, such as JSON.
+
+The answer passes through the cache behind its prompt, and every token sees what decoding one token
+at a time would have shown it. Each prediction is made behind the right tokens (teacher forcing). Up
+to the first wrong token this is what greedy decoding writes, so one pass gives both: the share of
+tokens that are right, and where greedy decoding first goes wrong. An answer that is spelt in other
+tokens counts as wrong where these begin.
+
+The exact cache, whose divergence is 0, attends to the whole prompt whatever `chunk` is.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvqjax._arguments import MOST_SEED, check_counts, check_integer
+from kvqjax._errors import UserError
+from kvqjax.cache import Cache, CacheLayout
+from kvqjax.eval.measure_retrieval import encoded_problem
+from kvqjax.eval.scores import tail, token_scores
+from kvqjax.eval.stamp import bytes_of
+from kvqjax.eval.structured import KINDS, STRUCTURED, Parts, Passage
+from kvqjax.eval.windows import cache_layouts
+from kvqjax.generation.conversation import agreeing
+from kvqjax.generation.loop import prefill_chunks, require_finite, shared
+from kvqjax.generation.prompt_ids import padded
+from kvqjax.methods import Method, MethodLike, parse
+from kvqjax.model.loading import Model
+from kvqjax.step.checks import check_model
+from kvqjax.step.forward import attend, commit
+from kvqjax.step.new_cache import empty_cache
+from kvqjax.step.prompt import prefill
+
+STEP = 64  # tokens of an answer that pass at a time: logits of a row take 13 MB for 49152 tokens
+
+Pairs = Sequence[tuple[Model, Method]]  # caches, and models with their constants
+
+# --- Questions
+
+
+class Question(NamedTuple):
+    """A passage in a model's tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+    ends: np.ndarray  # characters of the answer up to the end of each of its tokens
+    text: str  # of the answer
+    decode: Callable[[list[int]], str]  # of the tokenizer
+    parts: Parts  # of the text that are scored
+
+    def tokens_of(self, part: tuple[int, int]) -> slice:
+        """The tokens that hold a part."""
+        first = int(np.searchsorted(self.ends, part[0], "right"))
+        return slice(first, int(np.searchsorted(self.ends, part[1], "left")) + 1)
+
+    @property
+    def scored(self) -> Bool[np.ndarray, " A"]:
+        """Mark the tokens of the answer that are scored."""
+        marks = np.zeros(len(self.answer), bool)
+        for part in self.parts:
+            marks[self.tokens_of(part)] = True
+        return marks
+
+
+def check_kind(kind: str) -> None:
+    """Raise UserError for a kind of text that does not exist."""
+    if kind not in KINDS:
+        raise UserError(f"kind={kind!r}; known: {', '.join(KINDS)}")
+
+
+def _spells(model: Model, text: str) -> bool:
+    """Say whether the tokenizer has all characters of a text."""
+    return model.tokenizer.decode(model.encode(text, False)) == text
+
+
+def kinds_for(model: Model) -> tuple[str, ...]:
+    """The kinds whose characters the model's tokenizer has: all others, or "symbols"."""
+    return STRUCTURED if _spells(model, '<a b="{0}: _, ---"/>\n') else ("symbols",)
+
+
+def _token_ends(model: Model, prompt: list[int], answer: list[int]) -> np.ndarray:
+    """Characters of an answer up to the end of each token. Some decoders leave out a blank before
+    their first token, so each token is decoded behind others."""
+    ids, decode, sizes = [*prompt, *answer], model.tokenizer.decode, []
+    for place in range(len(prompt), len(ids)):
+        first = max(0, place - 4)
+        sizes.append(len(decode(ids[first : place + 1])) - len(decode(ids[first:place])))
+    return np.cumsum(sizes)
+
+
+def question(model: Model, passage: Passage, kind: str) -> Question:
+    """Encode a passage. Raises UserError for a tokenizer that lacks some of its characters."""
+    text, decode = passage.problem.answer, model.tokenizer.decode
+    if not _spells(model, text):
+        raise UserError(
+            f"kind={kind!r}: this tokenizer lacks some of the characters; "
+            "kind='symbols' has letters and digits alone"
+        )
+    prompt, answer = encoded_problem(model, passage.problem, kind)
+    ends = _token_ends(model, prompt, answer)
+    return Question(prompt, answer, ends, text, decode, passage.parts)
+
+
+def questions(model: Model, kind: str, length: int, samples: int, seed: int) -> list[Question]:
+    """Draw `samples` questions, each of at most `length` tokens with its answer. Raises UserError
+    for a kind that does not exist or does not fit."""
+    check_kind(kind)
+    rng = np.random.default_rng(seed)
+
+    def count(text: str) -> int:
+        return len(model.encode(text))
+
+    return [question(model, KINDS[kind](rng, length, count), kind) for _ in range(samples)]
+
+
+# --- Answers
+
+
+class Predicted(NamedTuple):
+    """What is predicted for the tokens of an answer: the likeliest tokens with the cache and with
+    the exact one, and the divergence of each prediction in nats."""
+
+    best: Int[np.ndarray, " A"]
+    best_exact: Int[np.ndarray, " A"]
+    kld: Float[np.ndarray, " A"]
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _passed(
+    model: Model, cache: Cache, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
+) -> tuple[Cache, Float[Array, "B T V"]]:
+    """Pass tokens of answers through a cache. Each sees what decoding would have shown it."""
+    logits, pending = attend(model, tokens, counts, cache, within="step")
+    return commit(model, cache, pending, counts), logits
+
+
+@jax.jit
+def _best_and_kld(
+    logits: Float[Array, "B T V"], reference: Float[Array, "B T V"], targets: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    return logits.argmax(-1), token_scores(logits, reference, targets).kld
+
+
+def _filled(
+    model: Model,
+    layout: CacheLayout,
+    prompts: np.ndarray,
+    counts: np.ndarray,
+    chunk: int | None,
+) -> Cache:
+    """Make a cache that holds the prompts."""
+    cache = empty_cache(model, layout, len(prompts))
+    if chunk is None:
+        tokens, lengths = shared(model, (prompts, counts))
+        return prefill(model, tokens, lengths, cache)[1]
+    return prefill_chunks(model, prompts, counts, cache, min(chunk, prompts.shape[1]))[1]
+
+
+def predictions(
+    pairs: Pairs,
+    batch: list[Question],
+    length: int,
+    chunk: int | None = None,
+    kernels: str = "auto",
+) -> list[list[Predicted]]:
+    """Predict the answers of a batch of questions, each of at most `length` tokens, through several
+    caches beside one exact cache. Options are those of `copying`."""
+    rows = len(batch)
+    # A prompt's last token predicts the first one of the answer.
+    prompts = padded([part.prompt[:-1] for part in batch], length)
+    sizes = np.asarray([len(part.prompt) - 1 for part in batch], np.int32)
+    plain = pairs[0][0].replace(constants=())
+    layouts = [
+        cache_layouts(model, plain, method, rows, length, kernels) for model, method in pairs
+    ]
+    caches = [
+        _filled(model, coded, prompts, sizes, chunk)
+        for (model, _), (coded, _) in zip(pairs, layouts, strict=True)
+    ]
+    reference = _filled(plain, layouts[0][1], prompts, sizes, None)
+    inputs = padded([[part.prompt[-1], *part.answer[:-1]] for part in batch], length + STEP)
+    targets = padded([part.answer for part in batch], length + STEP)
+    counts = np.asarray([len(part.answer) for part in batch], np.int32)
+    best_exact, pieces = [], [[] for _ in pairs]
+    for start in range(0, int(counts.max()), STEP):
+        place, new = slice(start, start + STEP), np.clip(counts - start, 0, STEP)
+        tokens, wanted, new = shared(plain, (inputs[:, place], targets[:, place], new))
+        reference, expected = _passed(plain, reference, tokens, new)
+        best_exact.append(np.asarray(expected.argmax(-1)))
+        for number, (model, _) in enumerate(pairs):
+            caches[number], logits = _passed(model, caches[number], tokens, new)
+            piece = _best_and_kld(logits, expected, wanted)
+            pieces[number].append([np.asarray(part) for part in piece])
+    for cache in caches:
+        require_finite(cache)
+    firsts = np.concatenate(best_exact, axis=1)
+    out = []
+    for made in pieces:
+        best, kld = (np.concatenate(part, axis=1) for part in zip(*made, strict=True))
+        joined = zip(best, firsts, kld, counts, strict=True)
+        out.append([Predicted(*(part[:count] for part in row)) for *row, count in joined])
+    return out
+
+
+class Answered(NamedTuple):
+    """How one answer was given back: the share of its scored characters before the first wrong one,
+    and which tokens and parts are right."""
+
+    first_wrong: float
+    tokens: Bool[np.ndarray, " N"]
+    parts: Bool[np.ndarray, " P"]
+
+
+def scored(asked: Question, best: Int[np.ndarray, " A"]) -> Answered:
+    """Score predicted tokens of an answer."""
+    marks, right = asked.scored, best == np.asarray(asked.answer)
+    parts = np.asarray([right[asked.tokens_of(part)].all() for part in asked.parts])
+    wrong = np.flatnonzero(marks & ~right)
+    place = len(asked.text)
+    if wrong.size:
+        written = asked.decode([*asked.answer[: wrong[0]], int(best[wrong[0]])])
+        place = agreeing(written, asked.text)
+    before = sum(min(max(place - start, 0), end - start) for start, end in asked.parts)
+    characters = sum(end - start for start, end in asked.parts)
+    return Answered(before / characters, right[marks], parts)
+
+
+def copying(
+    model: Model,
+    method: MethodLike,
+    *,
+    kind: str = "json",
+    length: int = 1024,
+    samples: int = 4,
+    chunk: int | None = None,
+    seed: int = 0,
+    batch: int = 4,
+    kernels: str = "auto",
+    progress=lambda fraction: None,
+) -> dict[str, Any]:
+    """Measure how much of a structured text is given back to the letter, and the divergence from
+    the exact cache over the answers.
+
+    Args:
+        model: the model, with the method's constants.
+        method: the cache's.
+        kind: "json" or "xml" (a document, which the prompt has twice), "fields" (two fields of each
+            of some records of a JSON document), "chain" (ten calls found in a log, each with the
+            result of the one before as its argument), or "symbols" (letters and digits at random,
+            once, for models without the other characters).
+        length: tokens of a text, answer included.
+        samples: how many texts.
+        chunk: None: the prompt attends exactly; N: it passes through the cache N tokens at a time.
+        seed: of the texts.
+        batch: texts at a time.
+        kernels: as in `init_cache`.
+        progress: `progress(fraction)` is called as batches finish.
+
+    Returns:
+        A row of the report. `exact` is the share of answers without a wrong character,
+            `first_wrong` the median share of an answer before the first wrong character of greedy
+            decoding. With the right text before each token, `right` is the share of tokens that are
+            right, `right_exact` the same with the exact cache, and `parts` the share of records,
+            fields, arguments and results, or spans of symbols that are right throughout. `kld` and
+            `kld_p999` are those of `perplexity`.
+
+    Raises:
+        UserError: a kind that does not exist, texts that do not fit, a model without a tokenizer,
+            or one whose tokenizer lacks characters.
+    """
+    check_model(model)
+    (row,) = copies(
+        [(model, parse(method))],
+        kind=kind,
+        length=length,
+        samples=samples,
+        chunk=chunk,
+        seed=seed,
+        batch=batch,
+        kernels=kernels,
+        progress=progress,
+    )
+    return row
+
+
+def copies(
+    pairs: Pairs,
+    *,
+    kind: str,
+    length: int,
+    samples: int,
+    chunk: int | None,
+    seed: int,
+    batch: int,
+    kernels: str,
+    progress: Callable[[float], None],
+) -> list[dict[str, Any]]:
+    """Measure several caches on the same texts, with one pass of the exact cache for all. Arguments,
+    rows and errors are those of `copying`."""
+    check_counts(length=length, samples=samples, chunk=chunk, batch=batch)
+    check_integer("seed", seed, 0, MOST_SEED)
+    asked = questions(pairs[0][0], kind, length, samples, seed)
+    predicted: list[list[Predicted]] = [[] for _ in pairs]
+    for start in range(0, samples, batch):
+        part = asked[start : start + batch]
+        made = predictions(pairs, part, length, chunk, kernels)
+        for rows, new in zip(predicted, made, strict=True):
+            rows += new
+        progress(min(1.0, (start + batch) / samples))
+    about = {
+        "mode": "prefill-exact" if chunk is None else f"in-the-loop-chunk{chunk}",
+        "kind": kind,
+        "length": length,
+        "samples": samples,
+    }
+    return [
+        {"cache": str(method), **about, **bytes_of(model, method, length), **_figures(asked, rows)}
+        for (model, method), rows in zip(pairs, predicted, strict=True)
+    ]
+
+
+def _figures(asked: Sequence[Question], predicted: Sequence[Predicted]) -> dict[str, float]:
+    """The figures of a row."""
+    answers = [scored(part, row.best) for part, row in zip(asked, predicted, strict=True)]
+    exact = [scored(part, row.best_exact) for part, row in zip(asked, predicted, strict=True)]
+    klds = np.concatenate(
+        [row.kld[part.scored] for part, row in zip(asked, predicted, strict=True)]
+    )
+    return {
+        "exact": float(np.mean([answer.tokens.all() for answer in answers])),
+        "first_wrong": float(np.median([answer.first_wrong for answer in answers])),
+        "right": float(np.concatenate([answer.tokens for answer in answers]).mean()),
+        "right_exact": float(np.concatenate([answer.tokens for answer in exact]).mean()),
+        "parts": float(np.concatenate([answer.parts for answer in answers]).mean()),
+        "kld": float(klds.mean()),
+        "kld_p999": tail(klds),
+    }
