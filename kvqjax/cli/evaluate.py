@@ -174,7 +174,7 @@ def copy(
     kind: Annotated[
         list[str],
         typer.Option(
-            help="json, xml, fields, chain, or symbols; repeatable; default: all that the tokenizer has the characters of"
+            help="json, xml, fields, chain, or symbols; repeatable; default: by the tokenizer"
         ),
     ] = [],  # noqa: B006
     length: Annotated[

@@ -65,7 +65,7 @@ def test_fields_are_those_of_records():
         asked = [json.loads(f"{{{line}}}") for line in answer.splitlines()]
         wanted = [(records[key]["code"], records[key]["owner"]) for line in asked for key in line]
         assert list(zip(parts[::2], parts[1::2], strict=True)) == wanted
-        assert [list(line.values())[0] for line in asked] == [
+        assert [next(iter(line.values())) for line in asked] == [
             {"code": code, "owner": owner} for code, owner in wanted
         ]
         assert len(records) > len(asked) == 6
