@@ -65,6 +65,7 @@ CACHES = {
         "smollm2-2.5-free.json",
         "klt:bits=2.0",
         "klt:bits=2.2",
+        "smollm2-2.3.json",
         "klt:bits=2.375,heads=own",
         "aqua:bits=2,first_bits=2",
         "aqua:bits=2",
