@@ -40,7 +40,13 @@ from kvqjax.serving.request import Answered, Handle, ServedPiece
 from kvqjax.serving.token_texts import AnswerScores
 from kvqjax.serving.tokenize import detokenized, tokenized
 from kvqjax.serving.tool_forms import AnswerReader
-from kvqjax.serving.tools import answer_options, answer_reader, chat_ids, deltas_of
+from kvqjax.serving.tools import (
+    answer_options,
+    answer_reader,
+    chat_ids,
+    deltas_of,
+    ids_before_turns,
+)
 
 try:
     from prometheus_client import CONTENT_TYPE_LATEST
@@ -305,7 +311,7 @@ class _Server:
                 options = dict(body.options)
                 if body.chat:
                     options |= answer_options(self._engine.model, body.use, options, ids)
-                kept = self._engine.first_tokens(prompt, ids) if body.chat else None
+                kept = self._first_tokens(body, prompt, ids)
                 for choice in range(body.choices):
                     options["seed"] = _seed_of(body.options["seed"], choice)
                     options["beyond_trained"] = self._beyond_trained
@@ -333,6 +339,14 @@ class _Server:
         except UserError as error:
             error.parameter = error.parameter or body.prompt_field
             raise
+
+    def _first_tokens(self, body: RequestBody, prompt: Any, ids: Sequence[int]) -> int | None:
+        """Count the first ids of a prompt that never leave its row; None: the engine's default."""
+        if not body.chat or not self._engine.context_shift:
+            return None
+        if body.use.tools:
+            return ids_before_turns(self._engine.model, prompt, body.use, body.end, ids)
+        return self._engine.first_tokens(prompt, ids)
 
     def _new_tokens(self, body: RequestBody, prompt: int) -> int:
         """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which

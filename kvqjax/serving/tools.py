@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
 from kvqjax.generation.bound import JSON, SCHEMA, check_grammar, json_part, read_grammar
+from kvqjax.generation.conversation import agreeing
 from kvqjax.generation.prompt_ids import chat_text, conversation_ids, has_chat_template
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
@@ -48,6 +49,7 @@ RESERVED = frozenset({
 })  # fmt: skip
 # Of a template that takes arguments of calls as the protocol has them.
 STRINGS = re.compile(r"arguments\s+is\s+(not\s+)?string")
+OTHER_TURNS = "ZQX", "xqz"  # first turns; no conversation begins as both do
 TOOLS_TEXT = """# Tools
 
 These functions can be called. Every line between the tags describes one, with a JSON schema of its arguments:
@@ -302,6 +304,27 @@ def _in_first_way(
     except RecursionError:
         raise UserError("the messages or tools are nested too deeply") from None
     raise refusal or UserError("no messages")
+
+
+def ids_before_turns(
+    model: Model, messages: Sequence[dict[str, Any]], use: ToolUse, end: str, ids: Sequence[int]
+) -> int:
+    """Count the first ids of a conversation that come before its first turn: the system message, and
+    tools where the template writes them there.
+
+    Args:
+        model, messages, use, end: as in `chat_ids`.
+        ids: of the conversation.
+
+    Returns:
+        How many ids it has in common with conversations whose first turns begin otherwise.
+    """
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    common = len(ids)
+    for words in OTHER_TURNS:
+        other = [*system, {"role": "user", "content": words}]
+        common = min(common, agreeing(ids, chat_ids(model, other, use, end, None)))
+    return common
 
 
 def _ways(

@@ -13,7 +13,14 @@ import kvqjax as kvq
 from kvqjax.generation.bound import allowed_tokens, bind, read_grammar
 from kvqjax.generation.text import Detokenizer
 from kvqjax.serving.tool_forms import HERMES, THOUGHTS, AnswerReader, form_of
-from kvqjax.serving.tools import answer_options, answer_reader, chat_ids, read_tools, with_calls
+from kvqjax.serving.tools import (
+    answer_options,
+    answer_reader,
+    chat_ids,
+    ids_before_turns,
+    read_tools,
+    with_calls,
+)
 
 CHAT = "/v1/chat/completions"
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
@@ -247,6 +254,8 @@ def test_a_family_reads_tools_and_is_bound_in_its_form(family, tmp_path):
     assert text.count('"house"') >= 2  # the tool and the call
     assert "{'a': 7}" not in text
     assert re.search(r'"a": 7|"arguments": {"a": 7}', text)
+    kept = ids_before_turns(model, with_calls(TALK), use, "answer", ids)
+    assert tokenizer.decode(ids[:kept]).count('"house"') == 1  # the tool, and no turn
 
     options = answer_options(model, use, {}, ids)
     row = bind(model, read_grammar(options["grammar"]), [2])
