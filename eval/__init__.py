@@ -2,7 +2,7 @@
 letter, drift over decoding steps, tasks."""
 
 from kvqjax.eval.comparison import compare
-from kvqjax.eval.copying import copying
+from kvqjax.eval.measure_copying import copying
 from kvqjax.eval.measure_retrieval import retrieval
 from kvqjax.eval.windows import drift, perplexity
 

@@ -191,7 +191,7 @@ def copy(
     batch: Batch = 4,
 ) -> Job:
     """Measure how much of JSON, XML, fields and arguments of calls is given back to the letter."""
-    from kvqjax.eval.copying import copies, kinds_for, questions
+    from kvqjax.eval.measure_copying import copies, kinds_for, questions
 
     kinds = kind or kinds_for(loaded)
     runs = [(size, name) for size in length for name in kinds]

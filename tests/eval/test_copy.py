@@ -11,7 +11,7 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.copying import copying, kinds_for, predictions, questions, scored
+from kvqjax.eval.measure_copying import copying, kinds_for, predictions, questions, scored
 from kvqjax.eval.scores import ROUNDING, exact_logits
 from kvqjax.generation.prompt_ids import padded
 
