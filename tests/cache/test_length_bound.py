@@ -196,4 +196,4 @@ def test_totals_are_few_and_for_bodies_that_are_decoded():
     assert bound_for(layout, [5000, 100]) == LengthBound(8192, 5 * 1024)
     assert bound_for(dataclasses.replace(held("exact")[1].layout, capacity=131072), evenly) is None
     some = {bound_for(layout, [131072, n]) for n in range(1, 131073, 997)}
-    assert len(some) <= length_bound.PARTS
+    assert len(some) <= length_bound.PROMISED_TOTALS
