@@ -199,8 +199,8 @@ def predictions(
         require_finite(cache)
     firsts = np.concatenate(best_exact, axis=1)
     out = []
-    for made in pieces:
-        best, kld = (np.concatenate(part, axis=1) for part in zip(*made, strict=True))
+    for steps in pieces:
+        best, kld = (np.concatenate(part, axis=1) for part in zip(*steps, strict=True))
         joined = zip(best, firsts, kld, counts, strict=True)
         out.append([Predicted(*(part[:count] for part in row)) for *row, count in joined])
     return out
@@ -299,16 +299,16 @@ def copies(
     kernels: str,
     progress: Callable[[float], None],
 ) -> list[dict[str, Any]]:
-    """Measure several caches on the same texts, with one pass of the exact cache for all. Arguments,
-    rows and errors are those of `copying`."""
+    """Measure several caches on the same texts, with one pass of the exact cache for all.
+    Arguments, rows and errors are those of `copying`."""
     check_counts(length=length, samples=samples, chunk=chunk, batch=batch)
     check_integer("seed", seed, 0, MOST_SEED)
     asked = questions(pairs[0][0], kind, length, samples, seed)
     predicted: list[list[Predicted]] = [[] for _ in pairs]
     for start in range(0, samples, batch):
         part = asked[start : start + batch]
-        made = predictions(pairs, part, length, chunk, kernels)
-        for rows, new in zip(predicted, made, strict=True):
+        answers = predictions(pairs, part, length, chunk, kernels)
+        for rows, new in zip(predicted, answers, strict=True):
             rows += new
         progress(min(1.0, (start + batch) / samples))
     about = {

@@ -344,9 +344,7 @@ class _Server:
         """Count the first ids of a prompt that never leave its row; None: the engine's default."""
         if not body.chat or not self._engine.context_shift:
             return None
-        if body.use.tools:
-            return ids_before_turns(self._engine.model, prompt, body.use, body.end, ids)
-        return self._engine.first_tokens(prompt, ids)
+        return ids_before_turns(self._engine.model, prompt, body.use, body.end, ids)
 
     def _new_tokens(self, body: RequestBody, prompt: int) -> int:
         """Choose the number of an answer's tokens. An answer of 0 tokens makes one, which

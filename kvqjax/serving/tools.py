@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
 from kvqjax.generation.bound import JSON, SCHEMA, check_grammar, json_part, read_grammar
-from kvqjax.generation.conversation import agreeing
+from kvqjax.generation.conversation import KEPT_FIRST, agreeing
 from kvqjax.generation.prompt_ids import chat_text, conversation_ids, has_chat_template
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
@@ -309,22 +309,23 @@ def _in_first_way(
 def ids_before_turns(
     model: Model, messages: Sequence[dict[str, Any]], use: ToolUse, end: str, ids: Sequence[int]
 ) -> int:
-    """Count the first ids of a conversation that come before its first turn: the system message, and
-    tools where the template writes them there.
+    """Count the first ids of a conversation that come before its first turn: the system message,
+    and tools where the template writes them there.
 
     Args:
         model, messages, use, end: as in `chat_ids`.
         ids: of the conversation.
 
     Returns:
-        How many ids it has in common with conversations whose first turns begin otherwise.
+        How many ids it has in common with conversations whose first turns begin otherwise; the
+        first ones of a text in any case, on which attention rests (`KEPT_FIRST`).
     """
     system = [message for message in messages[:1] if message["role"] == "system"]
     common = len(ids)
     for words in OTHER_TURNS:
         other = [*system, {"role": "user", "content": words}]
         common = min(common, agreeing(ids, chat_ids(model, other, use, end, None)))
-    return common
+    return max(KEPT_FIRST, common)
 
 
 def _ways(
