@@ -25,9 +25,9 @@ from kvqjax.eval.scores import tail, token_scores
 from kvqjax.eval.stamp import bytes_of
 from kvqjax.eval.structured import KINDS, STRUCTURED, Parts, Passage
 from kvqjax.eval.windows import cache_layouts
-from kvqjax.generation.conversation import agreeing
 from kvqjax.generation.loop import prefill_chunks, require_finite, shared
 from kvqjax.generation.prompt_ids import padded
+from kvqjax.generation.text import agreeing
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_model

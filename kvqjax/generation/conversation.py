@@ -21,7 +21,7 @@ from kvqjax.cache import Cache
 from kvqjax.cache.moves import leaving, without_tokens
 from kvqjax.generation.loop import fetched, shared
 from kvqjax.generation.prompt_ids import chat_text, continued_ids, plain_text
-from kvqjax.generation.text import Detokenizer
+from kvqjax.generation.text import Detokenizer, agreeing
 from kvqjax.model.loading import Model
 
 # Characters at the end of a text by which its place in a later one is looked for.
@@ -50,12 +50,6 @@ class LeftOut(NamedTuple):
 def ids_of(parts: Sequence[Part]) -> list[int]:
     """Join the ids of all parts."""
     return [token for part in parts for token in part.ids]
-
-
-def agreeing(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
-    """Count the ids, or the characters, with which both begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def without(parts: Sequence[Part], start: int, stop: int) -> list[Part]:

@@ -27,7 +27,6 @@ from kvqjax.generation.conversation import (
     Places,
     Row,
     Template,
-    agreeing,
     answer_part,
     behind_answers,
     closed_up,
@@ -54,6 +53,7 @@ from kvqjax.generation.prompt_ids import (
     room_of,
     too_long,
 )
+from kvqjax.generation.text import agreeing
 from kvqjax.methods import MethodLike, parse, spelled_out
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import check_length, longest_text

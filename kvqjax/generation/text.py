@@ -78,10 +78,10 @@ def silent(tokenizer, token: int) -> bool:
     return not _decode(tokenizer, (token, token))
 
 
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
+def agreeing(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
+    """Count the ids, or the characters, with which both begin."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _settled(text: str) -> int:
@@ -144,7 +144,7 @@ class _Window:
             ids, length = self._whole
             self._ids, self._given, self._whole = self._ids[ids:], self._given[length:], (0, 0)
             text = _decode(self._tokenizer, self._ids)
-            self._given = self._given[: _shared(self._given, text)]
+            self._given = self._given[: agreeing(self._given, text)]
         count = min(_MOST_BROKEN, len(text) - len(text.rstrip(_BROKEN)))
         piece = text[len(self._given) : len(text) - count]
         self._given += piece
@@ -293,7 +293,7 @@ class Detokenizer:
     def _tail(self) -> str:
         """The text that later ids might still change."""
         tail = self._window.ahead + self._window.broken
-        return tail[_shared(tail, self._lent) :]
+        return tail[agreeing(tail, self._lent) :]
 
     def _read(self, ids: Sequence[int]) -> str:
         """The text of the next ids, as far as no later one changes it."""
@@ -310,7 +310,7 @@ class Detokenizer:
 
     def _without_prompt(self, text: str) -> str:
         """Take away what the prompt lent."""
-        count = _shared(text, self._lent)
+        count = agreeing(text, self._lent)
         self._lent = self._lent[count:] if count == len(text) else ""
         return text[count:]
 
@@ -319,7 +319,7 @@ class Detokenizer:
         if not self._stop or len(self.ids) <= self._least:
             return piece
         ahead = self._window.ahead
-        preview = piece + ahead[_shared(ahead, self._lent) :]
+        preview = piece + ahead[agreeing(ahead, self._lent) :]
         self._mark(ids[0], len(preview))
         end = self._end(preview)
         if end is not None:

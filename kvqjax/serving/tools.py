@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from kvqjax._arguments import named
 from kvqjax._errors import TooLong, UserError
 from kvqjax.generation.bound import JSON, SCHEMA, check_grammar, json_part, read_grammar
-from kvqjax.generation.conversation import KEPT_FIRST, agreeing
+from kvqjax.generation.conversation import KEPT_FIRST
 from kvqjax.generation.prompt_ids import chat_text, conversation_ids, has_chat_template
+from kvqjax.generation.text import agreeing
 from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import decoded
 from kvqjax.serving.tool_forms import (
