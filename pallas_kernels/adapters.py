@@ -38,9 +38,9 @@ class Packed(NamedTuple):
 
     Attributes:
         spec: what is static about the body.
-        body: body(weights, constants, stored, positions) makes the body of the spec's kind, such as
-            PackedBody for PackedSpec. `weights` are the layer's, `constants` those of its sources'
-            codecs. `stored` is {source: {field: arrays}}. `positions` [n] say where each of n equal
+        body: body(constants, stored, positions) makes the body of the spec's kind, such as
+            PackedBody for PackedSpec. `constants` are those of the codecs of the layer's sources.
+            `stored` is {source: {field: arrays}}. `positions` [n] say where each of n equal
             stretches of tokens begins in the sequence.
         trusted: the chip itself checked the kernel, or the user forces it. The table of kernels is
             not asked then.
@@ -119,7 +119,7 @@ def _exact(key: Exact, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
     if not isinstance(value, Exact) or (rope != "post" and shape.rope is not None):
         return None
 
-    def body(weights, constants, stored, positions) -> ExactBody:
+    def body(constants, stored, positions) -> ExactBody:
         return ExactBody(*(stored[source]["x"][0] for source in ("k", "v")))
 
     return Packed(ExactSpec(kv_heads=shape.num_kv_heads, head_dim=shape.head_dim), body)
@@ -170,8 +170,8 @@ def _with_factors(
     ):
         return None
 
-    def body(weights, constants, stored, positions) -> PackedBody:
-        read = plain.body(weights, constants, stored, positions)._replace(
+    def body(constants, stored, positions) -> PackedBody:
+        read = plain.body(constants, stored, positions)._replace(
             key_factor=stored["k"]["factor"][0]
         )
         return read._replace(value_factor=stored["v"]["factor"][0]) if values else read
@@ -209,7 +209,7 @@ def _nuq(key: Nuq, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None
     return Packed(spec, functools.partial(_nuq_body, key, value))
 
 
-def _nuq_body(key: Nuq, value: Nuq, weights, constants, stored, positions) -> PackedBody:
+def _nuq_body(key: Nuq, value: Nuq, constants, stored, positions) -> PackedBody:
     """Name the stored fields as kernels name them, with each channel's range and both tables of
     signposts."""
     keys, values = stored["k"], stored["v"]
@@ -248,7 +248,7 @@ def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
     bits = {"key_bits": key.dim * key.bits, "value_bits": value.dim * value.bits}
     grids = [shipped_grid(spec.bits, spec.dim) for spec in (key, value)]
 
-    def body(weights, constants, stored, positions) -> HiggsBody:
+    def body(constants, stored, positions) -> HiggsBody:
         keys, values = stored["k"], stored["v"]
         (key_scale,), (value_scale,) = keys["scale"], values["scale"]
         fields = HiggsStored(keys["codes"], key_scale, values["codes"], value_scale)

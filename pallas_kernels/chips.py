@@ -55,9 +55,7 @@ class Tpu(NamedTuple):
         scale_columns: 128-token columns of scales that are ordered at once. More of them spill
             registers.
         pairs_3_bits: Whether signposts of 3 bits are gathered two at a time, because comparing
-            codes spills registers.
-        sums_3_bit_minima_apart: Whether minima of 3-bit latents get a loop of their own, for the
-        same reason."""
+            codes spills registers."""
 
     vector_bfloat16: bool
     matrix_lanes: int
@@ -66,13 +64,12 @@ class Tpu(NamedTuple):
     exact_tile_bytes: int
     scale_columns: int
     pairs_3_bits: bool = False
-    sums_3_bit_minima_apart: bool = False
 
 
 TPUS = {
     "v5e": Tpu(False, 128, False, SHORT_IN_TURN, 2**22, 1),
     "v5p": Tpu(False, 128, False, SHORT_IN_TURN, 2**23, 1),
-    "v6e": Tpu(True, 256, False, HALVES_AHEAD, 2**22, 2, sums_3_bit_minima_apart=True),
+    "v6e": Tpu(True, 256, False, HALVES_AHEAD, 2**22, 2),
     "v7x": Tpu(True, 256, True, HALVES_IN_TURN, 2**23, 4, pairs_3_bits=True),
 }
 

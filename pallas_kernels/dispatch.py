@@ -16,13 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
-from kvqjax.ops.packing.base import PLANE, split_bits
-from kvqjax.pallas_kernels.chips import LANES, TILE, family
-from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec
+from kvqjax.pallas_kernels.chips import TILE, family
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
-from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 
@@ -31,9 +28,7 @@ PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # The module of `tpu` or `gpu` that has the kernels for a type of spec.
 MODULES: dict[type, str] = {
     PackedSpec: "packed",
-    LatentSpec: "latents",
     HiggsSpec: "higgs",
-    CommVQSpec: "commvq",
     ExactSpec: "exact",
 }
 
@@ -85,27 +80,13 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     return kernel
 
 
-def least_page(spec: Spec) -> int:
-    """Give the tokens of the smallest page that a TPU's kernel reads by the table of pages. A tile
-    lies in one page, so that this is a tile's.
-
-    By estimate a grid step has an overhead of a third of a microsecond, in which a v6e's memory
-    brings the codes of 1000 keys and values of 1024 channels at 2 bits. Smaller tiles would wait
-    for the grid."""
-    if not isinstance(spec, CommVQSpec):
-        return TILE
-    # Words of key codes lie along the lanes. XLA would copy arrays with fewer than 128 of them to
-    # another layout, at every call.
-    return max(TILE, LANES * PLANE // split_bits(spec.bits)[-1])
-
-
-def takes_pages(spec: Spec, chip: str | None, page: int) -> bool:
-    """Say whether the kernel of this kind of chip, "tpu" or "gpu", reads pages of `page` tokens by
+def takes_pages(chip: str | None, page: int) -> bool:
+    """Say whether the kernels of this kind of chip, "tpu" or "gpu", read pages of `page` tokens by
     the table of pages.
 
-    A page must be whole tiles of every kernel, and for CommVQ whole blocks of 128 words. Powers of
-    two are."""
-    return chip == "tpu" and page >= least_page(spec) and page.bit_count() == 1
+    A tile lies in one page, so that a page must be whole tiles of every kernel. Powers of two
+    are."""
+    return chip == "tpu" and page >= TILE and page.bit_count() == 1
 
 
 def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Callable[..., Partial]:
@@ -127,7 +108,7 @@ def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Calla
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | LatentBody | HiggsBody | CommVQBody | ExactBody,
+    body: PackedBody | HiggsBody | ExactBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],

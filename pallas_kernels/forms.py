@@ -14,21 +14,16 @@ from typing import Any, NamedTuple
 
 from kvqjax._errors import UserError
 from kvqjax.pallas_kernels.chips import LANES
-from kvqjax.pallas_kernels.commvq import CommVQSpec
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
-from kvqjax.pallas_kernels.latents import LatentSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
-Spec = PackedSpec | LatentSpec | HiggsSpec | CommVQSpec | ExactSpec
+Spec = PackedSpec | HiggsSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
 EXACT_HEAD_DIMS = 64, 128  # of exact bodies
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
-LATENT_SHAPES = (1024, 1024, 128), (512, 512, 64)  # rank, channels of the keys, head_dim
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
-# (levels, KV heads, head_dim) of CommVQ -> {bits of its values per channel: rounds of its keys}
-COMMVQ_SHAPES = {(64, 8, 128): {1: 11, 2: 21}, (64, 8, 64): {1: 5, 2: 11}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +38,7 @@ class KernelForm:
         group: Groups of uniform codes (KIVI, OScaR, KVarN). 128: key groups of 128 tokens, value
             groups of one head's channels. 32: key groups of 32 tokens, value groups of 32 channels.
             OSCAR's groups are a head's channels, whatever this says.
-        outliers: Whether KVQuant keeps outliers.
-        qk_norm: Whether XQuant's keys have QK-norm."""
+        outliers: Whether KVQuant keeps outliers."""
 
     method: str
     key_bits: int = EXACT
@@ -52,14 +46,13 @@ class KernelForm:
     head_dim: int = 128
     group: int = 128
     outliers: bool = False
-    qk_norm: bool = False
 
     def __str__(self) -> str:
         words = [self.method]
         if self.key_bits != self.value_bits:
             words.append(f"{self.key_bits} and {self.value_bits} bits")
         elif self.key_bits != EXACT:
-            words.append(f"{self.key_bits} bit{'s' * (self.key_bits > 1)}")
+            words.append(f"{self.key_bits} bits")
         parts = [" ".join(words)]
         if self.head_dim != 128:
             parts.append(f"head_dim {self.head_dim}")
@@ -67,8 +60,6 @@ class KernelForm:
             parts.append(f"groups of {self.group}")
         if self.outliers:
             parts.append("outliers")
-        if self.qk_norm:
-            parts.append("QK-norm")
         return ", ".join(parts)
 
 
@@ -106,16 +97,6 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
     return KernelForm(method, *bits, spec.head_dim) if groups == (128, spec.head_dim) else None
 
 
-def _latent_form(spec: LatentSpec) -> KernelForm | None:
-    stored, shape = spec.stored, (spec.rank, spec.width, spec.head_dim)
-    fits = (stored.key_bits, stored.key_group, stored.value_group) == (stored.value_bits, 128, 128)
-    if not fits or stored.scales != "bfloat16" or shape not in LATENT_SHAPES:
-        return None
-    return KernelForm(
-        "xquant", stored.key_bits, stored.value_bits, spec.head_dim, qk_norm=bool(spec.epsilon)
-    )
-
-
 def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
     # A code stands for two channels.
     shape, bits = (
@@ -126,14 +107,6 @@ def _higgs_form(spec: HiggsSpec) -> KernelForm | None:
     return KernelForm("higgs", bits, bits, spec.head_dim) if fits else None
 
 
-def _commvq_form(spec: CommVQSpec) -> KernelForm | None:
-    bits = spec.value_width // (spec.kv_heads * spec.head_dim)
-    rounds = COMMVQ_SHAPES.get((spec.levels, spec.kv_heads, spec.head_dim), {})
-    return (
-        KernelForm("commvq", bits, bits, spec.head_dim) if rounds.get(bits) == spec.rounds else None
-    )
-
-
 def _exact_form(spec: ExactSpec) -> KernelForm | None:
     fits = spec.dtype == "bfloat16" and spec.head_dim in EXACT_HEAD_DIMS and spec.width % LANES == 0
     return KernelForm("exact", head_dim=spec.head_dim) if fits else None
@@ -141,9 +114,7 @@ def _exact_form(spec: ExactSpec) -> KernelForm | None:
 
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
     PackedSpec: _packed_form,
-    LatentSpec: _latent_form,
     HiggsSpec: _higgs_form,
-    CommVQSpec: _commvq_form,
     ExactSpec: _exact_form,
 }
 

@@ -167,7 +167,7 @@ class PackedSpec:
         return math.gcd(self.head_dim, self.value_group)
 
 
-def uniform_body(weights, constants, stored, positions) -> PackedBody:
+def uniform_body(constants, stored, positions) -> PackedBody:
     """Name the stored fields of keys and values that are both uniform as kernels name them."""
     keys, values = stored["k"], stored["v"]
     (key_scale,), (key_low,), (value_scale,), (value_low,) = (

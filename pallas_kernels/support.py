@@ -136,19 +136,10 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("kvquant", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES, FEW),
     KernelForm("exact"): _fixed(64),
     KernelForm("exact", head_dim=64): _fixed(16),
-    KernelForm("commvq", 1, 1): _fixed(4),
-    KernelForm("commvq", 2, 2): _fixed(4),
-    KernelForm("commvq", 1, 1, 64): _fixed(4),
-    KernelForm("commvq", 2, 2, 64): _fixed(4),
     KernelForm("higgs", 2, 2): _fixed(8),
     KernelForm("higgs", 3, 3): _fixed(4),
     KernelForm("higgs", 4, 4): _fixed(4),
     KernelForm("higgs", 2, 2, 64): _fixed(4),
-    KernelForm("xquant", 2, 2): _fixed(8),
-    KernelForm("xquant", 3, 3): _fixed(8),
-    KernelForm("xquant", 4, 4): _fixed(8),
-    KernelForm("xquant", 4, 4, qk_norm=True): _fixed(8),
-    KernelForm("xquant", 4, 4, 64): _fixed(8),
 }
 
 

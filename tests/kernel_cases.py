@@ -219,14 +219,14 @@ def check_equal(got: Partial, want: Partial) -> None:
     assert np.isfinite(want.lse).any()
 
 
-def agree(got: Partial, want: Partial, key, value, q, epsilon: float = 2.0**-23):
-    """|error| of a score <= ~ D eps |q||k|/sqrt(D); that of the output <= 2 max|v| times it
+def agree(got: Partial, want: Partial, key, value, q):
+    """|error| of a score <= ~ D eps |q||k|/sqrt(D), eps = 2^-23; that of the output <= 2 max|v| times it
     (softmax is 1-Lipschitz in the largest score error), plus the rounding of the sum itself. A
     factor of 2 stands for the order of additions."""
     scores = (
         jnp.linalg.norm(q, axis=-1).max() * jnp.linalg.norm(key, axis=-1).max() / q.shape[-1] ** 0.5
     )
-    bound = float(2 * epsilon * q.shape[-1] ** 0.5 * scores)
+    bound = float(2.0**-22 * q.shape[-1] ** 0.5 * scores)
     np.testing.assert_allclose(got.lse, want.lse, atol=bound, rtol=0)
     np.testing.assert_allclose(
         got.out, want.out, atol=2 * float(jnp.abs(value).max()) * bound, rtol=0

@@ -402,9 +402,7 @@ def _kernel_chip(ask: Ask) -> str | None:
         return None
     if not is_linear(ask) or ask.softcap is not None:
         return None
-    if shared_values(ask) is not ask.run.wiring.fast.shared:
-        # The caller maps the kernel's sums by `shared.finish`. The kernel sums the vectors of
-        # `Fast.shared`, or where that is None the heads' own values.
+    if shared_values(ask) is not None:  # kernels sum the heads' own values
         return None
     chip = path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted)
     return None if chip == "reference" else chip
@@ -422,8 +420,7 @@ def _reads_words(ask: Ask) -> bool:
         isinstance(fast.packed.spec, PackedSpec) and fast.packed.spec.plain
     ):
         return False
-    # As for a kernel, whose sums are mapped by `shared.finish`.
-    return is_linear(ask) and ask.length <= MOST_BY_WORDS and shared_values(ask) is fast.shared
+    return is_linear(ask) and ask.length <= MOST_BY_WORDS and shared_values(ask) is None
 
 
 def _as_stored(ask: Ask) -> bool:
@@ -478,9 +475,8 @@ def reader_of(ask: Ask) -> str:
 def reads_pages(reader: str, ask: Ask) -> bool:
     """Say whether a reader of a body in pages goes from page to page. Otherwise it wants a row's
     pages side by side."""
-    packed = ask.run.wiring.fast.packed
     if reader == "kernel":
-        return packed is not None and takes_pages(packed.spec, _kernel_chip(ask), ask.run.page)
+        return takes_pages(_kernel_chip(ask), ask.run.page)
     by_blocks = reader in ("blocks", "coefficients")
     return by_blocks or (reader == "stored" and not reads_by_heads(ask))
 

@@ -66,8 +66,7 @@ from kvqjax.model.rope import following
 from kvqjax.ops.layout import block_tokens
 from kvqjax.ops.packing.base import PLANE, split_bits
 from kvqjax.pallas_kernels.adapters import Packed
-from kvqjax.pallas_kernels.chips import family
-from kvqjax.pallas_kernels.dispatch import least_page
+from kvqjax.pallas_kernels.chips import TILE, family
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import SPLASH, form_of
 from kvqjax.pallas_kernels.packed import PackedSpec
@@ -460,17 +459,11 @@ def page_for(layout: CacheLayout) -> int:
     whole, so that no page ends within one."""
     runs, least = runs_of(layout), LEAST_PAGE
     block = math.lcm(PLANE, *(run.block for run in runs))  # all runs have pages of one length
-    if family(layout.target) == "tpu":
-        least = max(
-            [
-                least,
-                *(
-                    least_page(run.wiring.fast.packed.spec)
-                    for run in runs
-                    if run.wiring.fast.packed
-                ),
-            ]
-        )
+    if family(layout.target) == "tpu" and any(run.wiring.fast.packed for run in runs):
+        # A kernel's tile lies in one page. By estimate a grid step has an overhead of a third of a
+        # microsecond, in which a v6e's memory brings the codes of 1000 keys and values of 1024
+        # channels at 2 bits. Smaller tiles would wait for the grid.
+        least = TILE
     return -(-least // block) * block
 
 

@@ -263,7 +263,7 @@ def packed_view(view: LayerView, tokens: NewTokens) -> PackedView:
     assert packed is not None
     # Kernels rotate keys that are stored before RoPE by the positions at which blocks begin.
     first = run.deal.tokens(jnp.arange(0, run.slots_here, run.block)) + view.sinks
-    body = packed.body(view.weights, view.constants, view.state.body, first)
+    body = packed.body(view.constants, view.state.body, first)
     stop = jnp.broadcast_to(body_tokens(run, view.state)[:, None], tokens.positions.shape)
     if run.sliding is None:
         start = jnp.zeros_like(stop)

@@ -1,7 +1,6 @@
 """List every kernel that concerns a chip, each with its verdict, and compare with float64 what
 decoding uses there where no kernel does: XLA's path over the form that the chip stores."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,9 +48,7 @@ METHODS = (
     "kvarn:bits=4,value_bits=2",
     *(f"oscar:bits={bits},rotate=hadamard" for bits in (2, 4)),
     *(f"kvquant:bits={bits},outliers={share}" for share in (0, 0.01) for bits in (2, 3, 4)),
-    *(f"commvq:bits={bits}" for bits in (1, 2)),
     *(f"higgs:bits={bits}" for bits in (2, 3, 4)),
-    *(f"xquant:bits={bits},latent=true" for bits in (2, 3, 4)),
     "exact",
 )
 FEW_PLAIN = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")
@@ -65,20 +62,14 @@ PLAIN = (
 PLAIN += ("xquant:bits=4,latent=true", "kvquant:bits=2,outliers=0", "higgs:bits=4")
 
 
-def _shape(heads: int, kv_heads: int, head_dim: int, **options) -> KVShape:
+def _shape(heads: int, kv_heads: int, head_dim: int) -> KVShape:
     sizes = {"num_layers": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    return KVShape(**sizes, width=heads * head_dim, rope=RopeConfig(theta=5e5), **options)
+    return KVShape(**sizes, width=heads * head_dim, rope=RopeConfig(theta=5e5))
 
 
 SHAPES = (_shape(32, 8, 128),)  # a layer of Llama-3.1-8B
-# And of Llama-3.2-1B; 7 query heads a KV head; a head of each by itself; Qwen3's norm.
-FULL = (
-    *SHAPES,
-    _shape(32, 8, 64),
-    _shape(28, 4, 128),
-    _shape(8, 8, 128),
-    _shape(32, 8, 128, qk_norm=True),
-)
+# And of Llama-3.2-1B; 7 query heads a KV head; a head of each by itself.
+FULL = (*SHAPES, _shape(32, 8, 64), _shape(28, 4, 128), _shape(8, 8, 128))
 SMALL = (_shape(8, 2, 64),)  # on a CPU
 
 
@@ -117,10 +108,7 @@ def _level(
 def exact_milliseconds(shape: KVShape, target: str) -> float:
     """Measure a decode step's attention over exact bfloat16 keys and values by this chip's plain
     path."""
-    candidate = Candidate(
-        None, exact().layer, dataclasses.replace(shape, qk_norm=False, qkv_bias=False)
-    )
-    trial = make(candidate, 600, target, OFF, stored_form(target))
+    trial = make(Candidate(None, exact().layer, shape), 600, target, OFF, stored_form(target))
     return speed(trial, trial, TIMED).plain
 
 

@@ -160,17 +160,12 @@ def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
 
 
 def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
-    """Make up what reading a body asks of a layer's weights: dtypes of the projections, biases, and
-    the keys' norm."""
-
-    def numbers(size, around):
-        return jnp.asarray(around + 0.3 * random.normal(size=size), dtype)
-
+    """Make up what reading a body asks of a layer's weights: dtypes of the projections, and
+    biases."""
     weights = {name: jnp.zeros((), dtype) for name in ("k", "v")}
-    weights |= {
-        name: numbers(shape.kv_width, 0.0) for name in ("k_bias", "v_bias") if shape.qkv_bias
-    }
-    return weights | ({"k_norm": numbers(shape.head_dim, 1.0)} if shape.qk_norm else {})
+    for name in ("k_bias", "v_bias") if shape.qkv_bias else ():
+        weights[name] = jnp.asarray(0.3 * random.normal(size=shape.kv_width), dtype)
+    return weights
 
 
 def _sources(

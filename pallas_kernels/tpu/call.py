@@ -24,7 +24,6 @@ from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 __all__ = [
     "BY_TOKEN",
     "KEYS_BY_TOKEN",
-    "InPlace",
     "Operand",
     "Refs",
     "by_row",
@@ -51,14 +50,6 @@ class Operand(NamedTuple):
 
     array: Any
     spec: Any
-
-
-class InPlace(NamedTuple):
-    """An array that a kernel reads by blocks of `old` and writes, in place, by blocks of `new`."""
-
-    array: Any
-    old: pl.BlockSpec
-    new: pl.BlockSpec
 
 
 def fetched(row, number, ends):
@@ -176,10 +167,9 @@ def invoke(
     results: tuple[tuple[int, ...], tuple[int, ...]],
     scratch: dict[str, Any],
     *,
-    in_place: dict[str, InPlace] = {},  # noqa: B006
     name: str,
     interpret: object,
-) -> tuple[Array, ...]:
+) -> tuple[Array, Array]:
     """Run a kernel.
 
     Args:
@@ -191,28 +181,18 @@ def invoke(
         operands: What the kernel reads, by its name in `refs`; None: the kernel gets None.
         results: Shapes of `refs.out` and `refs.lse` for one step of the grid's other axes.
         scratch: Declarations of working memory, by its name in `refs`.
-        in_place: Arrays that are read and written. Their names in `refs` stand for pairs of
-            references: what is read and what is written.
         name: The kernel's name in the program.
         interpret: As in `pl.pallas_call`.
 
     Returns:
         `out` and `lse`, float32, with all axes of the grid but the last one before the shapes in
-        `results`; then the arrays `in_place`."""
-    used, lead = (
-        {name: operand for name, operand in operands.items() if operand is not None},
-        grid[:-1],
-    )
-    kept = list(in_place.values())
-    first = 2  # inputs before the arrays: `layer` and `ends`
+        `results`."""
+    used = {name: operand for name, operand in operands.items() if operand is not None}
+    lead = grid[:-1]
 
     def body(_, ends, *refs):
-        # In order: arrays in place as they are read, operands, results, arrays in place as they are
-        # written, scratch.
-        read, written = refs[: len(kept)], refs[-1 - len(kept) : -1]
-        *inputs, out, lse = refs[len(kept) : len(kept) + len(used) + 2]
-        by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | refs[-1]
-        by_name |= dict(zip(in_place, zip(read, written, strict=True), strict=True))
+        *inputs, out, lse, memories = refs
+        by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | memories
         kernel(Refs(**by_name, out=out, lse=lse), ends, plan)
 
     call = pl.pallas_call(
@@ -220,21 +200,11 @@ def invoke(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid,
-            in_specs=[
-                *(operand.old for operand in kept),
-                *(operand.spec for operand in used.values()),
-            ],
-            out_specs=[
-                *(_result(shape, len(lead)) for shape in results),
-                *(operand.new for operand in kept),
-            ],
+            in_specs=[operand.spec for operand in used.values()],
+            out_specs=[_result(shape, len(lead)) for shape in results],
             scratch_shapes=[scratch],
         ),
-        out_shape=[
-            *(jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results),
-            *(jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype) for operand in kept),
-        ],
-        input_output_aliases={first + number: len(results) + number for number in range(len(kept))},
+        out_shape=[jax.ShapeDtypeStruct((*lead, *shape), jnp.float32) for shape in results],
         # All tiles that `fetched` names lie within the arrays. Bounds checks would be scalar work
         # for every copy of every step.
         compiler_params=pltpu.CompilerParams(
@@ -245,5 +215,6 @@ def invoke(
         name=name,
         interpret=interpret,
     )
-    arrays = (operand.array for operand in (*kept, *used.values()))
-    return tuple(call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *arrays))
+    arrays = (operand.array for operand in used.values())
+    out, lse = call(jnp.asarray(layer, jnp.int32).reshape(1), ends, *arrays)
+    return out, lse

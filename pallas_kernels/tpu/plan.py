@@ -169,11 +169,6 @@ class Plan:
         )
 
     @property
-    def tile_order(self) -> np.ndarray:
-        """Token at each position of a tile, [tile]."""
-        return np.concatenate([self.order + first for first in range(0, self.tile, self.block)])
-
-    @property
     def period(self) -> int:
         """Tokens after which the order repeats itself."""
         return math.lcm(1024 // self.base, self.column)

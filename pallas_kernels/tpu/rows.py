@@ -110,24 +110,3 @@ def by_head(x: Float[Array, "B R N"], kv_heads: int, length: int) -> Float[Array
     heads."""
     x = x.reshape(x.shape[0], kv_heads, length, -1, x.shape[-1])  # [B, K, T, G, N]
     return x.transpose(0, 2, 1, 3, 4).reshape(x.shape[0], length, -1, x.shape[-1])
-
-
-def collect_groups(out, lse, length: int, plan) -> Partial:
-    """Bring the results of groups of heads back to tokens and heads.
-
-    Args:
-        out: Normalised outputs, [B, groups * rows, N].
-        lse: Their log-sum-exps, [B, groups * rows, 1]; NEVER where a row saw no token.
-        length: T, the tokens.
-        plan: Has groups of `rows` query rows. The first `used` rows of a group are queries, the
-            others are padding.
-
-    Returns:
-        Attention [B, T, H, N] and its log-sum-exp [B, T, H]."""
-
-    def used(x):
-        """Take the rows that are queries, and bring them to [B, T, H, ..]."""
-        x = x.reshape(x.shape[0], plan.groups, plan.rows, -1)[:, :, : plan.used]
-        return by_head(x.reshape(x.shape[0], -1, x.shape[-1]), plan.spec.kv_heads, length)
-
-    return Partial(used(out), used(jnp.where(lse > NEVER / 2, lse, -jnp.inf))[..., 0])

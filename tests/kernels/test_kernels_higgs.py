@@ -114,7 +114,7 @@ def drawn(case: Case):
     stop = jnp.asarray(np.stack([case.slots // 2 + 45 + later, case.slots - 8 + later]), jnp.int32)
     start = jnp.asarray(np.stack([0 * later, case.slots // 3 + later]), jnp.int32)
     spec = dataclasses.replace(packed.spec, target=case.target)
-    return spec, packed.body({}, {}, stored, first), q, start, stop, keys, decoded["v"]
+    return spec, packed.body({}, stored, first), q, start, stop, keys, decoded["v"]
 
 
 def oracle(case: Case):

@@ -332,8 +332,7 @@ def test_table_is_printed_by_form_and_chip(capsys):
     [
         (KernelForm("kivi", 4, 2, 64, group=32), "kivi 4 and 2 bits, head_dim 64, groups of 32"),
         (KernelForm("kvquant", 3, 3, outliers=True), "kvquant 3 bits, outliers"),
-        (KernelForm("xquant", 4, 4, qk_norm=True), "xquant 4 bits, QK-norm"),
-        (KernelForm("commvq", 1, 1), "commvq 1 bit"),
+        (KernelForm("exact"), "exact"),
         (KernelForm("omniscale", 4, 4, group=32), "omniscale 4 bits, groups of 32"),
         (KernelForm("kvarn", 4, 2), "kvarn 4 and 2 bits"),
         (KernelForm("oscar", 2, 2), "oscar 2 bits"),
@@ -403,7 +402,7 @@ def test_rotated_bodies_cost_a_seventh_at_most(form):
 
 
 # Records of their own, and tests of their own that the table follows from them.
-OWN_RECORD = ("xquant", "higgs", "commvq", "exact")
+OWN_RECORD = ("higgs", "exact")
 # Bundles that 512 tokens of K and V of a KV head add, head_dim 128, 8 query rows; and what a tile
 # may cost besides.
 BUDGETS = {

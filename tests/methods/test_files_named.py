@@ -19,7 +19,7 @@ LLAMA = config_of("llama-3.1-8b")
 ROOT = Path(kvq.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "method.md"
 DOORS = {"_public.py", "methods/__init__.py", "methods/registry.py"}
-KERNELS = {f"pallas_kernels/{name}.py" for name in ("dispatch", "forms", "support")}
+KERNELS = {f"pallas_kernels/{name}.py" for name in ("adapters", "dispatch", "forms", "support")}
 FAMILY = {"model/hf_families.py"}
 
 
@@ -65,14 +65,12 @@ def files_that_name(pattern: str) -> set[str]:
 def test_few_files_name_a_method_a_kernel_or_a_family():
     """In the order of the page's table."""
     kernel = {
-        file
-        for file in files_that_name(r"commvq\w*|CommVQ\w*")
-        if file.startswith("pallas_kernels/")
+        file for file in files_that_name(r"higgs\w*|Higgs\w*") if file.startswith("pallas_kernels/")
     }
     found = [files_that_name("turboquant"), kernel, files_that_name("Qwen3MoeForCausalLM")]
     own = {
         f"pallas_kernels/{name}.py"
-        for name in ("commvq", "tpu/commvq", "tpu/commvq_kernel", "tpu/commvq_plan")
+        for name in ("higgs", "tpu/higgs", "tpu/higgs_kernel", "tpu/higgs_lookup", "tpu/higgs_plan")
     }
     assert found == [DOORS | {"methods/papers/turboquant.py"}, KERNELS | own, FAMILY]
     said = re.findall(r"^\| .* \| (\d+): ", PAGE.read_text(encoding="utf-8"), flags=re.M)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,11 +100,12 @@ def test_wrong_shape_refused_in_kvqjax(installed):
 
 @pytest.mark.smoke
 def test_wrong_shape_refused_in_pallas_kernels(installed):
-    from kvqjax.pallas_kernels.commvq import decoding_matrix
+    from kvqjax.pallas_kernels.tpu.rope import angles
 
-    assert decoding_matrix(jnp.zeros((2, 1, 4, 8))).shape == (8, 2 * 2 * 4)
-    with pytest.raises(jaxtyping.TypeCheckError, match="codebook"):
-        decoding_matrix(jnp.zeros((1, 4, 8)))
+    rates = np.linspace(0.1, 1.0, 4)
+    assert angles(jnp.arange(3), rates).shape == (3, 4)
+    with pytest.raises(jaxtyping.TypeCheckError, match="positions"):
+        angles(jnp.zeros((1, 3), jnp.int32), rates)
 
 
 @pytest.mark.smoke

@@ -23,8 +23,6 @@ from kvqjax.methods.layer_cache import Clock, SharedValues, Wiring, shared_until
 from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.base import PLANE
-from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
-from kvqjax.pallas_kernels.commvq import CommVQBody, CommVQSpec, decoding_matrix
 
 # ---- The method and its options ----
 
@@ -114,36 +112,7 @@ class CommVQLayer:
             config, codecs, (Clock(("k", "v"), self.window, self.unit),), "pre", self.unbiased
         )
         shared = _summed_bits(self.bits * config.kv_width, config)
-        # No kernel reads keys without their bias.
-        biasless = self.unbiased and config.known_key_bias
-        packed = None if biasless else _packed(self.key(config), self.value(), config)
-        return wiring.having(maps={"prepare": _prepare}, fast={"packed": packed, "shared": shared})
-
-
-def _packed(key: CommVQKeys, value: CommVQValues, config: KVShape) -> Packed | None:
-    """Say how kernels read codes that all rotation pairs of a head share. None for groups of fewer
-    pairs."""
-    if (
-        key.pairs != config.head_dim // 2
-        or not turns_alike(config)
-        or (key.dtype, value.dtype) != ("bfloat16", "bfloat16")
-    ):
-        return None
-    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
-    width = value.bits * config.kv_width
-
-    def body(weights, constants, stored, positions) -> CommVQBody:
-        (prescale,), (bits,), (gain,) = (
-            stored["k"]["prescale"],
-            stored["v"]["bits"],
-            stored["v"]["gain"],
-        )
-        matrix = decoding_matrix(constants["k"]["codebook"])
-        return CommVQBody(stored["k"]["codes"], prescale, bits, gain, positions, matrix)
-
-    return Packed(
-        CommVQSpec(rounds=key.rounds, levels=key.levels, value_width=width, **heads), body
-    )
+        return wiring.having(maps={"prepare": _prepare}, fast={"shared": shared})
 
 
 def _prepare(constants):

@@ -48,9 +48,6 @@ from kvqjax.model.rope import Waves, rotate
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.packing.base import PLANE
 from kvqjax.ops.xla_workarounds import row_major
-from kvqjax.pallas_kernels.adapters import Packed, rope_of, turns_alike
-from kvqjax.pallas_kernels.latents import LatentBody, LatentSpec
-from kvqjax.pallas_kernels.packed import PackedSpec, uniform_body
 
 FIT = Fit("kvqjax.calibrate.xquant", source="weights")
 UNIT = 128  # tokens that leave the window together
@@ -142,8 +139,7 @@ class LayerInput:
             key = OutlierChannels(channels=tuple(range(self.outliers)), inner=key)
         value = quantiser(value_or(self.value_bits, self.bits), **per_token)
         codecs = {name: codec.build(width) for name, codec in (("k", key), ("v", value))}
-        wiring = latents(config, codecs, clock._replace(sources=("k", "v")))
-        return wiring.having(fast={"packed": _packed(key, value, width, config)})
+        return latents(config, codecs, clock._replace(sources=("k", "v")))
 
 
 def layer_input(config: KVShape, codec: Codec, clock: Clock) -> Wiring:
@@ -205,36 +201,6 @@ def latents(config: KVShape, codecs: dict[str, Codec], clock: Clock) -> Wiring:
         # does not read W_k, W_v.
         cost=Cost(operations=4 * rank * config.kv_width, spared=2 * width * config.kv_width),
     )
-
-
-def _packed(key: object, value: object, rank: int, config: KVShape) -> Packed | None:
-    """Say how kernels read two latents of `rank` numbers, uniform per channel and per token; None
-    for others."""
-    if not (isinstance(key, Uniform) and isinstance(value, Uniform)) or key.dtype != value.dtype:
-        return None
-    if not turns_alike(config):
-        return None
-    stored = PackedSpec(
-        key_bits=key.bits,
-        value_bits=value.bits,
-        key_group=key.group,
-        value_group=min(value.group, rank),
-        kv_heads=1,
-        head_dim=rank,
-        scales=value.dtype,
-    )
-    heads = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "rope": rope_of(config)}
-    epsilon = config.norm_eps if config.qk_norm else 0.0
-
-    def body(weights, constants, stored, positions) -> LatentBody:
-        arrays = uniform_body(weights, constants, stored, positions)
-        up = constants["k"]["up"].astype(weights["k"].dtype)
-        gain = weights.get("k_norm")
-        if gain is not None and config.norm_offset:
-            gain = gain.astype(jnp.float32) + config.norm_offset
-        return LatentBody(arrays, positions, up, weights.get("k_bias"), gain)
-
-    return Packed(LatentSpec(stored=stored, epsilon=epsilon, **heads), body)
 
 
 # ---- Keys and values made anew from a layer's input (XQuant-CL does so too) ----
