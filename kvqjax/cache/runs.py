@@ -60,7 +60,7 @@ from kvqjax.codecs.uniform import GroupError
 from kvqjax.methods import parse
 from kvqjax.methods.grammar import read_text
 from kvqjax.methods.layer_cache import Clock, Wiring
-from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.methods.spec import LayerSpec, Method, wiring_of
 from kvqjax.model.config import KVShape
 from kvqjax.model.rope import following
 from kvqjax.ops.layout import block_tokens
@@ -93,7 +93,7 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
     try:
         # The form is chosen first: kernels read planes, so that a body in another form may use
         # none.
-        wiring = _in_form(_resolved(spec.build(shape), layout.dtype), layout, shape)
+        wiring = _in_form(_resolved(wiring_of(spec, shape), layout.dtype), layout, shape)
         if wiring.fast.packed is not None:
             wiring = wiring.having(fast={"packed": _with_kernels(wiring.fast.packed, layout)})
         # A body's block holds consecutive positions, whose cosines a CPU makes from those of the

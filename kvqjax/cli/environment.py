@@ -29,6 +29,10 @@ GPU_PLUGINS = (
 )
 _bounded: set[Path] = set()  # folders of programs that are ours
 _troubles: set[Path] = set()  # folders of which a line was said
+OTHER_FILE = {
+    "cache": "atime",
+    "atime": "cache",
+}  # JAX's two files of a program, KEY-cache and KEY-atime
 LOCKED_SECONDS = 5  # that another run may take to write a program
 # A run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more.
 MOST_BYTES = 2 * 2**30
@@ -158,13 +162,12 @@ def _clear_remains(folder: Path) -> None:
         with FileLock(
             folder / ".lockfile", timeout=LOCKED_SECONDS
         ):  # JAX's: another run may write just now
-            programs = {path.name.removesuffix("-cache"): path for path in folder.glob("*-cache")}
-            times = {path.name.removesuffix("-atime"): path for path in folder.glob("*-atime")}
-            for key in programs.keys() | times.keys():
-                paths = [place[key] for place in (programs, times) if key in place]
-                if len(paths) < 2 or not all(path.stat().st_size for path in paths):
-                    for path in paths:
-                        path.unlink()
+            names = [name for name in os.listdir(folder) if name.endswith(("-cache", "-atime"))]
+            sizes = {name: (folder / name).stat().st_size for name in names}
+            for name, size in sizes.items():
+                key, _, part = name.rpartition("-")
+                if not (size and sizes.get(f"{key}-{OTHER_FILE[part]}")):
+                    (folder / name).unlink()
     except OSError as error:  # Timeout is one too
         _say_trouble(folder, f"{type(error).__name__}: {error}")
 

@@ -18,9 +18,9 @@ from kvqjax.cache.accounting import Ledger, array_bytes, ledger
 from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.readers.decoded import read_at_a_time
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import allocate_cache
+from kvqjax.cache.state import Cache, allocate_cache
 from kvqjax.hardware.devices import DEVICES, GIB, Device
-from kvqjax.methods import MethodLike, parse
+from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import CODED_WEIGHTS
 from kvqjax.model.weight_codes import CodedWeight, code_weight
@@ -48,22 +48,28 @@ ALONE = MeshSize()
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Bytes on one device: weights, calibrated constants, its part of the cache, and the workspace
-    of a decode step. `book` is the whole cache by class, of all devices. Of the weights, one token
+    of a decode step. `state` is the whole cache of all devices as shapes. Of the weights, one token
     at least reads `read` bytes and is multiplied by `multiplied` numbers: a looked-up embedding and
     the experts that the token passes by count in neither.
     """
 
     weights: int
+    read: int
+    multiplied: int
     constants: int
     cache: int
     workspace: int
-    book: Ledger
-    read: int
-    multiplied: int
+    state: Cache
 
     @property
     def total(self) -> int:
         return self.weights + self.constants + self.cache + self.workspace
+
+    @functools.cached_property
+    def book(self) -> Ledger:
+        """The whole cache by class, of all devices. Made only where it is asked for: a search for
+        the longest context makes many plans and wants their totals."""
+        return ledger(self.state)
 
 
 @functools.lru_cache(maxsize=16)
@@ -122,9 +128,20 @@ def _share(rules: Rules, params: dict) -> dict:
     return rules.shares(jax.tree.map(every, specs, params), specs)
 
 
-def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) -> tuple[int, int]:
-    """Bytes that a step reads of a device's `share` of the weights, and numbers by which a token is
-    multiplied."""
+@functools.lru_cache(maxsize=16)
+def _rules(config: ModelConfig, method: Method, mesh: MeshSize) -> Rules:
+    """Choose the rules of a plan, which are the same for every length and number of rows."""
+    return rules_for(config, method, mesh, devices=())
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(
+    config: ModelConfig, rules: Rules, dtype: str, weights: str | None
+) -> tuple[int, int, int]:
+    """Count bytes of a device's share of the weights, bytes that a step reads of it, and numbers by
+    which a token is multiplied: the same for every length, too."""
+    params = parameter_shapes(config, dtype)
+    share = _share(rules, parameter_shapes(config, dtype, weights))
     size = rules.size(rules.vocabulary)
     idle = config.idle_numbers // rules.size(rules.width)
     numbers = sum(
@@ -137,7 +154,8 @@ def _multiplied(config: ModelConfig, rules: Rules, params: dict, share: dict) ->
         math.prod(params["layers"][name].stack.shape) for name in by_expert
     ) // rules.size(rules.width)
     bytes_of_idle = round(array_bytes(by_expert) * idle / all_experts) if all_experts else 0
-    return array_bytes(share) - bytes_of_table - bytes_of_idle, numbers - table - idle
+    total = array_bytes(share)
+    return total, total - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
 def _whole_body_bytes(run: RunLayout, batch: int, item: int) -> int:
@@ -202,26 +220,24 @@ def plan_memory(
     layers' matrices as `weights` "int8" or "int4" codes if so wanted. Rows are rounded up to what
     the mesh can share out."""
     method = parse(method)
-    rules = rules_for(config, method, mesh, devices=())
+    rules = _rules(config, method, mesh)
     rows = -(-batch // mesh.data)
     layout = CacheLayout(
         shape=config.kv_shape, method=method, capacity=context, dtype=dtype, form=form
     )
     layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
-    params = parameter_shapes(config, dtype)
-    share = _share(rules, parameter_shapes(config, dtype, weights))
-    read, multiplied = _multiplied(config, rules, params, share)
+    total, read, multiplied = _weights(config, rules, dtype, weights)
     return Plan(
-        weights=array_bytes(share),
+        weights=total,
+        read=read,
+        multiplied=multiplied,
         constants=array_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
         cache=array_bytes(rules.shares(cache, rules.cache(cache))),
         workspace=_workspace(
             rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)
         ),
-        book=ledger(cache),
-        read=read,
-        multiplied=multiplied,
+        state=cache,
     )
 
 

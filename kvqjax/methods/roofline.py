@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kvqjax.codecs import bits_per_value
 from kvqjax.methods.layer_cache import Wiring
-from kvqjax.methods.spec import LayerSpec, Method
+from kvqjax.methods.spec import LayerSpec, Method, wiring_of
 from kvqjax.model.config import KVShape, ModelConfig
 
 Number = int | float
@@ -38,9 +38,9 @@ class StepCost(NamedTuple):
 
 
 def _wirings(method: Method, config: KVShape) -> list[Wiring]:
-    """Build every layer's wiring, those of one spec once."""
-    built = {spec: spec.build(config.layer(0)) for spec in dict.fromkeys(method.layers(config))}
-    return [built[spec] for spec in method.layers(config)]
+    """Give every layer's wiring."""
+    shape = config.layer(0)
+    return [wiring_of(spec, shape) for spec in method.layers(config)]
 
 
 def flops_per_token(method: Method, config: KVShape) -> int:
@@ -68,7 +68,7 @@ def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     """Sum one layer of one decode step, calibrated constants as 16-bit weights."""
-    wiring = spec.build(config.layer(0))
+    wiring = wiring_of(spec, config.layer(0))
     bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
     matrices = config.attention_numbers + config.mlp_numbers - wiring.cost.spared
     matrices += sum(
@@ -79,8 +79,9 @@ def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
 
 def step_cost(method: Method, config: ModelConfig) -> StepCost:
     """Sum all layers of one decode step."""
-    costs = [layer_cost(spec, config) for spec in method.layers(config)]
-    _, cached, weights = (sum(part) for part in zip(*costs, strict=True))
+    specs = method.layers(config)
+    costs = {spec: layer_cost(spec, config) for spec in dict.fromkeys(specs)}
+    _, cached, weights = (sum(part) for part in zip(*map(costs.__getitem__, specs), strict=True))
     return StepCost(flops_per_token(method, config), cached, weights)
 
 

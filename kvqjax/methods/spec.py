@@ -76,6 +76,12 @@ class LayerSpec(Protocol):
     def build(self, config: KVShape) -> Wiring: ...
 
 
+@functools.lru_cache(maxsize=256)
+def wiring_of(spec: LayerSpec, shape: KVShape) -> Wiring:
+    """Build a layer's wiring. Kept, because planning asks for the same one for every length."""
+    return spec.build(shape)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """A description of how every layer caches. Methods are equal when they cache alike, whatever

@@ -268,8 +268,7 @@ class Rules:
         part does not split it again. Along its `heads_over`, devices with different heads agree on
         which tokens are finite."""
         axes = self.sequence if layout.dealt > 1 else ()
-        shape = _share(layout.shape, self.size(self.kv_heads))
-        shape = dataclasses.replace(shape, recurrent=self._local_recurrent(layout.shape))
+        shape = _share(layout.shape, self.size(self.kv_heads), self._local_recurrent(layout.shape))
         heads = self.width if self.size(self.width) > 1 else ()
         return dataclasses.replace(
             layout, shape=shape, dealt_over=axes, heads_over=heads, rules=None
@@ -308,10 +307,15 @@ class Rules:
         return dataclasses.replace(layout, dealt=self.size(self.sequence))
 
 
-def _share(shape: KVShape, parts: int) -> KVShape:
-    """Give the shape of one of `parts` devices that share out the heads."""
+@functools.lru_cache(maxsize=64)
+def _share(shape: KVShape, parts: int, recurrent: RecurrentConfig | None) -> KVShape:
+    """Give the shape of one of `parts` devices that share out the heads, with the recurrent layers
+    of one device. Kept, because planning asks for the same one for every length."""
     return dataclasses.replace(
-        shape, num_heads=shape.num_heads // parts, num_kv_heads=shape.num_kv_heads // parts
+        shape,
+        num_heads=shape.num_heads // parts,
+        num_kv_heads=shape.num_kv_heads // parts,
+        recurrent=recurrent,
     )
 
 
@@ -330,7 +334,8 @@ def shares_heads(layout: CacheLayout, parts: int) -> bool:
     if parts == 1:
         return True
     try:
-        local = runs_of(dataclasses.replace(layout, shape=_share(layout.shape, parts)))
+        shape = _share(layout.shape, parts, layout.shape.recurrent)
+        local = runs_of(dataclasses.replace(layout, shape=shape))
     except UserError:  # a codec that cannot be built for so few channels
         return False
     runs = zip(runs_of(layout), local, strict=True)

@@ -1,6 +1,9 @@
-"""How many files a reader opens to follow one decode step: those that tracing it passes through."""
+"""How many files a reader opens to follow one decode step, those that tracing it passes through;
+and how many functions a plan calls."""
 
+import dataclasses
 import sys
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,29 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.model.loading import config_of
+
+
+def calls_in(call) -> Counter[str]:
+    """How many functions of each of the library's files are called while `call` runs."""
+    found: Counter[str] = Counter()
+
+    def note(frame, event, _):
+        module, file = frame.f_globals.get("__name__", ""), frame.f_globals.get("__file__")
+        if (
+            event == "call"
+            and module.split(".")[0] == "kvqjax"
+            and frame.f_code.co_filename == file
+        ):
+            found[module] += 1
+
+    old = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(old)
+    return found
 
 
 def files_of(call, spec: str, length: int) -> set[str]:
@@ -22,24 +48,7 @@ def files_of(call, spec: str, length: int) -> set[str]:
         return jax.eval_shape(lambda *x: call(*x), *arguments)
 
     trace()
-    found = set()
-
-    def note(frame, event, _):
-        module, file = frame.f_globals.get("__name__", ""), frame.f_globals.get("__file__")
-        if (
-            event == "call"
-            and module.split(".")[0] == "kvqjax"
-            and frame.f_code.co_filename == file
-        ):
-            found.add(module)
-
-    old = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        trace()
-    finally:
-        sys.setprofile(old)
-    return found
+    return set(calls_in(trace))
 
 
 # These numbers may only fall.
@@ -54,3 +63,12 @@ def test_a_prompt_passes_through_few_files():
     found = files_of(kvq.prefill, "kivi:bits=2,window=32", 200)
     assert {"kvqjax.step.prompt", "kvqjax.cache.append"} <= found
     assert len(found) <= 21, "\n".join(sorted(found))
+
+
+def test_a_plan_makes_few_calls():
+    """A search for the longest context plans some twenty lengths: what depends on no length is
+    computed once."""
+    # A vocabulary that no other test plans, so that nothing of it was kept.
+    config = dataclasses.replace(config_of("llama-3.1-8b"), vocab_size=128_002)
+    found = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
+    assert sum(found.values()) <= 6_300, found.most_common(5)

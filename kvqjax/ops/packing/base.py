@@ -88,6 +88,7 @@ def slot_rows(count: int, dtype: str) -> int:
     return count * (jnp.dtype(dtype).itemsize // 2 + 1)
 
 
+@functools.cache
 def number_bits(dtype) -> int:
     """Count the bits of one stored number. XLA packs numbers narrower than a byte; `itemsize` says
     a byte for each."""
