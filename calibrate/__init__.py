@@ -271,7 +271,6 @@ def with_constants(
 
     Args:
         model: the model without constants.
-        methods: the methods.
         folders: folders of artifacts. Each artifact must serve a method.
 
     Returns:

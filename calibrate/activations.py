@@ -161,9 +161,7 @@ def activations(
     length.
 
     Args:
-        params: the model's weights.
         tokens: the sequences.
-        config: the model's config.
         rope: "pre" for keys before RoPE, "post" for keys after it.
         gradients: whether F is wanted, which takes a backward pass.
         turn: as in `Sequences`.

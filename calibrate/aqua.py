@@ -114,10 +114,8 @@ def _layer_pass(
     """Run one clean layer on one sequence.
 
     Args:
-        model: the model.
         layout: of the cache.
         number: of the layer's run.
-        index: of the layer.
         h: its input, [1, T, E].
         last: whether no layer is above.
         transformed: whether a source is coded by a transform, which needs the queries' moments.
@@ -374,7 +372,6 @@ def fit(
 
     Args:
         data: the activations of the layers.
-        recipe: the settings.
         state: a file that keeps the progress after every layer. A run that was killed continues
             from it.
         advance: advance(steps, total) is called after every layer.

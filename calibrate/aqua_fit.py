@@ -387,7 +387,6 @@ def fit_linear(
     Args:
         layer: its `predictor` is the kind, its `rank` that of "low_rank".
         moments: of inputs and outputs.
-        recipe: the settings.
         dtype: the model's compute dtype.
 
     Returns:
@@ -458,7 +457,6 @@ def _fit_source(
         layer: its spec.
         inputs: inputs(i) gives the inputs [n, I] of sequence i.
         y: the outputs of all sequences, [N, n, O].
-        recipe: the settings.
         dtype: the model's compute dtype.
         seed: of an MLP's first weights.
 
@@ -539,7 +537,6 @@ def fit_layer(
         layer: with codecs whose sizes are known (`AquaLayer.sized`).
         exact: keys and values of this layer.
         below: the reconstructions of the layer below for the same tokens.
-        recipe: the settings.
         dtype: the model's compute dtype.
         exact_below: the exact keys and values of the layer below, used only where `recipe.clean` is
             set.

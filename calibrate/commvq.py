@@ -192,7 +192,6 @@ def fit(
     Args:
         data: the activations of the layers.
         method: says which layers are CommVQ's, and how many rounds and bits they have.
-        recipe: the settings.
         state: a file that keeps the progress after every layer. A run that was killed continues
             from it.
         advance: advance(number, total) is called after each round of EM and each part of a

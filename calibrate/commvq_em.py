@@ -288,7 +288,6 @@ def fit_keys(
     Args:
         key: of all random numbers.
         k: keys before RoPE, all heads. Tokens beyond a multiple of `settings.batch` are left out.
-        spec: the codec's sizes.
         settings: of every round.
         report: `report(round, fit)` is called after each round, with errors and iterations of all C
             groups.

@@ -97,13 +97,7 @@ def work(spec: CommVQValues, shape: KVShape, length: int, settings: ValueSetting
     encoder, codebook, attention and output projection.
 
     Args:
-        spec: the codec.
-        shape: the model's.
         length: tokens of a sequence.
-        settings: of the training.
-
-    Returns:
-        The number of operations.
     """
     # Multiply-accumulates of one token, forward
     shapes = spec.shapes(shape.kv_width)
@@ -157,8 +151,6 @@ def start(
     Args:
         key: of the random weights of hidden units that the transform does not need.
         v: the values to learn.
-        spec: the codec.
-        settings: of the training.
 
     Returns:
         Parameters, the optimizer's state and the channels' scale, at step 0.
@@ -286,7 +278,6 @@ def train(
         key: of all random numbers. Those of a step depend on the key and the step's number alone.
         state: after the steps so far.
         data: the layer's activations on all sequences.
-        settings: of the training.
         count: of steps. It is data, so that one compiled program serves every number.
         seen: what the layer's attention does.
 

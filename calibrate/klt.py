@@ -114,7 +114,6 @@ def key_costs(
 
     Args:
         moments: of the queries (`query_moments`).
-        shape: of the layer.
         length: T, the tokens of a sequence.
 
     Returns:
@@ -379,7 +378,6 @@ def costs_of(
     Args:
         moments: of the queries (`query_moments`); no heads where they are not known.
         outputs: the output projection.
-        shape: of the layer.
         length: T, the tokens of a sequence.
 
     Returns:

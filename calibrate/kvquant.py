@@ -211,9 +211,6 @@ def tally(
         value_slots: outlier slots of a token's values.
         dtype: of the values' stored scales.
         objective: as in `Recipe`.
-
-    Returns:
-        The sums.
     """
 
     def layer(xs):
@@ -441,7 +438,6 @@ def fit(
     Args:
         data: the sequences.
         method: with layers of KVQuant.
-        recipe: the settings.
         state: a file that keeps the progress after every sequence. A run that was killed continues
             from it.
         advance: advance(steps, total) is called after every sequence of either pass.

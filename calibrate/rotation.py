@@ -163,9 +163,7 @@ def _moments(
     """Compute what one sequence adds to the sums.
 
     Args:
-        params: the model's weights.
         tokens: of the sequence.
-        config: the model's.
         values: as in `Recipe`.
         sinks: first tokens that are left out.
         unbiased: whether the cache keeps keys without the model's bias.

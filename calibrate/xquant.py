@@ -54,9 +54,6 @@ def shared_map(
         space: "norm": U is that of [W_k | W_v]. "residual", where the residual stream is cached:
             that of diag(gain) [W_k | W_v].
         norm_offset: the gain is the norm's weight plus this.
-
-    Returns:
-        The basis.
     """
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
     if space == "residual":

@@ -37,7 +37,6 @@ def at_once(spec: Spec, group: int, length: int = 1) -> int:
     """Choose how many query heads of a KV head one call of the kernel takes.
 
     Args:
-        spec: The form of the body.
         group: Query heads of a KV head, G.
         length: New tokens, T.
 
@@ -57,9 +56,7 @@ def path(spec: Spec, group: int, slots: int, length: int = 1, trusted: bool = Fa
     """Name what computes a call: "tpu" or "gpu" for a kernel, or "reference".
 
     Args:
-        spec: The form of the body.
         group: Query heads of a KV head.
-        slots: Slots of the body.
         length: New tokens.
         trusted: True takes the kernel at any level of the table: this chip checked it, or the user
             forces it. False takes it only where the table's level says that it is right.

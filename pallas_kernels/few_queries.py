@@ -48,10 +48,8 @@ def scores(
     Args:
         q: scaled queries.
         words: for each plane set, the words of a token's head.
-        bits: of a code.
         scale: of every channel in each of g groups of tokens; finite.
         low: minima likewise.
-        seen: the tokens that each query sees.
 
     Returns:
         The scores; -inf where a query does not see the token.
@@ -97,7 +95,6 @@ def weighted(
     Args:
         weights: of every query and token.
         words: for each plane set, 32 words of every channel at a time, in the order of tokens.
-        bits: of a code.
         scale: of every token in each of the V slices of a head's channels; finite.
         low: minima likewise.
 

@@ -31,7 +31,6 @@ class KernelForm:
     """Name one kernel form. `str` gives the printed name.
 
     Attributes:
-        method: The method's name.
         key_bits: Bits of a key's codes per channel; EXACT where keys are not coded.
         value_bits: Bits of a value's codes likewise.
         head_dim: Channels of a head.

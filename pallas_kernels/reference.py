@@ -63,12 +63,9 @@ def packed_attention(
 
     Args:
         q: queries, rotated by RoPE, and not yet multiplied by D^-1/2.
-        body: the stored fields of one run of layers.
-        layer: the layer's number in the run.
         start: the first body token that query t of row b sees; 0 without a sliding window.
         stop: one past the last body token that the query sees: for a decode step the row's body
             tokens. A query sees nothing where `start` >= `stop`.
-        spec: the static description of the body.
         softcap: caps the scores (`kvqjax.ops.attention.capped`); None: no cap.
         pages: where it is given, the body's rows are pages of S tokens, and row b's tokens lie in
             pages[b, 0], pages[b, 1], ... in this order; -1 stands for no page.
@@ -126,11 +123,8 @@ def _over_pages(
     Args:
         grouped: the scaled queries, as `_grouped` gives them.
         body: the stored fields, whose rows are pages of S tokens.
-        layer: the layer's number in the run.
         start: the first body token that each query sees.
         stop: one past the last body token that each query sees.
-        spec: the static description of the body.
-        softcap: caps the scores, or None.
         pages: the pages of each row, in the order of its tokens; -1: none.
 
     Returns:
@@ -180,7 +174,6 @@ def at_once(spec: PackedSpec, queries: int, slots: int) -> int:
     """Choose how many tokens of a row are decoded in one turn of the loop.
 
     Args:
-        spec: the static description of the body.
         queries: of a row, times the query heads.
         slots: the slots of a row, or of a page.
 
@@ -363,11 +356,7 @@ def _scores(
 
     Args:
         q: scaled queries.
-        block: the block whose keys are read.
         seen: the tokens that each query row sees, the same for all KV heads.
-
-    Returns:
-        The scores, without a cap.
     """
     scale, low = block.of_keys("key_scale", q), block.of_keys("key_low", q)
     if _are_few(q.shape[2], block.spec):
@@ -391,7 +380,6 @@ def _weighted(
     Args:
         weights: of every query row and token of the block.
         q: the queries, an array that is there before the weights are.
-        block: the block whose values are read.
 
     Returns:
         The sums. The last axis has the sums of every 32nd token apart for few queries, and one
@@ -428,12 +416,7 @@ def _attend_block(
         state: (running maximum [B, K, M], running sum of the weights [B, K, M], running sums of the
             values [B, K, M, D, _]), as `_unseen` begins it.
         q: scaled queries.
-        block: the block of tokens.
         seen: the tokens that each of the T queries sees.
-        softcap: caps the scores, or None.
-
-    Returns:
-        The state after the block.
     """
     peak, total, acc = state
     # The G rows of one token see the same tokens.

@@ -146,7 +146,6 @@ def splash_attention(
     """Attend with T queries of every row to S keys.
 
     Args:
-        q: The queries.
         k: Keys by head: N = B * K.
         v: Values likewise.
         newest: The newest key that each query sees; -1: it sees none.

@@ -217,16 +217,12 @@ def scored(
     """Score candidates in every layer.
 
     Args:
-        model: the model.
         candidates: methods of one kind of layer each, without a carry.
         yardstick: the number of the candidate whose outputs go through the layers above.
         learnt: sequences that candidates are calibrated on.
         held_out: sequences that they are scored on.
         state: a file that keeps the progress after every layer.
         advance: advance(steps, total) is called after every layer.
-
-    Returns:
-        The scores.
     """
     config = model.config
     params = stacked(model.params)

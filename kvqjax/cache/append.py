@@ -192,7 +192,6 @@ def cut_tile(x, at, row, start, size: int):
     Args:
         x: An array [..., B, S, W].
         at: The indices of the axes before the rows.
-        row: The row.
         start: The first token's place among the S.
         size: How many tokens. Static.
 
@@ -210,7 +209,6 @@ def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
         window: One source's window, [..., B, C, W]: a ring in which body token t is in slot t % C.
         new: Its new tokens, [..., B, T, W]. The first of them is body token `body_length`.
         at: The indices of the axes before the rows.
-        row: The row.
         token: The first body token, a multiple of `unit`, and of `size` where the tile is one unit.
         size: How many tokens. Static.
         body_length: How many body tokens the row held before the call.
@@ -242,13 +240,11 @@ def encode_tile(
     """Encode one tile of the clock's sources and store it in the body.
 
     Args:
-        run: The run's plan.
         body: The run's body, {source: {field: arrays}}.
         at: (layer, row).
         clock: The clock whose sources the tile holds.
         slot: The first body slot. In a ring it is taken modulo the ring's length.
         tile: [size, W] per source.
-        constants: The layer's calibrated constants.
         carry: What the layer below passed on for these tokens, [size, W] by name.
         pages: Where the slots of every row are, unless they are the row's own.
 
@@ -276,14 +272,10 @@ def store_fields(
     """Store every field of the clock's sources as `put(field, stored, tile)` does.
 
     Args:
-        run: The run's plan.
         body: {source: {field: arrays}}.
         clock: The clock whose sources are stored. Other sources stay as they are.
         payload: What to store, {source: {field: tile}}.
-        put: Stores a tile in the arrays of its field.
-
-    Returns:
-        The body."""
+        put: Stores a tile in the arrays of its field."""
     for source in clock.sources:
         fields = run.wiring.storage.codecs[source].fields
         stored = {
@@ -337,7 +329,6 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
 
     Args:
         schedule: The schedule of the tiles.
-        row: The row.
         most: As in `encode_due`.
         body_fn: Encodes the tile that begins with unit number `unit` and has `size` tokens.
         state: What the first call is given."""
@@ -404,14 +395,11 @@ def flush_layer(
     """Encode what is due of one layer of a fresh prompt, row by row.
 
     Args:
-        run: The plan of the layer's run.
         body: The run's body, {source: {field: arrays}}.
-        layer: The layer's number in the run.
         new: The prompt's tokens [B, T, W] per source.
         first: Which body token the first of them is, [B]: minus the sinks where `new` is the whole
             prompt, 0 where it is the tokens that the body keeps (kvqjax/cache/eviction.py).
         schedules: The units to encode, one schedule for each clock.
-        constants: The layer's calibrated constants.
         carry: What the layer below passed on for each of these tokens, [B, T, W] by name.
         pages: The pages of every row, where the body lies in pages.
 
@@ -631,7 +619,6 @@ def _put_back(run, window, new, recon, layer, row, token, size, body_length):
     """Replace encoded tokens by their reconstruction in the window and among the new tokens.
 
     Args:
-        run: The run's plan.
         window: The run's window, [L, B, C, W] per source.
         new: The run's new tokens, [L, B, T, W] per source.
         recon: The reconstruction of a tile, [size, W] per source.
@@ -743,7 +730,6 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
     """Put new tokens into sinks and window. Units that are due must have been encoded before.
 
     Args:
-        run: The run's plan.
         state: What the run holds; `flushed` is already up to date.
         new: The new tokens, [L, B, T, W] per source.
         lengths: How many tokens each row held before the call, sinks included, [B].

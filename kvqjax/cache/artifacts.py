@@ -147,9 +147,6 @@ def read_description(path: Path, kind: str) -> dict[str, Any]:
         path: of the folder.
         kind: the kind that is wanted (`KINDS`).
 
-    Returns:
-        The description.
-
     Raises:
         UserError: there is none, or it is of another kind or format, or lacks a field of its kind.
     """

@@ -71,8 +71,6 @@ def attend_tokens(
 
     Args:
         q: The queries, rotated by RoPE, and not yet multiplied by D^-1/2.
-        view: The layer, and the sources of its new tokens.
-        tokens: What all layers know of the new tokens.
         recode: As in `attend_exact`.
         tile: The layer below's carry of the tokens that fall due in this call, [B, units, u, W] by
             name.
@@ -119,8 +117,6 @@ def attend_exact(
 
     Args:
         q: The queries, as in `attend_tokens`.
-        view: The layer, and the sources of its new tokens.
-        tokens: What all layers know of the new tokens.
         recode: Whether query t sees a token as encoded if decoding one token at a time would have
             encoded it before query t (docs/design.md, idea 2).
         carry: With `recode`, the layer below's carry of the tokens that fall due in this call.
@@ -205,8 +201,6 @@ def attend_body(q, view: LayerView, tokens: NewTokens, carry: Carry) -> tuple[Pa
 
     Args:
         q: The queries [B, T, H, D], rotated by RoPE, and not yet multiplied by D^-1/2.
-        view: The layer.
-        tokens: What all layers know of the new tokens.
         carry: The layer below's carry of every body token, [B, slots_here, W] by name.
 
     Returns:
@@ -248,8 +242,6 @@ def encoded_in_draft(
     Units are encoded row by row and one by one, exactly as `commit` will encode them.
 
     Args:
-        view: The layer, and the sources of its new tokens.
-        tokens: What all layers know of the new tokens.
         sources: Sinks, window slots and new tokens side by side, [B, N, W] per source
             (`side_by_side`).
         clock: The clock whose units are meant.

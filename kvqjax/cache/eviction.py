@@ -62,10 +62,7 @@ def newest_of_prompt(cache: Cache, counts: Int[Array, " B"], length: int) -> New
     Args:
         cache: An empty cache that evicts tokens.
         counts: How many of the prompt's tokens are valid in each row.
-        length: T, the tokens of the prompt, those that are not valid included.
-
-    Returns:
-        The tokens."""
+        length: T, the tokens of the prompt, those that are not valid included."""
     run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
     clock, slots = run.wiring.storage.clocks[0], cache.kept["positions"].shape[1]
     # The most tokens that enter: whole units, as many as the body keeps and the prompt has.

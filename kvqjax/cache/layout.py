@@ -303,7 +303,6 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
     `RunLayout.carrying` or `RunLayout.lanes` is set.
 
     Args:
-        run: The run's plan.
         batch: How many rows the cache has.
         rows: The queries of a row, those of all heads counted together.
 
@@ -375,9 +374,6 @@ def reads_by_heads(ask: Ask) -> bool:
 
 def shared_values(ask: Ask) -> SharedValues | None:
     """Choose whether values that heads share are summed first, and the sums mapped to heads.
-
-    Args:
-        ask: What is known of the attention.
 
     Returns:
         How to read and map such values. None: each head's own values are summed."""
@@ -495,7 +491,6 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     it takes to read the keys and values of a few hundred tokens.
 
     Args:
-        ask: What is known of the attention.
         sinks: How many first tokens of a row are sinks.
 
     Returns:

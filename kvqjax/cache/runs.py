@@ -80,12 +80,8 @@ def fitted(spec: LayerSpec, layout: CacheLayout, first: int, shape: KVShape) -> 
 
     Args:
         spec: The layers' spec.
-        layout: All that is static about the cache.
         first: The number of the first of these layers, for messages.
         shape: What the cache must know of the model, for these layers.
-
-    Returns:
-        The wiring.
 
     Raises:
         UserError: The spec does not fit the model, or its clocks do not fit its codecs or the
@@ -150,8 +146,6 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
 
     Args:
         wiring: With the cache's dtype.
-        layout: The cache's layout.
-        shape: The layer's shape.
 
     Returns:
         The wiring, with a direct form or a packed one, never both."""
@@ -185,7 +179,6 @@ def _striped(wiring: Wiring, shape: KVShape) -> Wiring:
 
     Args:
         wiring: With the cache's dtype.
-        shape: The layer's shape.
 
     Returns:
         The wiring, unchanged where its body is another one."""
@@ -221,7 +214,6 @@ def _with_kernels(packed: Packed, layout: CacheLayout) -> Packed:
 
     Args:
         packed: The packed form of a body, in the form that it is stored in.
-        layout: The cache's layout.
 
     Returns:
         The packed form, which also says whether the table of kernels need not be asked (`trusted`),
@@ -270,9 +262,6 @@ def _by_groups(wiring: Wiring, method: Method) -> Wiring:
         wiring: The wiring, with clocks that a body can have.
         method: The cache's method, whose `keep` says how many tokens the body keeps.
 
-    Returns:
-        The wiring.
-
     Raises:
         UserError: It has several clocks, or a unit is more than the body may keep."""
     if method.keep is None:
@@ -311,7 +300,6 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
     that writes or reads a body asks `RunLayout.budget` and `Cache.kept`.
 
     Args:
-        layout: The cache's layout.
         first: The number of the run's first layer.
         count: How many layers the run has.
         spec: The spec of these layers.
@@ -365,7 +353,6 @@ def _lanes(layout: CacheLayout, shape: KVShape, plain: bool) -> int:
     product.
 
     Args:
-        layout: The cache's layout.
         shape: What the cache must know of the model, for these layers.
         plain: Whether every field of these layers is of kind "plain".
 
@@ -396,9 +383,6 @@ def _carrying(layout: CacheLayout, wiring: Wiring) -> int:
 def tiles_of(layout: CacheLayout) -> str:
     """Choose how many new tokens attend.
 
-    Args:
-        layout: The cache's layout.
-
     Returns:
         "tiles": in large tiles of plain products, on GPUs. "splash": by splash attention, on TPUs
         whose layout lets it run. "off": in the same small blocks as few new tokens."""
@@ -425,9 +409,6 @@ def _plan_runs(layout: CacheLayout) -> list[RunLayout]:
 
 def runs_of(layout: CacheLayout) -> tuple[RunLayout, ...]:
     """Plan the runs of a layout, in layer order.
-
-    Args:
-        layout: The cache's layout.
 
     Returns:
         The plans. They do not depend on the layout's length bound.
@@ -514,9 +495,6 @@ def _dealt(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:
 def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     """Group the runs that are encoded together.
 
-    Args:
-        layout: The cache's layout.
-
     Returns:
         The numbers of the runs of each chain. Where layers feed each other, all runs are one chain.
         Otherwise a chain has the runs whose units fall due at the same time, so that this is
@@ -572,7 +550,6 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
     """Choose the promise for rows of these lengths.
 
     Args:
-        layout: The cache's layout.
         lengths: The most tokens that each row will hold.
 
     Returns:

@@ -60,10 +60,7 @@ def run_text(first: int, count: int, reader: str, parts: dict) -> str:
         first: The number of the run's first layer.
         count: How many layers the run has.
         reader: What reads its body.
-        parts: The run's arrays. Arrays without numbers are left out.
-
-    Returns:
-        The line."""
+        parts: The run's arrays. Arrays without numbers are left out."""
     layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
     texts = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
@@ -163,7 +160,6 @@ def blank_body(run: RunLayout, rows: int, slots: int) -> dict:
     """Make the body of a run that has encoded nothing yet, {source: {field: arrays}}.
 
     Args:
-        run: the run's plan.
         rows: of the cache, or the pages of its pool.
         slots: tokens of a row, or of a page.
 
@@ -206,11 +202,7 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     """Allocate an empty cache.
 
     Args:
-        layout: All that is static about the cache.
         batch: How many rows it has.
-
-    Returns:
-        The cache.
 
     Raises:
         UserError: A capacity or batch below 1, or a layout that cannot be planned (`runs_of`,
@@ -314,7 +306,6 @@ def due(
     """Count the units of a clock that are encoded once a row holds some body tokens.
 
     Args:
-        clock: The clock.
         body_length: How many body tokens the row then holds.
         flushed: How many units are encoded already.
 
@@ -519,11 +510,7 @@ def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
 
     Args:
         leaf: The array, or what stands in its place.
-        promise: What it should look like.
-        capacity: That of the cache.
-
-    Returns:
-        The line."""
+        promise: What it should look like."""
     name, shape, axis = promise.name, promise.shape, promise.row_axis
     actual = getattr(leaf, "shape", None)
     if actual is None:

@@ -93,13 +93,9 @@ def seen(view: LayerView, tokens: NewTokens, positions, valid) -> Bool[Array, "B
     are not looked at.
 
     Args:
-        view: The layer.
         tokens: The new tokens, whose queries attend.
         positions: The positions of S tokens, [B, S].
-        valid: Which of these tokens exist, [B, S].
-
-    Returns:
-        The mask."""
+        valid: Which of these tokens exist, [B, S]."""
     mask = visible(tokens.positions, positions, valid, view.run.sliding, view.run.chunked)
     if tokens.oldest is None:
         return mask
@@ -163,7 +159,6 @@ def expanded(view: LayerView, sources: dict, positions, body: bool = False):
     """Make keys and values of sources.
 
     Args:
-        view: The layer.
         sources: The sources of N tokens, [B, N, W] by name.
         positions: The positions of these tokens, [B, N], or what the layer takes in their place
             (`Fast.waves`).
@@ -183,9 +178,7 @@ def payload_of(run: RunLayout, state: Run, layer, at, size: int, pages: Pages = 
     """Read and unpack some body tokens of every row of one layer.
 
     Args:
-        run: The plan of the layer's run.
         state: The arrays of the run.
-        layer: The layer's number in the run.
         at: The first slot that is read.
         size: How many slots are read of every row: whole blocks. Of a body in pages, a part of a
             page or whole pages (`RunLayout.within_pages`).
@@ -305,7 +298,6 @@ def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places
     """Give the places of body tokens that lie in their order.
 
     Args:
-        view: The layer.
         slots: The slots of a block. In a ring, the numbers that its slots would have if the ring
             did not wrap.
         least: The block's first slot that no block before it has. Tokens in lower slots are not

@@ -170,7 +170,6 @@ class RunningBatch:
     """Rows that make tokens together, and one row beside them into which prompts are fed.
 
     Args:
-        model: the model.
         method: of the cache.
         rows: requests that make tokens at a time.
         capacity: tokens of a row.

@@ -90,9 +90,6 @@ def memory_for(
         kernels: as in `kvqjax.init_cache`.
         paged: whether bodies lie in pages where they can.
 
-    Returns:
-        The plan.
-
     Raises:
         UserError: the memory is too little for so many rows, or for one row beside the prompt's and
             the kept ones; or the devices do not hold it.

@@ -306,11 +306,7 @@ def read_completion(raw: bytes, model: str) -> RequestBody:
     """Read the body of /v1/completions.
 
     Args:
-        raw: the body.
         model: the name of the model that is served.
-
-    Returns:
-        The checked body.
 
     Raises:
         UserError: no JSON, a field that is unknown, not served or of another type.

@@ -52,9 +52,6 @@ def refusal_of(error: Exception) -> Refusal:
     Args:
         error: `Refused`, a UserError, which a client can mend, or any other, which is the server's
             fault.
-
-    Returns:
-        The answer.
     """
     status, kind, headers = 400, "invalid_request_error", {}
     message, param = f"the server failed: {type(error).__name__}", None

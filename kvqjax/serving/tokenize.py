@@ -18,7 +18,6 @@ def tokenized(engine: Engine, name: str, raw: bytes) -> dict[str, Any]:
     Args:
         engine: whose tokenizer it is.
         name: of the model, as clients write it.
-        raw: the body.
 
     Returns:
         The object of the answer: count, max_model_len, tokens, and token_strs, which are the
@@ -54,7 +53,6 @@ def detokenized(engine: Engine, name: str, raw: bytes) -> dict[str, Any]:
     Args:
         engine: whose tokenizer it is.
         name: of the model, as clients write it.
-        raw: the body.
 
     Returns:
         The object of the answer: `prompt`, the text with its special tokens.

@@ -123,12 +123,8 @@ def special_marks(tokenizer: Any, size: int, marks: tuple[str, ...]) -> dict[str
     """Find the marks that are special tokens, which a text does not show.
 
     Args:
-        tokenizer: of the model.
         size: its number of tokens, which grows when tokens are added.
         marks: what `marks_of` gives.
-
-    Returns:
-        Their ids.
     """
     vocabulary = tokenizer.get_vocab()
     tokens = {mark: vocabulary[mark] for mark in marks if mark in vocabulary}
@@ -276,9 +272,6 @@ def calls_of(text: str, schemas: Mapping[str, Any]) -> list[Part]:
     Args:
         text: what stands between the marks of a call.
         schemas: the schema of each tool's arguments.
-
-    Returns:
-        The calls.
 
     Raises:
         ValueError: it is no call of one of these tools.

@@ -259,9 +259,6 @@ def chat_ids(
         end: as in `conversation_ids`.
         most: as in `Model.encode`.
 
-    Returns:
-        The ids.
-
     Raises:
         UserError: the template refuses these messages, or they do not fit.
     """

@@ -330,7 +330,6 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     Args:
         entries: constants of every run, or of every stack of layers, as an artifact holds them;
             empty where there are none.
-        layout: the cache's layout.
         model: what --model takes for the model, for the message.
 
     Returns:
@@ -379,7 +378,6 @@ def with_own_constants(model: Model, method: Method) -> Model:
 
     Args:
         model: any model.
-        method: that of the cache.
 
     Returns:
         The model with the constants of the method's own artifact. Without one, those of the newest

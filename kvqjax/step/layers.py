@@ -435,7 +435,6 @@ def _flow_below(call: Call, layer, below: Flow | None) -> Flow:
 
     Args:
         call: what all layers of the call share.
-        layer: the layer's number.
         below: what the layer beneath returned; None: nothing was given.
 
     Returns:

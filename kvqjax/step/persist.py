@@ -70,7 +70,6 @@ def owner_of(model: Model | KVShape, constants, method: Method) -> dict[str, str
     Args:
         model: the model, or its shape, which has no fingerprint.
         constants: an artifact's. None: those that the model has for `method`.
-        method: that of the cache.
 
     Returns:
         Fields of a folder's description.

@@ -114,7 +114,6 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
 
     Args:
         q: The queries of the whole prompt.
-        prompt: The prompt.
         chunk: The tokens of a chunk.
 
     Returns:
@@ -155,7 +154,6 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
     Args:
         q: The queries of the chunk.
         start: The place of its first token.
-        prompt: The prompt.
 
     Returns:
         Attention to these keys."""
@@ -189,7 +187,6 @@ def by_blocks(q, start, prompt: Prompt) -> Partial:
     Args:
         q: The queries of the chunk, [B, t, H, D].
         start: The place of its first token, a multiple of t.
-        prompt: The prompt.
 
     Returns:
         Attention to all keys."""
@@ -214,7 +211,6 @@ def splashed(q, start, prompt: Prompt, by_head, kernels: str) -> Partial:
     Args:
         q: The queries of the chunk, [B, t, H, D].
         start: The place of its first token.
-        prompt: The prompt.
         by_head: Its keys and values by head, [B * K, T, D] each.
         kernels: "splash" or "interpret", as in `Path`.
 
@@ -261,7 +257,6 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
     a cache is for.
 
     Args:
-        layout: The cache's layout.
         batch: Prompts.
         length: Tokens of each, with padding.
         score_sinks: Whether query heads have logits beside their scores.
@@ -337,12 +332,7 @@ def _captured(
     """Take from a chunk what the cache stores and what queries attend to.
 
     Args:
-        run: The plan of the layer's run.
-        constants: The layer's calibrated constants.
-        weights: The layer's decoder weights.
         projected: What the layer computed of the chunk's tokens.
-        positions: Their positions.
-        config: The model's config.
 
     Returns:
         (sources by name; keys "k", rotated by RoPE, and values "v" [B, t, K, D]; which tokens are
@@ -367,10 +357,6 @@ def exact_layer(
     """Run one layer over a whole prompt with exact causal attention, chunk by chunk.
 
     Args:
-        model: The model.
-        run: The plan of the layer's run.
-        index: The layer's number in its run.
-        constants: The layer's calibrated constants.
         h: The hidden states of the prompt, whose length is whole chunks.
         counts: How many tokens of each row are valid.
         path: How queries attend, and the tokens of a chunk.
@@ -585,7 +571,6 @@ def _prefill_run(
     """Run one run of layers over the whole prompt, layer by layer.
 
     Args:
-        model: the model.
         counts: how many tokens of each row are valid.
         recurrence: the recurrent layers of the call. None: the model has none.
         run: the run's static plan.

@@ -166,7 +166,6 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
     stored.
 
     Args:
-        model: the model.
         cache: the cache before them.
         new_cache: the cache after them, still with the states before.
         pending: the tokens' sources, of all recurrent layers.

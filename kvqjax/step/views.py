@@ -598,7 +598,6 @@ def _read(call: Call, model: Model | None, layer, carry: dict) -> tuple[Dense, d
     Args:
         call: What all layers share.
         model: The cache's model, if one was given.
-        layer: The layer's number.
         carry: The layer below's carry of the body's tokens; empty where layers do not feed each
             other.
 

@@ -24,12 +24,8 @@ def default_splits(tiles: int, pairs: int, resident: int) -> int:
     results are quicker to merge.
 
     Args:
-        tiles: Tiles of a row.
         pairs: Pairs of row and KV head, each of which has this many programs.
-        resident: How many programs a multiprocessor holds at a time.
-
-    Returns:
-        The number of programs."""
+        resident: How many programs a multiprocessor holds at a time."""
     places = MULTIPROCESSORS * resident  # programs that the chip holds at a time
     most = max(1, min(tiles, 4 * places // pairs))
 
@@ -44,10 +40,6 @@ def default_splits(tiles: int, pairs: int, resident: int) -> int:
 
 def columns(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K D R"]:
     """Lay queries out as columns.
-
-    Args:
-        q: The queries.
-        kv_heads: The number K of KV heads.
 
     Returns:
         The T*G query rows of every KV head, in the order (token, query head), padded with zeros to

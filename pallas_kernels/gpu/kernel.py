@@ -63,9 +63,6 @@ def _keys(plan):
 def memory(plan) -> Memory:
     """Declare shared memory and barriers.
 
-    Args:
-        plan: The call's plan.
-
     Returns:
         The declarations, in the places of what the kernel gets."""
     codes = len(plan.plane_sets)
@@ -85,10 +82,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
 
     Args:
         limits: References (ends, bounds), as `call.attend` gives them.
-        data: References to the operands.
-        smem: References to shared memory and barriers.
-        results: References (out, lse), of which this program writes its own part.
-        plan: The call's plan."""
+        results: References (out, lse), of which this program writes its own part."""
     (ends, bounds), (out, lse) = limits, results
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
@@ -135,16 +129,11 @@ def _fold(
     """Fold one quad into the online softmax.
 
     Args:
-        data: References to the operands.
-        smem: References to shared memory and barriers.
-        plan: The call's plan.
         fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of
             a tile.
-        quad: The quad.
         end: One past the program's last tile.
         queries: The queries in registers, [D, R] float32.
         limits: Which tokens the columns see, from `parts.load_limits`.
-        state: The online softmax so far.
 
     Returns:
         The online softmax with the quad's tokens."""

@@ -61,9 +61,6 @@ class Keys(NamedTuple):
 def words(plan) -> tuple:
     """Declare shared memory for the words of a tile.
 
-    Args:
-        plan: The call's plan.
-
     Returns:
         A declaration [1, 32, D] uint32 per plane set."""
     return tuple(tiled((1, HALF, plan.spec.head_dim), jnp.uint32) for _ in plan.plane_sets)
@@ -71,9 +68,6 @@ def words(plan) -> tuple:
 
 def memory(plan) -> Keys:
     """Declare the shared memory of `Keys`.
-
-    Args:
-        plan: The call's plan.
 
     Returns:
         The declarations, in the places of the references."""
@@ -90,11 +84,7 @@ def copies(data, keys: Keys, plan, indices, tile):
     """List the copies that bring a tile's keys to shared memory.
 
     Args:
-        data: References to the operands.
-        keys: References to shared memory.
-        plan: The call's plan.
         indices: The numbers of layer, row and KV head.
-        tile: The number of the tile.
 
     Yields:
         (source, target) of every copy."""
@@ -108,9 +98,7 @@ def word_copies(sources: tuple, targets: tuple, plan, indices, tile):
     Args:
         sources: References to the words of every plane set, [L, B, rows, K*D] each.
         targets: References to shared memory, [1, 32, D] each.
-        plan: The call's plan.
         indices: The numbers of layer, row and KV head.
-        tile: The number of the tile.
 
     Yields:
         (source, target) for every plane set."""
@@ -124,11 +112,8 @@ def factor_copies(data, keys, plan, indices, tile):
     """List the copies of scales and minima of a tile's groups.
 
     Args:
-        data: References to the operands.
         keys: References to shared memory, which has `factors`.
-        plan: The call's plan.
         indices: The numbers of layer, row and KV head.
-        tile: The number of the tile.
 
     Yields:
         (source, target) of the scales, then of the minima."""
@@ -144,12 +129,8 @@ def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
     `rope.start`.
 
     Args:
-        data: Not used.
         keys: References to shared memory; `raw` is written.
-        plan: Not used.
-        indices: Not used.
-        queries: The queries in registers, [D, R] float32.
-        barrier: Not used."""
+        queries: The queries in registers, [D, R] float32."""
     del data, plan, indices, barrier
     put_transposed(keys.raw.at[0], queries.astype(jnp.bfloat16))
 
@@ -160,8 +141,6 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
     Args:
         keys: References to shared memory; `scaled` is written.
-        plan: Not used.
-        quad: The quad.
         queries: The queries in registers, [D, R] float32."""
     for i in range(GROUPS):
         scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
@@ -182,9 +161,6 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     """Compute the scores of a quad, before the factor D^-1/2.
 
     Args:
-        keys: References to shared memory.
-        plan: The call's plan.
-        quad: The quad.
         table: Not used: uniform codes have no signposts.
 
     Returns:

@@ -65,7 +65,6 @@ def to_signposts(permute, word, *table, bits: int):
         permute: The byte permutation: `permute(low, high, selector)`.
         word: The codes of two neighbouring channels, in the four nibbles of either half.
         table: The words of `table_words`.
-        bits: Bits of a code.
 
     Returns:
         Four words, one for each nibble, with the bfloat16 signposts of both channels."""
@@ -99,7 +98,6 @@ def look_up(nibbles, table, bits: int) -> list:
     Args:
         nibbles: The quad's 16-bit numbers (`unpack`), [64, N] or [N, 64].
         table: A reference to `table_words`.
-        bits: Bits of a code.
 
     Returns:
         The signposts of the four steps in order, bfloat16, each of the shape of `nibbles`."""

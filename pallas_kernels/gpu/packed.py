@@ -35,9 +35,6 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 def tile_tokens(bits: int) -> int:
     """Count the tokens of a tile: a block of the widest plane set.
 
-    Args:
-        bits: Bits of a code.
-
     Returns:
         The number of tokens. A body must have as many."""
     # A block is 32 rows of 32-bit words: 1024 bits of every channel.
@@ -46,9 +43,6 @@ def tile_tokens(bits: int) -> int:
 
 def resident(spec: PackedSpec) -> int:
     """Count the programs that a multiprocessor holds at a time.
-
-    Args:
-        spec: The form of the body.
 
     Returns:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
@@ -61,7 +55,6 @@ class Plan:
     """Static choices of one call.
 
     Attributes:
-        spec: The form of the body.
         rows: Query rows of a KV head, padded to a multiple of 8.
         splits: Programs that share a row's tokens.
     """
@@ -106,7 +99,6 @@ class Plan:
         """Slice the rows of words of a tile out of a plane set.
 
         Args:
-            tile: The number of the tile.
             bits: Bits of the plane set.
 
         Returns:
@@ -154,16 +146,9 @@ def packed_attention(
     """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16.
 
     Args:
-        q: The queries.
-        body: The packed body.
-        layer: The number of the layer in the body.
         start: The first token that each query sees.
         stop: One past the last token that each query sees.
-        spec: The form of the body.
         splits: How many programs share a row's tokens. None: as `call.default_splits` chooses.
-
-    Returns:
-        Attention to these tokens.
 
     Raises:
         ValueError: A body that this kernel does not read."""

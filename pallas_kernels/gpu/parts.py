@@ -60,12 +60,7 @@ def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
     """Declare shared memory that is swizzled, as products and transposed accesses want it.
 
     Args:
-        shape: The array's shape.
-        dtype: The array's dtype.
-        swizzle: Bytes of a tile along the lanes.
-
-    Returns:
-        The declaration."""
+        swizzle: Bytes of a tile along the lanes."""
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
@@ -75,7 +70,6 @@ def share(ends, row, split, splits: int):
 
     Args:
         ends: A reference [3, B]: first tile, last tile + 1 and layer of every row.
-        row: The number of the row.
         split: The number of the program.
         splits: How many programs share the row.
 
@@ -120,7 +114,6 @@ def load_limits(bounds, row, shape: tuple[int, int]):
 
     Args:
         bounds: A reference [B, 2, R]: first and last + 1 visible token of every column.
-        row: The number of the row.
         shape: The shape [M, R] of a product.
 
     Returns:
@@ -147,10 +140,7 @@ def begin_state(tokens: int, dim: int, rows: int) -> State:
     Args:
         tokens: The rows M of a product of scores.
         dim: Channels of a head.
-        rows: Query rows R of a KV head.
-
-    Returns:
-        The state."""
+        rows: Query rows R of a KV head."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
@@ -201,10 +191,7 @@ def numbers(bits16):
     """Turn bits of bfloat16 numbers into float32.
 
     Args:
-        bits16: The bits, uint16.
-
-    Returns:
-        The numbers, of the same shape."""
+        bits16: The bits, uint16."""
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
@@ -240,7 +227,6 @@ def fold(state: State, scores, write_weights, weigh) -> State:
     """Fold the scores of further tokens into the online softmax.
 
     Args:
-        state: The online softmax.
         scores: A list of scores as base-2 logarithms, [M, R] each.
         write_weights: `write_weights(peak)` puts the tokens' softmax weights into shared memory. It
             returns what they add to `total` and `low`.
@@ -266,7 +252,6 @@ def finish(state: State, out, lse):
     token.
 
     Args:
-        state: The online softmax.
         out: A reference to the normalised output, transposed, [D, R].
         lse: A reference to the log-sum-exp, a natural logarithm, [R]."""
     total, low = state.total.sum(0), state.low.sum(0)

@@ -55,7 +55,6 @@ def turns(body, spec) -> Float[Array, "_ D"]:
     Args:
         body: The packed body. Its `positions` are those of the first tokens of equal stretches of
             slots.
-        spec: The form of the body.
 
     Returns:
         cos, then sin, of the position of the first token of every group of the body, times the
@@ -68,9 +67,6 @@ def turns(body, spec) -> Float[Array, "_ D"]:
 def offsets(spec) -> BFloat16[Array, "256 _"]:
     """Make the rotations of keys by their offsets within a group.
 
-    Args:
-        spec: The form of the body.
-
     Returns:
         64 rows of cos and 64 of sin for the first half of a group, then the same for its second
         half."""
@@ -80,9 +76,6 @@ def offsets(spec) -> BFloat16[Array, "256 _"]:
 
 def memory(plan) -> Keys:
     """Declare the shared memory of `Keys`.
-
-    Args:
-        plan: The call's plan.
 
     Returns:
         The declarations, in the places of the references."""
@@ -112,9 +105,6 @@ def start(data, keys: Keys, plan, indices, queries, barrier) -> None:
     tokens.
 
     Args:
-        data: References to the operands.
-        keys: References to shared memory.
-        plan: The call's plan.
         indices: The numbers of layer, row and KV head.
         queries: Not used. `keys.start` writes them.
         barrier: The barrier at which the copies arrive."""
@@ -131,8 +121,6 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
 
     Args:
         keys: References to shared memory; `rotated` is written.
-        plan: Not used.
-        quad: The quad.
         queries: The queries in registers, [D, R] float32."""
     # The two channels of every pair, [D/2, R] each.
     first, second = (
@@ -189,9 +177,6 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     """Compute the scores of a quad, before the factor D^-1/2.
 
     Args:
-        keys: References to shared memory.
-        plan: The call's plan.
-        quad: The quad.
         table: A reference to the signposts' table (`lookup.table_words`); None for uniform codes.
 
     Returns:

@@ -68,9 +68,6 @@ def _halves(words: list, bits: int, quad: Quad, layout) -> list:
 def half_bits(bits: int) -> tuple[int, ...]:
     """List how many bits of a code each half has.
 
-    Args:
-        bits: Bits of a code.
-
     Returns:
         The bits, for each of `_halves`."""
     return (4, 4) if bits == 4 else split_bits(bits)
@@ -80,10 +77,8 @@ def to_nibbles(permute, *words, bits: int, later: int = 0):
     """Turn registers of `_halves` into registers of a quad's nibbles.
 
     Args:
-        permute: Not used.
         words: A register of each half. With 3 bits, the number of the quad's first single bit
             follows: 0 or 8.
-        bits: Bits of a code.
         later: 0 for the planes of even number, 1 for those of odd number.
 
     Returns:
@@ -121,8 +116,6 @@ def key_nibbles(words, bits: int, quad: Quad):
 
     Args:
         words: References to the words of every plane set, [32, N] each.
-        bits: Bits of a code.
-        quad: The quad.
 
     Returns:
         The nibbles, [64, N] uint16: 32 tokens of the even planes, then 32 of the odd planes."""
@@ -137,8 +130,6 @@ def value_nibbles(words, bits: int, quad: Quad):
 
     Args:
         words: References to the words of every plane set, [32, N] each.
-        bits: Bits of a code.
-        quad: The quad.
 
     Returns:
         The nibbles, [N, 64] uint16: 32 tokens of the even planes, then 32 of the odd planes."""
@@ -150,10 +141,6 @@ def value_nibbles(words, bits: int, quad: Quad):
 
 def place(nibble: int, bits: int) -> tuple[int, int]:
     """Say where a nibble of a quad goes in a mantissa.
-
-    Args:
-        nibble: The number of the nibble.
-        bits: Bits of a code.
 
     Returns:
         (by how many bits the quad is shifted right, the bit of the mantissa at which the nibble
@@ -168,10 +155,7 @@ def to_codes(permute, word, nibble: int, bits: int):
     """Turn a register of a quad into the numbers 2^e + c of one nibble.
 
     Args:
-        permute: Not used.
         word: The register, with two 16-bit numbers.
-        nibble: The number of the nibble.
-        bits: Bits of a code.
 
     Returns:
         A tuple of one register with two bfloat16 numbers."""
@@ -190,8 +174,6 @@ def codes(nibbles, step: int, bits: int):
 
     Args:
         nibbles: The quad's nibbles, from `key_nibbles` or `value_nibbles`.
-        step: The number of the step.
-        bits: Bits of a code.
 
     Returns:
         2^e + the codes (`base`), bfloat16, of the shape of `nibbles`."""

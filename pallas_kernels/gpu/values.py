@@ -42,9 +42,6 @@ class Values(NamedTuple):
 def memory(plan) -> Values:
     """Declare the shared memory of `Values`.
 
-    Args:
-        plan: The call's plan.
-
     Returns:
         The declarations, in the places of the references."""
     factors = plgpu.SMEM((1, 2, plan.tile // STEP, STEP), jnp.uint16)
@@ -66,8 +63,6 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
 
     Args:
         values: References to shared memory; `weights` is written.
-        plan: The call's plan.
-        quad: The quad.
         scores: The scores of every step as base-2 logarithms, [64, R] each.
         peak: The running maximum of the scores, [R].
 
@@ -96,9 +91,6 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
     `write_weights`.
 
     Args:
-        values: References to shared memory.
-        plan: The call's plan.
-        quad: The quad.
         table: A reference to the signposts' table (`lookup.table_words`); None for uniform codes.
 
     Returns:

@@ -116,9 +116,7 @@ def half(words: jax.Array, upper, layout) -> jax.Array:
     """Take the lower or the upper halves of 32-bit words, by one permutation for two words.
 
     Args:
-        words: The words.
         upper: 0 for the lower halves, 1 for the upper ones; may be a number in a register.
-        layout: The layout of the words.
 
     Returns:
         The halves, uint16, in the same layout."""

@@ -120,9 +120,6 @@ def _block_sums(refs: Refs, plan, place: Place, index, products: dict, minima: d
     sum of its weighted codes and of its weighted minima.
 
     Args:
-        refs: The kernel's references.
-        plan: The call's plan.
-        place: The lane group.
         index: Number of the block in its tile.
         products: Stacked products of weights and codes, by the tuple of their groups.
         minima: Weighted minima [M, 128], by the pattern of groups on these lanes.

@@ -176,12 +176,10 @@ def invoke(
         kernel: Called as `kernel(refs, ends, plan)` for every step of the grid.
         plan: What the kernel gets.
         grid: Its last axis are the tiles, which are worked off in order.
-        layer: Number of the layer in the operands.
         ends: Which tiles the rows see, from `rows.tile_ends`.
         operands: What the kernel reads, by its name in `refs`; None: the kernel gets None.
         results: Shapes of `refs.out` and `refs.lse` for one step of the grid's other axes.
         scratch: Declarations of working memory, by its name in `refs`.
-        name: The kernel's name in the program.
         interpret: As in `pl.pallas_call`.
 
     Returns:

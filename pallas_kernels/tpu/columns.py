@@ -106,10 +106,7 @@ def words_of(words, bits: int, place: Place, index, plan: Plan) -> list:
 
     Args:
         words: References [1, 1, rows of the tile, all lanes] uint32, one for every plane set.
-        bits: Bits of a code.
-        place: The lane group.
-        index: Number of the block in its tile.
-        plan: The call's plan."""
+        index: Number of the block in its tile."""
     stored = []
     for ref, part in zip(words, split_bits(bits), strict=True):
         rows = plan.block * part // 32  # a word of 32 bits holds codes of 32 / part tokens
@@ -123,10 +120,7 @@ def columns(words, signposts, bits: int, place: Place, index, plan: Plan, mixed:
     Args:
         words: As in `words_of`.
         signposts: None, or what the codes are replaced by: as `table` in `signposts.chunks`.
-        bits: Bits of a code.
-        place: The lane group.
         index: Number of the block in its tile.
-        plan: The call's plan.
         mixed: True yields narrow integers as they are unpacked, False bfloat16."""
     stored = words_of(words, bits, place, index, plan)
     if signposts is None:
@@ -174,8 +168,6 @@ def load_row(ref, row, rows: int, column, width: int):
     to be stored as columns of 128 lanes, one below the other: [n/128 * rows, 128].
 
     Args:
-        ref: Reference to the array.
-        row: Number of the row.
         rows: How many rows the array has.
         column: Number of the first column of 128 lanes.
         width: How many lanes are loaded.
@@ -203,7 +195,6 @@ def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):
 
     Args:
         ref: Reference to an array with `count` numbers a token, stored as in `load_row`.
-        plan: The call's plan.
         numbers: Which of the `count` numbers each head takes. A single one is for all heads.
         count: Numbers of a token.
         column: Number of the first 128 tokens."""

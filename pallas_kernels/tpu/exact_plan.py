@@ -17,7 +17,6 @@ class ExactPlan:
     """Static choices of one call.
 
     Attributes:
-        spec: The form of the body.
         slots: Slots of a row.
         tile: Tokens of a tile, a divisor of the slots.
         length: New tokens, T.

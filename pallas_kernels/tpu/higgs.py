@@ -173,8 +173,7 @@ def _collect(out, lse, shape: tuple[int, ...], plan: HiggsPlan) -> Partial:
     Args:
         out: Sums under the softmax weights, [B, 2M, N*128]: first channels, then second ones.
         lse: Log-sum-exps, [B, M, 1].
-        shape: That of the queries, [B, T, H, D].
-        plan: The call's plan."""
+        shape: That of the queries, [B, T, H, D]."""
     (batch, length, _, dim), spec = shape, plan.spec
     heads, groups = spec.group // dim, spec.groups  # heads of a group
     lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)[:, : plan.used]

@@ -130,9 +130,6 @@ def _meet(refs: Refs, plan, chunk, part, words):
     the queries.
 
     Args:
-        refs: The kernel's references.
-        plan: The call's plan.
-        chunk: Number of the chunk in the tile.
         part: Number of the column of 128 codes.
         words: Reference to the column's numbers, [C, 128] uint32: both numbers of a code as halves
         of a word."""

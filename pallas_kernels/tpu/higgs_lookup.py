@@ -25,7 +25,6 @@ def _planes(ref, part: int, count: int, lanes, chunk):
         part: Bits of a code that the plane set holds.
         count: Planes of 32 tokens that a chunk has.
         lanes: The slice of 128 lanes.
-        chunk: Number of the chunk in the tile.
 
     Yields:
         Words [32, 128] uint32 whose lowest `part` bits are those of one plane. The bits above are
@@ -51,10 +50,8 @@ def _numbers(words, table, bits: int, count: int, lanes, chunk):
         words: References to the words of each plane set.
         table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of
             a word.
-        bits: Bits of a code.
         count: Planes of 32 tokens that a chunk has.
         lanes: The slice of 128 lanes.
-        chunk: Number of the chunk in the tile.
 
     Returns:
         Words of two numbers, [C, 128] uint32."""
@@ -85,7 +82,6 @@ def by_steps(numbers, plan, codes, table, bits: int, beside: int, begin, use, en
         codes: References to the words of each plane set.
         table: Reference to the grid, [8, 128 or 256] uint32: a point's two numbers as the halves of
             a word.
-        bits: Bits of a code.
         beside: Columns of a step.
         begin: Called as `begin(chunk)`.
         use: Called as `use(chunk, first, words)`. `first` is the number of the step's first column,

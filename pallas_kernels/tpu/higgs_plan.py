@@ -33,7 +33,6 @@ class HiggsPlan:
     pairs, one for the second channels. For scores it has two lanes.
 
     Attributes:
-        spec: The form of the body.
         slots: Slots of a row.
         used: Query rows, T*G for each KV head.
         tile: Tokens of a tile.
@@ -120,14 +119,9 @@ def plan_higgs(
     """Make the plan of a call.
 
     Args:
-        spec: The form of the body.
-        slots: Slots of a row.
         stretch: Tokens that are known to have consecutive positions.
         per_head: Query rows of a KV head, T*G.
         tile: Tokens of a tile; None: the usual number.
-
-    Returns:
-        The plan.
 
     Raises:
         ValueError: A body that the kernel does not read."""

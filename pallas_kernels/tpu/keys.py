@@ -27,9 +27,6 @@ SLAB = 16  # tokens: the rows of a register of bfloat16
 def patterns(plan: Plan) -> Float[Array, "rows N"]:
     """Make the one-hot matrix by which `store_patterns` lays a tile's scales out as slabs.
 
-    Args:
-        plan: The call's plan.
-
     Returns:
         1 where the token of a row belongs to a key group, of the N of a tile. Rows are the SLAB
         tokens of the patterns of the first block, then those of the second block, and so on."""
@@ -63,8 +60,7 @@ def store_patterns(refs, scale, zero, lanes) -> None:
         refs: The kernel's references; `slab_scales` and `slab_zeros` [rows, K*D] bfloat16 are
             written.
         scale: Scales of the tile's N key groups, [N, lanes] float32.
-        zero: Minima of the same groups, less the codes' offset, [N, lanes] float32.
-        lanes: The slice of the lanes."""
+        zero: Minima of the same groups, less the codes' offset, [N, lanes] float32."""
     for ref, x in ((refs.slab_scales, scale), (refs.slab_zeros, zero)):
         # Each row of `patterns` has a single 1, so that the product itself rounds nothing.
         ref[:, lanes] = dot(refs.patterns[...], x.astype(jnp.bfloat16), 0).astype(jnp.bfloat16)
@@ -76,8 +72,6 @@ def slab_keys(codes, refs, plan: Plan, place: Place, index, i: int):
     Args:
         codes: Codes of the column, [column, W] bfloat16.
         refs: The kernel's references, slabs among them.
-        plan: The call's plan.
-        place: The lane group.
         index: Number of the block in its tile.
         i: Number of the column in its block.
 
@@ -104,8 +98,6 @@ def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
     Args:
         codes: Codes of the column, [column, W] bfloat16.
         refs: The kernel's references, `factors` and `zeros` among them.
-        plan: The call's plan.
-        place: The lane group.
         index: Number of the block in its tile.
         i: Number of the column in its block.
 

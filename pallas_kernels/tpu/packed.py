@@ -67,21 +67,14 @@ def packed_attention(
     """Attend as `reference.packed_attention` does, with the queries rounded to bfloat16.
 
     Args:
-        q: The queries.
-        body: The packed body.
-        layer: Number of the layer in the body.
         start: First token that each query sees.
         stop: One past the last token that each query sees.
-        spec: The form of the body.
         ways: Fields of a word (`unpack`); None: the cheapest number.
         work: How a tile is worked off; None: as the table of kernels says. A tile is a multiple of
             the plan's block and of eight key groups.
         splits: Programs that share a row's tokens, where the batch alone does not fill the chip.
         pages: The pages of each row, where the body's rows are pages.
         interpret: As in `pl.pallas_call`.
-
-    Returns:
-        Attention to these tokens.
 
     Raises:
         ValueError: A body that this kernel does not read."""

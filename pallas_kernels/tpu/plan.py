@@ -30,7 +30,6 @@ class Plan:
     """Static choices of one call.
 
     Attributes:
-        spec: The form of the body.
         slots: Slots of a row.
         rows: Query rows of a lane group, padded to a multiple of 8.
         rows_per_head: Query rows of a KV head, T*G.

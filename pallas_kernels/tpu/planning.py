@@ -59,17 +59,12 @@ def make_plan(
 
     Args:
         q: Queries [B, T, H, D].
-        body: The packed body.
-        spec: Its form.
         ways: Fields of a word; None: `cheapest_ways`.
         work: How a tile is worked off; None: `work_of`, with tiles halved until their words fit the
             memory.
         splits: Programs that share a row's tokens. There are never more than tiles.
         slots: Slots of a row; None: the body's. A row of several pages has more slots than the
-            body's rows, which are pages.
-
-    Returns:
-        The plan."""
+            body's rows, which are pages."""
     slots, lanes = slots or body.slots, spec.width // lane_groups(spec)
     per_head = q.shape[1] * q.shape[2] // spec.kv_heads
     rows = _rows(spec, per_head)

@@ -54,9 +54,6 @@ def _across(pairs, plan) -> np.ndarray:
 def table(plan: Plan) -> Float[Array, "block C"]:
     """Make the table by which `rotated` multiplies keys.
 
-    Args:
-        plan: The call's plan.
-
     Returns:
         cos | sin (C = 2W) of the offset of every token of a block from the block's first token.
         Tokens come in lane order; in float32 (`Plan.wide`) each column has the tokens in lower
@@ -79,7 +76,6 @@ def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"
     position 2^19 to no more than 2^-5.
 
     Args:
-        positions: Positions of tokens.
         rates: Angle per position of each of C lanes, [C] float64, in radians.
 
     Returns:
@@ -99,7 +95,6 @@ def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
     Args:
         positions: Position of the first token of every stretch. The body is cut into n equal
             stretches, and the tokens of a stretch have consecutive positions.
-        plan: The call's plan.
 
     Returns:
         cos | sin of every block's first position, for all blocks of a tile. Each block has W/128
@@ -128,8 +123,6 @@ def turned(refs, plan, group, index):
     Args:
         refs: The kernel's references, `queries` [1, P, M, 2W] (q | q~) and `turns` [1, rows, 128]
             among them.
-        plan: The call's plan.
-        group: Number of the lane group.
         index: Number of the block in its tile.
 
     Returns:
@@ -153,8 +146,6 @@ def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
     Args:
         codes: Codes of the column, [column, W].
         refs: The kernel's references, the `table` of cos | sin among them.
-        plan: The call's plan.
-        place: The lane group.
         index: Number of the block in its tile.
         i: Number of the column in its block.
 

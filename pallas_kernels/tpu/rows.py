@@ -50,8 +50,6 @@ def tile_ends(
     Args:
         start: First token that each query sees, [B, T].
         stop: One past the last token that each query sees, [B, T].
-        tile: Tokens of a tile.
-        slots: Slots of a row.
         pages: The pages of each row, where its body lies in pages; -1: none.
 
     Returns:
@@ -78,7 +76,6 @@ def collect(out, lse, shape: tuple[int, ...], plan) -> Partial:
         out: Normalised outputs of every split, [B, splits, P, M, W].
         lse: Their log-sum-exps, [B, splits, P, M, 1]; NEVER where a row saw no token.
         shape: That of the queries, [B, T, H, D].
-        plan: The call's plan.
 
     Returns:
         Attention [B, T, H, D] and its log-sum-exp [B, T, H]."""

@@ -73,8 +73,6 @@ def token_factors(ref, plan: Plan, place: Place, number, count: int):
 
     Args:
         ref: Reference to the numbers in lane order, [S/128 * count, 128] float32.
-        plan: The call's plan.
-        place: The lane group.
         number: Number of the column in the tile.
         count: Numbers that a token has: one for each KV head, or one for all of them."""
     if count > 1:

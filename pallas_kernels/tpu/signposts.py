@@ -54,7 +54,6 @@ def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
 
     Args:
         signposts: [2^bits] numbers that codes stand for.
-        bits: Bits of a code.
 
     Returns:
         [8, 128 or 256] uint32, all rows equal: at each index the signposts of its two codes,
@@ -83,7 +82,6 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
 
     Args:
         words: [rows, W] uint32 of each plane set.
-        bits: Bits of a code.
         table: A reference to a `pair_table` if `paired`, else to the signposts as float32 scalars
             [1, 2^bits].
         paired: Whether two codes are looked up at a time."""

@@ -22,7 +22,6 @@ def over_tiles(refs, ends, work, begin=None, end=None) -> None:
     """Work off the tiles that a row sees, on a grid (row, tile).
 
     Args:
-        refs: The kernel's references.
         ends: Which tiles the rows see, from `rows.tile_ends`.
         work: `work(tile)` is called for every tile that the row sees.
         begin: `begin()` is called before a row's first tile; None: `empty`.

@@ -53,8 +53,6 @@ def own_rows(ref, plan, place: Place, part: int, column):
 
     Args:
         ref: Reference to scales or minima in lane order, [S/128 * C, 128].
-        plan: The call's plan.
-        place: The lane group.
         part: Number of the value slice in every head.
         column: Number of the column's first 128 tokens.
 
@@ -84,11 +82,7 @@ def add_sums(refs: Refs, plan, place: Place, weights, blocks, sums):
     `sums`, a column at a time. Yield the sums so far.
 
     Args:
-        refs: The kernel's references.
-        plan: The call's plan.
-        place: The lane group.
         weights: Softmax weights as `weights_of` yields them.
-        blocks: Numbers of the blocks.
         sums: As `no_sums` returns them."""
     weights_left = iter(weights)
     total, lows, product = sums

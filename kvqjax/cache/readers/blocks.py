@@ -39,7 +39,6 @@ def attend_by_blocks(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     """Attend to the body block by block.
 
     Args:
-        call: The layer's queries on its body.
         carry: What flows from layer to layer, as the layer below made it.
 
     Returns:
@@ -73,8 +72,6 @@ def body_blocks(
     """Make the functions by which `blockwise_attention` reads a body.
 
     Args:
-        view: The layer.
-        tokens: The new tokens.
         size: Tokens of every row that a block has.
         shared: If given, values are read as it says, and the caller maps their sum to heads.
         mixed: If given, keys are read before their heads are mixed, and the caller mixes the

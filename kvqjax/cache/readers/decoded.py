@@ -78,7 +78,6 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     and values are then made of the carry.
 
     Args:
-        call: The layer's queries on its body.
         carry: What flows from layer to layer, as the layer below made it.
 
     Returns:

@@ -30,7 +30,6 @@ def attend_by_kernel(call: BodyCall, carry: Carry, without_kernel: Attend) -> tu
     """Attend to the body by its kernel.
 
     Args:
-        call: The layer's queries on its body.
         carry: Empty. No kernel reads layers that feed each other.
         without_kernel: Attends in programs that are lowered for another platform.
 
@@ -99,8 +98,6 @@ def attend_with_recent(
 
     Args:
         q: The queries [B, T, H, D], rotated by RoPE, and not yet multiplied by D^-1/2.
-        view: The layer, and the sources of its new tokens.
-        tokens: What all layers know of the new tokens.
         without_kernel: Attends to the same tokens in programs that are lowered for another
             platform.
 

@@ -35,7 +35,6 @@ def attend_in_tiles(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     """Attend to the body tile by tile, or all at once where a TPU has the memory.
 
     Args:
-        call: The layer's queries on its body.
         carry: The layer below's carry of every body token.
 
     Returns:
@@ -81,7 +80,6 @@ def large_block(
     programs run.
 
     Args:
-        q: The queries.
         reading: What a tile is a multiple of, in tokens; it divides `slots`.
         slots: How many slots the body has.
         kind: How queries attend to a tile (see the module).
@@ -140,7 +138,6 @@ def _row_by_row(
         newest: The last key that each query sees; -1: none.
         oldest: The first key that each query sees. None: all keys up to the newest.
         interpret: Whether the kernel runs in Pallas' interpreter.
-        softcap: The cap of the scores, if there is one.
 
     Returns:
         Attention to these keys."""
@@ -164,7 +161,6 @@ def attend_segment(
         v: The values, [B, S, K, D].
         mask: Which keys each query sees. They must be consecutive for each query.
         kind: How queries attend to a tile (see the module).
-        softcap: The cap of the scores, if there is one.
 
     Returns:
         Attention to these keys."""
@@ -195,7 +191,6 @@ def _attend_whole_body(
     queries of a row see the same tokens: all that the body holds of the row, which are the first.
 
     Args:
-        call: The layer's queries on its body.
         read: Decodes a tile (`body_blocks`).
         first: The first tile that is read.
         last: One past the last tile.
