@@ -192,7 +192,6 @@ def _encode(spec: CommVQKeys, codebook, x):
     """Encode keys, one round after the other on what the rounds before leave.
 
     Args:
-        spec: the codec's sizes.
         codebook: [R, C, L, 2g].
         x: keys [u, K*D].
 
@@ -268,7 +267,6 @@ def _decode(spec: CommVQKeys, constants, tile):
     """Decode keys, by the form that suits the chip that the program runs on.
 
     Args:
-        spec: the codec's sizes.
         constants: "codebook" [R, C, L, 2g], and "columns" where they were prepared once per step.
         tile: codes [.., n, 2 R C] and prescales [.., 1, n].
 

@@ -112,9 +112,6 @@ class Higgs:
         Args:
             width: Channels of a vector.
 
-        Returns:
-            The number of channels.
-
         Raises:
             UserError: The group is "head" or "width" still, or far larger than a vector."""
         if isinstance(self.group, str):
@@ -219,9 +216,6 @@ def higgs_codec(spec: Higgs, width: int, points: np.ndarray) -> Codec:
         spec: The spec of the codec. Its `bits` and `dim` are not read.
         width: Channels of a vector. Beyond the last one, groups are padded with zeros.
         points: The grid, float32 [n, p], n a power of two.
-
-    Returns:
-        The codec.
 
     Raises:
         UserError: The spec's group is open (`Higgs.size`)."""

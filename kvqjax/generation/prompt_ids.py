@@ -145,9 +145,6 @@ def chat_text(
             message, "open" within it, so that an answer goes on with its words.
         variables: the template's own, such as tools and enable_thinking.
 
-    Returns:
-        The text.
-
     Raises:
         UserError: there is no template, or it refuses these messages.
     """
@@ -188,9 +185,6 @@ def conversation_ids(
             case.
         most: as in `Model.encode`.
         variables: as in `chat_text`. Plain text has none.
-
-    Returns:
-        The ids.
 
     Raises:
         UserError: the template refuses these messages, or they are empty.

@@ -118,7 +118,6 @@ def _kept_of_sorted(scores: Float[Array, "B V"], sampling: Sampling) -> Bool[Arr
 
     Args:
         scores: at most 0, and 0 for the most likely token of each row.
-        sampling: the parameters.
 
     Returns:
         The tokens that are kept. The most likely one always is.
@@ -189,7 +188,6 @@ def sample(
             draw.
         logits: of the next token.
         history: the tokens already in a row; needed where there is a penalty.
-        sampling: the parameters.
 
     Returns:
         Token ids, int32 [B].

@@ -147,10 +147,7 @@ def check_prompt_kernel(
     Args:
         form: The kernel and the heads.
         kernel: What is tried instead of the kernel itself.
-        timed: Measures both sides.
-
-    Returns:
-        The verdict."""
+        timed: Measures both sides."""
     start, random, sides = time.perf_counter(), np.random.default_rng(0), SIDES[form.form]
     body = _body(form, random)
     shape = (1, sides.queries, form.num_heads, form.head_dim)

@@ -96,7 +96,6 @@ def keys_and_values(
     source "k" is the other part of the key, which RoPE turns.
 
     Args:
-        config: the model's shape.
         codecs: of keys ("k") and values ("v").
         clocks: when they leave the window.
         rope: "post" keeps keys as attended, "pre" keeps them before RoPE and rotates them at every
@@ -407,7 +406,6 @@ def bias_advice(method: Method, config: KVShape) -> str:
 
     Args:
         method: how the keys are stored.
-        config: the model's shape.
 
     Returns:
         The warning in one line. Empty where there is nothing to warn of.

@@ -240,7 +240,6 @@ def read_slice(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
     """Read a slice of a tensor without touching the rest of its file.
 
     Args:
-        tensor: the tensor.
         index: a slice of every axis.
 
     Returns:
@@ -477,7 +476,6 @@ def decode_slice(weight: StoredWeight, index: tuple[slice, ...]) -> np.ndarray:
     slice are read.
 
     Args:
-        weight: the weight.
         index: a slice of every axis of the decoded weight.
 
     Returns:
@@ -597,7 +595,6 @@ def fingerprint(folder: str | Path, config: ModelConfig) -> str:
 
     Args:
         folder: the folder of the checkpoint.
-        config: the config of its model.
 
     Returns:
         "config=...,headers=...,samples=...".

@@ -62,7 +62,6 @@ def mix(weights: Layer, x: Float[Array, "N E"], config: ModelConfig) -> Float[Ar
     Args:
         weights: the weights of a sparse layer.
         x: the tokens, after the norm of the MLP.
-        config: the config of the model.
 
     Returns:
         The outputs. Where experts are split over devices they are the part of this device's
@@ -109,7 +108,6 @@ def route(
     Args:
         x: the tokens.
         router: the router's matrix.
-        config: the config of the model.
         bias: is added to the scores.
 
     Returns:
@@ -142,14 +140,10 @@ def _in_turn(
     An expert's matrices are read once for each tile of its tokens, and never if no token chose it.
 
     Args:
-        weights: of the layer.
         x: the tokens.
         chosen: the experts of every token.
         alone: whether this device has all experts.
         expert: computes one expert.
-
-    Returns:
-        The outputs.
     """
     (count, k), pairs, local = chosen.shape, chosen.size, weights[BY_EXPERT[0]].experts
     # A tile has the smallest power of two of tokens that is at least the mean number of tokens of

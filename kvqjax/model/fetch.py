@@ -82,9 +82,6 @@ def fetched(name: str) -> Path:
     Args:
         name: one of `FETCHED`.
 
-    Returns:
-        The file.
-
     Raises:
         UserError: where it is not there, with the command that brings it.
     """

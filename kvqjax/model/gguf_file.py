@@ -172,9 +172,6 @@ def is_gguf(path: Path) -> bool:
 def read_header(file: Path) -> Header:
     """Read the header of a file.
 
-    Args:
-        file: the file.
-
     Returns:
         Its values and tensors. A file that has not changed is read once.
 

@@ -39,9 +39,6 @@ _DIVISORS = "rope_freqs.weight"
 def read_fields(file: Path) -> dict[str, Any]:
     """Read the model of a file as the fields of config.json.
 
-    Args:
-        file: the file.
-
     Returns:
         What `parse_config` takes.
 
@@ -337,9 +334,6 @@ _TURNED = ("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")
 
 def find_tensors(file: Path) -> dict[str, Entry]:
     """Find the tensors of a file by Hugging Face's names.
-
-    Args:
-        file: the file.
 
     Returns:
         Every tensor. One whose name is not known keeps it. Each expert's matrix is a tensor of its

@@ -101,9 +101,6 @@ def has_tokenizer(file: Path) -> bool:
 def build_tokenizer(file: Path) -> tuple[Any, dict[str, str], str | None]:
     """Build the tokenizer of a file.
 
-    Args:
-        file: the file.
-
     Returns:
         The tokenizer of the `tokenizers` library, special tokens by their names, and the chat
         template or None.

@@ -24,8 +24,6 @@ def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
-        width: the width of the model.
         heads: how many query heads a layer has.
 
     Returns:
@@ -59,7 +57,6 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
         heads: how many query heads a layer has.
 
     Returns:
@@ -142,7 +139,6 @@ def ropes_from_hf(
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
         windows: the sliding window of each layer with attention.
         roped: whether each of these layers has a rope.
         head_dim: the width of a head.
@@ -286,7 +282,6 @@ def growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
 
     Returns:
         Fields of `ModelConfig`; none in families whose queries do not grow.

@@ -84,7 +84,6 @@ def parse_config(
     """Make a config from the contents of config.json.
 
     Args:
-        raw: the contents of config.json.
         generation: the contents of generation_config.json, where the folder has one.
         rope_length: the longest text in tokens, for the kinds of rope that depend on it
             (`RopeConfig`). None stands for the length that the model was trained on first.
@@ -263,9 +262,6 @@ class Scheme:
 
 def read_scheme(raw: dict) -> Scheme | None:
     """Read how the weights of a checkpoint are packed.
-
-    Args:
-        raw: the contents of config.json.
 
     Returns:
         The scheme; None for plain numbers.

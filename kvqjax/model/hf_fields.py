@@ -74,9 +74,6 @@ def read_integer(raw: dict, field: str, prefix: str = "", most: int = 2**31 - 1)
         prefix: what names that object in messages, with a dot at its end.
         most: the largest integer that is accepted.
 
-    Returns:
-        The integer.
-
     Raises:
         UserError: for a field that is missing or something else.
     """
@@ -95,9 +92,6 @@ def read_number(raw: dict, field: str, default: float | None = None, prefix: str
         default: the number of a field that is missing or null; None: such a field is refused.
         prefix: what names that object in messages, with a dot at its end.
 
-    Returns:
-        The number.
-
     Raises:
         UserError: for a field that is missing or something else.
     """
@@ -112,7 +106,6 @@ def read_softcap(raw: dict, field: str, has_cap: bool) -> float | None:
     """Read a cap of scores or logits.
 
     Args:
-        raw: the contents of config.json.
         field: `SCORE_CAP` or `LOGIT_CAP`.
         has_cap: whether the family computes this cap.
 
@@ -133,7 +126,6 @@ def check_accepted(raw: dict, family: Family):
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
 
     Raises:
         UserError: for a field that needs an unsupported computation, or for code of a checkpoint.
@@ -184,9 +176,6 @@ def read_eos_ids(*files: dict) -> tuple[int, ...]:
 
 def read_bos_id(raw: dict) -> int | None:
     """Read the id that texts begin with.
-
-    Args:
-        raw: the contents of config.json.
 
     Returns:
         The id; None for a model without it.

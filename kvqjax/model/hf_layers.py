@@ -84,7 +84,6 @@ def layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, 
 
     Args:
         raw: the contents of config.json, with the family's defaults.
-        family: the family of the model.
         num_layers: how many layers have attention.
 
     Returns:

@@ -238,9 +238,6 @@ def _heads_text(config: ModelConfig) -> str:
 def read_sampling(folder: str | Path) -> dict[str, Any]:
     """Read how a checkpoint's generation_config.json would sample.
 
-    Args:
-        folder: the folder of the model.
-
     Returns:
         Options of `generate`: temperature, top_k, top_p and min_p where the file says do_sample,
         and repetition_penalty in any case. A file with `do_sample` alone gives temperature 1. {}
@@ -366,9 +363,6 @@ def config_of(name: str) -> ModelConfig:
             ("llama-3.1-8b"; of a hub id the part after the slash counts, in any case), or a hub id
             that is downloaded.
 
-    Returns:
-        The config.
-
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
@@ -402,9 +396,6 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     Args:
         dtype: a short name ("bf16"), a full one, or whatever jnp.dtype reads. None: float32 on the
             CPU backend, bfloat16 elsewhere.
-
-    Returns:
-        The dtype.
 
     Raises:
         UserError: for a dtype in which nothing is computed here.

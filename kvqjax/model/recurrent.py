@@ -127,7 +127,6 @@ def advance(
     """Take a layer's state over the first `counts[b]` of T tokens of each row.
 
     Args:
-        weights: the weights of the layer.
         state: before these tokens.
         new: the `sources` of T tokens, finite numbers.
         counts: of the tokens that are taken, from 0 to T.

@@ -75,7 +75,6 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     """The rows of its tensor that a parameter is.
 
     Args:
-        config: the config of the model.
         name: the parameter ("layers/q").
         packed: whether recurrent layers have two tensors of projections, packed key head by key
             head (Qwen3-Next). Otherwise one tensor holds queries, keys and values after each other,

@@ -558,9 +558,6 @@ class Tokenizer:
             chat_template: for transformers' tokenizer.
             tools: of the conversation, for which a folder may have a template of its own.
 
-        Returns:
-            The template.
-
         Raises:
             ValueError: there is none.
         """

@@ -41,9 +41,6 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
         messages: the conversation.
         options: of `apply_chat_template`.
 
-    Returns:
-        The text.
-
     Raises:
         UserError: the template refuses the messages or fails, or there are several and none is the
             default.

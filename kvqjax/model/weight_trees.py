@@ -200,9 +200,6 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
     Args:
         x: the rows.
         weight: the matrix [I, O], its codes, or a `Row`.
-
-    Returns:
-        The products.
     """
     if isinstance(weight, Row) and isinstance(weight.stack, LayerMatrices):
         return weight.stack.chosen(
@@ -263,7 +260,6 @@ def stored_layers(platform: str, config: ModelConfig, dtype) -> str:
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        config: the config of the model.
         dtype: the compute dtype.
 
     Returns:
@@ -392,7 +388,6 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
 
     Args:
         key: the random key.
-        config: the config of the model.
         dtype: the dtype of the weights.
 
     Returns:

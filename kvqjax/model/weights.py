@@ -202,7 +202,6 @@ def _named_alike(
 
     Args:
         checkpoint: the tensors as stored.
-        config: the model's.
         folder: of the checkpoint, for messages.
         text_only: leave out a vision part.
 
@@ -324,7 +323,6 @@ def _expert_matrices(
     Args:
         tensor: [experts, inputs, matrices * outputs] if `inward`, else [experts, matrices *
             outputs, inputs]. Biases are [experts, matrices * outputs].
-        config: the model's.
         layer: prefix of the layer's names.
         fused: "gate_up_proj" or "down_proj".
         part: what the tensor holds of the matrices: "" for their numbers, "_bias", or parts of
@@ -463,7 +461,6 @@ def load_params(
 
     Args:
         folder: the folder. FP8, GPTQ and AWQ matrices are decoded (kvqjax/model/checkpoint.py).
-        config: the config of its model.
         dtype: the dtype of the weights.
         sharding: `sharding(name)` gives each parameter's placement. Names are those of the pytree
             joined by "/", such as "embed" or "layers/q" (axes as in kvqjax/model/decoder.py, [L,
@@ -633,7 +630,6 @@ def _fill(
 
     Args:
         sources: the stored weights of these layers.
-        parameter: the parameter.
         shape: of the whole parameter in these layers, [layers, ...], or [layers, experts, ...].
         dtype: of the weights.
         index: the slice.

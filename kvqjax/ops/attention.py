@@ -58,9 +58,6 @@ def oldest_seen(query, sliding: int, chunked: bool = False) -> Any:
         sliding: tokens of a sliding window, the query's own included, or of a chunk.
         chunked: whether the query sees its chunk, which begins at a multiple of `sliding`, instead
             of a window.
-
-    Returns:
-        The position.
     """
     return floor_divide(query, sliding) * sliding if chunked else query - sliding + 1
 
@@ -116,12 +113,8 @@ def folded(
     Args:
         state: of the blocks before.
         scores: of the block's keys, not yet capped.
-        mask: the tokens that each query sees.
         softcap: caps the scores (`capped`); None: no cap.
         sums: sums the block's values under the weights that it is given.
-
-    Returns:
-        The state after the block.
     """
     scores = jnp.where(mask[:, None, None], capped(scores, softcap), -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(-1))

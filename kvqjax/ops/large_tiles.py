@@ -82,7 +82,6 @@ def _add(
     """Fold one tile of keys and values into the online softmax.
 
     Args:
-        state: the online softmax so far.
         q: the queries, scaled by D^-1/2.
         k: the tile's keys.
         v: the tile's values.

@@ -175,9 +175,6 @@ def times_matrix(
         w: the matrix [E, F], or its transpose [F, E].
         dtype: of the result; None: that of the operands.
         turned: whether `w` is the transpose.
-
-    Returns:
-        The products.
     """
     equation = "...e,fe->...f" if turned else "...e,ef->...f"
     plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)

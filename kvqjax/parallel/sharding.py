@@ -86,7 +86,6 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
 
     Args:
         config: the model's, or the shape of a model of another library.
-        method: of the caches.
         size: of the mesh.
         devices: the first `size.devices` of these are used; None: of jax.devices(); empty: a plan
             without devices.
@@ -140,8 +139,6 @@ def rules_on(
 
     Args:
         mesh: the model's mesh, of axes of any kind (Auto, Explicit).
-        shape: the model's shape.
-        method: of the caches.
         batch_axis: the mesh axis, or axes, that split rows.
         head_axis: the mesh axis, or axes, that split KV heads. Only the first of them do so: as
             many as divide the number of KV heads, and none for a method that mixes heads. The

@@ -175,9 +175,6 @@ def _backbone(
         group: channels or tokens that share a scale; None: the backbone's default.
         seed: of HIGGS's signs.
 
-    Returns:
-        The codec's spec.
-
     Raises:
         UserError: for a backbone that does not exist, and for bits that it does not have.
     """
@@ -402,7 +399,6 @@ def reconstruct(
         layer: the layer's spec.
         codec: the source's.
         source: "k" or "v".
-        constants: the layer's.
         payload: the tile's codes.
         carry: reconstructions of the layer below.
         keys: Kr of this layer, which a predictor of values may see; None for keys.

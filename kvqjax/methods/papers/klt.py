@@ -208,7 +208,6 @@ def _values_of_heads(
         constants: of values.
         means: of the coefficients of group G's keys and values, for each of the X query heads of
             the group.
-        config: the model's shape.
 
     Returns:
         The values of every query head.

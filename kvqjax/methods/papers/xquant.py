@@ -232,9 +232,6 @@ def quantiser(bits: int, along: str, group: int, scales: str, width: int) -> Exa
         scales: the dtype of scales and minima.
         width: channels of a token.
 
-    Returns:
-        The codec's spec.
-
     Raises:
         UserError: for groups of channels that do not fit `width`.
     """
@@ -266,9 +263,7 @@ def attended(
     Args:
         k: the layer's input times W_k.
         v: the layer's input times W_v.
-        weights: the layer's.
         positions: of the tokens, or the waves that replace them (`Fast.waves`).
-        config: the model's shape.
 
     Returns:
         Keys and values by KV head.
@@ -289,7 +284,6 @@ def summed_first(width: int, config: KVShape, read, up) -> SharedValues:
 
     Args:
         width: of a stored value.
-        config: the model's shape.
         read: gives a block's stored values (`SharedValues.read`).
         up: up(weights, constants) gives the matrix [width, KD].
 
