@@ -103,7 +103,7 @@ class Score(NamedTuple):
     @property
     def bits_saved(self) -> float:
         """Compute the bits per number that the prediction saves, -log4(relative MSE): an ideal
-        quantiser of a Gaussian needs so many bits for the same error."""
+        quantiser of a Gaussian would need these bits for the same error."""
         return float(-np.log(max(self.relative_mse, TINY)) / np.log(4.0))
 
 

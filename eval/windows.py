@@ -357,9 +357,8 @@ def drift(
 
     Returns:
         A row of the report: `kld` and `nll` (nats) in every span. `growth` is the KLD of the last
-            span divided by that
-        of the first span in which every step attends to encoded tokens. It is None if that is the
-        last span, or if nothing is lost.
+        span divided by that of the first span in which every step attends to encoded tokens. It is
+        None if that is the last span, or if nothing is lost.
 
     Raises:
         UserError: texts that cannot be read or are too short, options that do not exist.

@@ -135,7 +135,7 @@ class Kernels(NamedTuple):
         forms: The kernel forms that may run, SPLASH and CUDNN among them; None: those that the
             table trusts.
         basis: Why these: "table" (none was checked), "checked" (on this very chip), "forced" or
-        "off"."""
+            "off"."""
 
     asked: str = "auto"
     forms: tuple[KernelForm, ...] | None = None

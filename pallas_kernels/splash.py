@@ -121,8 +121,7 @@ def _mask(
     newest: Int[Array, " T"], keys: int, blocks: Blocks, sliding: int | None, oldest, chunked: bool
 ) -> tuple[Array, Array]:
     """Say for every one of N blocks of queries and M blocks of keys which block of keys is fetched,
-    and whether it is
-    seen: [1, N, M] each."""
+    and whether it is seen: [1, N, M] each."""
     first, last = (x[:, None] for x in seen_blocks(newest, keys, blocks, sliding, oldest, chunked))
     every = jnp.arange(keys // blocks.keys)[None]
     # In place of a block that is not seen the nearest one that is seen is named. It is fetched

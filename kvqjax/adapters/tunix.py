@@ -106,8 +106,7 @@ def layers(
         cache: a SamplerCache, as `init_cache` or `commit_layers` made it.
         attention_mask: [B, T, S], as the sampler made it. A token that sees no place at all is
             padding. The cache itself knows what a token attends to: what came before it in its row,
-            within a layer's
-                sliding window.
+            within a layer's sliding window.
         constants: an artifact's.
 
     Returns:

@@ -146,8 +146,8 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
 
     Returns:
         A number of units: at most as many as `length` new tokens complete, a body holds and memory
-            allows. Only 1 where
-        units encoded together would get other bits, or do not lie side by side in the body."""
+        allows. Only 1 where units encoded together would get other bits, or do not lie side by side
+        in the body."""
     codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
     # A matrix product rounds differently for another number of rows. A frame has such products, and
     # codecs that are not `apart` may have. What flows between layers is reconstructed in tiles of
@@ -165,8 +165,8 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
         return next(
             units for units in range(max(1, count), 0, -1) if page % (units * clock.unit) == 0
         )
-    # From a plane's edge on: of so many single tokens as many whole planes less one always follow
-    # it.
+    # Tokens are encoded one by one up to the next plane. n planes of tokens have at least n - 1
+    # whole planes behind that.
     count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
     # A packing wants a tile of up to FEW tokens to begin at a multiple of its size. Single units
     # and planes do, several units need not. Longer tiles may begin at any unit.
@@ -470,9 +470,8 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
 
     Returns:
         Whether all of this holds: a token is due as soon as it comes, each row has one new token,
-            bodies are in a form
-        of GPUs and are the rows' own, nothing flows between layers, and every field can be written
-        by a scatter."""
+        bodies are in a form of GPUs and are the rows' own, nothing flows between layers, and every
+        field can be written by a scatter."""
     # With two clocks, units of several tokens or a window, other tokens than the one that just came
     # may be due.
     if len(schedules) > 1 or schedules[0].clock.unit > 1 or schedules[0].clock.window:

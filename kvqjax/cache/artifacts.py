@@ -94,7 +94,7 @@ def flatten(runs: Any) -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any], runs: int) -> tuple[dict, ...]:
-    """Undo `flatten`, for nested dicts of so many runs. Raises UserError for a name that belongs to
+    """Undo `flatten`, for nested dicts of `runs` runs. Raises UserError for a name that belongs to
     none of them."""
     out: tuple[dict, ...] = tuple({} for _ in range(runs))
     for name, leaf in flat.items():

@@ -322,7 +322,7 @@ def few_block(run: RunLayout, batch: int, rows: int) -> int:
 def evenly(run: RunLayout, most: int) -> int:
     """Choose how many tokens of a row are read at a time: at most `most`, but at least
     `run.reading`, and as evenly as that allows."""
-    # `reading` divides the body into so many pieces. A read is some of them.
+    # The body has `pieces` pieces of `reading` tokens. A read is some of them.
     pieces = run.slots_here // run.reading
     count = -(-pieces // max(1, most // run.reading))
     return run.within_pages(run.reading * -(-pieces // max(1, count)))

@@ -166,7 +166,7 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
 def check_pages(
     layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]
 ) -> None:
-    """Raise UserError where a row lacks pages for so many tokens."""
+    """Raise UserError where a row lacks pages for its tokens."""
     counts = np.cumprod(table >= 0, axis=1).sum(1)
     for row, (count, length) in enumerate(zip(counts.tolist(), tokens.tolist(), strict=True)):
         if count < (need := pages_needed(layout, length)):

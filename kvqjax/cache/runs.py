@@ -610,7 +610,7 @@ def most_tokens(layout: CacheLayout, batch: int) -> int:
 
 
 def pages_needed(layout: CacheLayout, tokens: int) -> int:
-    """Count the pages that a row of so many tokens needs.
+    """Count the pages that a row of `tokens` tokens needs.
 
     Args:
         layout: of a cache whose rows have pages.

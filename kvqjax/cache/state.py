@@ -38,8 +38,7 @@ from kvqjax.ops.xla_workarounds import floor_divide, modulo
 
 
 def _array(leaf) -> str:
-    """Print dtype and shape, `uint32[2,1,96,64]`. Of what is no array, print the name of its
-    type."""
+    """Print dtype and shape, `uint32[2,1,96,64]`. For other values, print the type's name."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return type(leaf).__name__
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

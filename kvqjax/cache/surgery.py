@@ -445,8 +445,8 @@ def crop(cache: Cache, lengths: Int[Array, " B"], *, snapshot: Snapshot | None =
     - Where no encoded token is cut, the crop is exact to the token. That holds for the newest
       `window` tokens at least.
     - A deeper crop goes down to where every source of every layer ends on a whole unit (32 to 128
-      tokens). The window
-      is empty then: the newest tokens stay encoded, and nothing is encoded twice.
+      tokens). The window is empty then: the newest tokens stay encoded, and nothing is encoded
+      twice.
     - In a layer with two clocks (KIVI as published) a token whose key was encoded while its value
       was exact keeps the reconstructed key.
     - Layers whose body is a ring (sliding windows) have overwritten older tokens. A crop into their

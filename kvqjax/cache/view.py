@@ -311,7 +311,7 @@ def _numbered(view: LayerView, slots: Int[Array, " n"], least: Number) -> Places
 
 
 def _pinned(slots: int) -> Callable[[Number, int], Number]:
-    """Make the `BodyView.at` of a body of so many slots.
+    """Make the `BodyView.at` of a body with `slots` slots.
 
     All blocks have the same size. Where that does not divide the slots, the last block ends with
     the body and begins within the block before it."""

@@ -1,5 +1,5 @@
 """`kvqjax demo`: a real model answers a question about a text, through exact and compressed caches.
-Where that model is not to be had, the bundled model continues a prompt."""
+If that model cannot be downloaded, the bundled model continues a prompt."""
 
 import json
 import time
@@ -77,7 +77,7 @@ def demo(
     """Ask a real model about a text, through exact and compressed caches.
 
     The model, SmolLM2-135M-Instruct, is fetched first (98 MB, Apache-2.0). Answers, bytes and speed
-    are compared. Where the model is not to be had, or with --model demo, the bundled model
+    are compared. If the model cannot be downloaded, or with --model demo, the bundled model
     continues a prompt instead.
     """
     model = model_at_hand(REAL, BUNDLED, tell=announce) if model is None else model

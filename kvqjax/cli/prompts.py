@@ -94,7 +94,7 @@ def read_prompts(
         files: each holds one prompt; "-" is standard input.
         batch: a file with a prompt a line, or a .jsonl file with a string, or an object with
             "prompt" or "messages", a line; "-" is standard input, a prompt a line.
-        chat: whether every prompt shall go through the chat template. Messages always do.
+        chat: whether every prompt goes through the chat template. Messages always do.
 
     Returns:
         All prompts in this order. Where there is none, standard input is one, unless it is a

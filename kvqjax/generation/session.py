@@ -202,8 +202,8 @@ class Session:
 
     @property
     def cache(self) -> Cache | None:
-        """The cache of one row that holds the conversation. The next turn donates it: `fork` what
-        shall live on."""
+        """The cache of one row that holds the conversation. The next turn donates it: `fork`
+        what you want to keep."""
         self._settle()
         return self._cache
 

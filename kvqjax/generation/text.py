@@ -208,8 +208,8 @@ class Detokenizer:
 
     The pieces joined are `text`, in whatever portions the ids come: what transformers decodes of
     prompt and answer together, without the prompt's part of it. Special tokens have no text, unless
-    they are shown by name. A
-    character that the prompt began and the answer completed belongs to the answer. Bytes that are
+    they are shown by name. A character that the prompt began and the answer completed belongs to
+    the answer. Bytes that are
     no character become U+FFFD; one that may still become a character is held back until `finish`.
     Of a run of byte tokens (byte fallback) that is broken somewhere, the characters before the
     broken place stay, where transformers takes the run for broken as a whole.

@@ -4,9 +4,7 @@ One `shard_map` runs the whole step. A device holds a part of every array and ru
 single device on it. `batch`, `width`, `sequence` and `kv_heads` are fields of `Rules`:
 
 - Rows of the batch are split over `batch`; query heads, MLP, experts and vocabulary over `width`. A
-  layer takes two
-sums
-  over `width`: after the output projection and after the MLP.
+  layer takes two sums over `width`: after the output projection and after the MLP.
 - Blocks of the body are dealt over `sequence` in turn. A device attends to its own blocks, which
   gives (out, lse). The log-sum-exp merge over `sequence` is the only collective inside attention.
 - A device holds whole experts, and computes those of its rows' tokens that chose them. All devices

@@ -64,9 +64,9 @@ class Answered:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """A checked request. `ends` are the tokens that end it, `bound` is its place in a grammar,
-    where one binds it. `likeliest` counts the tokens whose log
-    probabilities come with each new token (None: no scores). Requests of a smaller `priority` come
-    first. The first `keep_first` tokens of the prompt never leave the row."""
+    where one binds it. `likeliest` counts the tokens whose log probabilities come with each new
+    token (None: no scores). Requests of a smaller `priority` come first. The first `keep_first`
+    tokens of the prompt never leave the row."""
 
     prompt: Sequence[int]
     max_new_tokens: int

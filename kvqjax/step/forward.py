@@ -479,10 +479,8 @@ def forward(
         model: the model.
         tokens: token ids [B, T].
         counts: how many of each row's tokens are valid, from the first on. A mask Bool[B, T] in its
-            place says which
-            are: any single run of each row, so that prompts padded on the left, or on both sides,
-                come as they are.
-            A row without valid tokens stays as it is.
+            place says which are: any single run of each row, so that prompts padded on the left, or
+            on both sides, come as they are. A row without valid tokens stays as it is.
         cache: the cache, one of this model.
         last: gives only the logits of each row's last valid token.
 

@@ -163,9 +163,9 @@ def attend_layer(
             cache holds. A sliding window stays, and hides on both sides what is as far away as it
             is long. The mask changes no position and nothing that is stored.
         return_lse: also return the logarithm of the softmax's denominator, natural, with the sinks'
-            share: what it takes to merge the output with attention to other tokens, such as a
-                prefix that lies elsewhere. With o1,
-            l1 and o2, l2 the whole output is (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2).
+            share. It serves to merge the output with attention to other tokens, such as a prefix
+            that lies elsewhere. With o1, l1 and o2, l2 the whole output is
+            (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2).
 
     Returns:
         The output in q's dtype; outputs of tokens that are not valid mean nothing. With

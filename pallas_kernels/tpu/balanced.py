@@ -91,8 +91,7 @@ def _met(refs: Refs, plan) -> tuple[list[Met], dict]:
 
 def _stacked(scaled, plan, met: Met):
     """Stack a column's weights [M, column] once for every group that it meets, with zeros for the
-    tokens of other
-    groups: [groups * M, column] bfloat16."""
+    tokens of other groups: [groups * M, column] bfloat16."""
     rows = jnp.concatenate([scaled] * len(met.groups))
     # Where the vector unit has bfloat16 it multiplies two rows at once.
     if plan.wide:

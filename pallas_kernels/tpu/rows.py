@@ -34,8 +34,7 @@ def row_bounds(start, stop, plan, group: int) -> Int[Array, "B M 2"]:
     """Return the first visible token of every query row, and one past the last.
 
     A group of M rows has the queries of `plan.shared` KV heads with `group` query heads each. Rows
-    of padding see no
-    token: both numbers are 0."""
+    of padding see no token: both numbers are 0."""
     bounds = jnp.stack([start, stop], -1).astype(jnp.int32)  # [B, T, 2]
     # A KV head has G rows for every token in turn, and all KV heads of the group see the same.
     rows = jnp.tile(jnp.repeat(bounds, group, axis=1), (1, plan.shared, 1))
@@ -54,9 +53,9 @@ def tile_ends(
 
     Returns:
         For every row: first visible tile, one past the last, the last tile to fetch, then the
-            numbers of its pages. All
-        tiles and pages lie within the arrays, even for rows that see nothing. The axis of a row's
-        numbers is last, because scalar memory pads the last axis to 128 numbers."""
+        numbers of its pages. All tiles and pages lie within the arrays, even for rows that see
+        nothing. The axis of a row's numbers is last, because scalar memory pads the last axis to
+        128 numbers."""
     tiles = -(-slots // tile)
     first = jnp.minimum(start.min(1) // tile, tiles - 1)
     end = jnp.minimum(-(-stop.max(1) // tile), tiles)

@@ -1,8 +1,8 @@
 """Sum up softmax weights and values of a lane group in the TPU decode-attention kernel, a block at
 a time.
 
-A value is r e + n, with its code e, scale r and minimum n. Under softmax weights p the sum of
-values is
+A value is r e + n, with its code e, scale r and minimum n. With softmax weights p the sum of values
+is
 
     sum_t (p_t r_t) e_t + sum_t p_t n_t
 

@@ -8,8 +8,7 @@ reinterpreted as arrays of narrow numbers, which takes the fields apart for free
 - ways = 8: nibbles, read as signed 4-bit integers (codes of up to 4 bits)
 - ways = 4: bytes, read as signed 8-bit integers (codes of up to 8 bits)
 - ways = 2: halves, read as bfloat16 (codes of up to 4 bits). The code is or-ed into the mantissa of
-  a power of two, so
-            that no conversion is needed. For chips that convert narrow integers slowly.
+  a power of two, so that no conversion is needed. For chips that convert narrow integers slowly.
 
 The codes of one word come out next to each other. So the order of unpacked tokens, the lane order,
 differs from token order within a block. Attention does not depend on the order, as long as keys,

@@ -48,7 +48,7 @@ from kvqjax.ops.xla_workarounds import (
 
 # Body tokens, those of all rows counted together. Every part takes kernels, and memory for each of
 # its tokens.
-SMALLEST_PART = 3 * 2**16  # a body of at most so many tokens is one part
+SMALLEST_PART = 3 * 2**16  # a body with no more tokens is one part
 LARGEST_PART = 3 * 2**17  # no part has more tokens
 BODY_PARTS = 2  # of a larger body, unless they would exceed LARGEST_PART
 MOST_SPAN = 1024  # tokens of a span, at most: the tokens of a row are rounded up to whole spans
@@ -156,8 +156,8 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     q, view, shared = call.q, call.view, call.shared
     run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
     # Queries that take the keys' transform between heads meet the keys of all heads. A product then
-    # has as many times the query rows as there are KV heads. A GPU's matrix units pad few rows to
-    # as many anyway.
+    # has K times the query rows, with K KV heads. A GPU's matrix units would pad few rows to about
+    # that number.
     mixed = run.wiring.fast.mixed if q.shape[1] * q.shape[2] <= MOST_ROWS and not carry else None
     if part.rows is not None:
         q = q[part.rows]

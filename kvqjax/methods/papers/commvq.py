@@ -51,8 +51,8 @@ def commvq(
       whole head).
     - `hidden` units of the value encoder (0: one per logit, 4096 at most).
     - `window` newest and `sinks` first tokens stay exact, and `unit` tokens leave the window
-      together. `window=0` is
-      the published rule: the whole buffer is encoded when it holds 128 tokens.
+      together. `window=0` is the published rule: the whole buffer is encoded when it holds 128
+      tokens.
     - `centre="auto"` codes keys without the model's key bias, where it has one; "none" with it.
 
     With the defaults, Llama-3.1-8B stores 1.031 bits per channel. Raises UserError for values that

@@ -82,9 +82,8 @@ def kivi(
 
     - `bits` of a code, 1 to 6 or 8; `key_bits` and `value_bits` override it.
     - `group`: 32, 64 or 128 tokens that share the scale and minimum of a key channel, and leave the
-      window together.
-      `value_group`: channels that share those of a token's values; by default `group`, or 64 or 32
-      where the model's channels are no multiple of that.
+      window together. `value_group`: channels that share those of a token's values; by default
+      `group`, or 64 or 32 where the model's channels are no multiple of that.
     - `window` newest and `sinks` first tokens stay exact. `rule="together"` moves keys and values
       out in whole groups; "published" does as the released code: keys all at once every `window`
       tokens, values one token at a time.
