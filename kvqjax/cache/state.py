@@ -332,12 +332,6 @@ def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
     return first + modulo(jnp.arange(ring)[None] - first, ring)
 
 
-def window_tokens(ring: int, end: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """Say which body token each of the `ring` window slots stands for, once rows hold `end` body
-    tokens."""
-    return ring_tokens(ring, jnp.maximum(end - ring, 0))
-
-
 def admitted(
     cache: Cache, counts: Int[Array, " B"], length: int
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
