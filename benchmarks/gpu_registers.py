@@ -21,12 +21,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
-# Form and bits; fewer than 8 query rows are padded to 8.
+# Form, bits, channels of a head, and whether groups have 32; fewer than 8 query rows are padded to 8.
 CASES = {
-    f"{form}-{bits}": (form, bits)
+    f"{form}-{bits}": (form, bits, 128, False)
     for form in ("kivi", "kivi_star", "kvquant")
     for bits in (2, 3, 4)
 }
+CASES |= {f"kivi-{bits}-short": ("kivi", bits, 128, True) for bits in (2, 4)}
+CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
+CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -45,19 +48,26 @@ def _device():
     return jax.sharding.SingleDeviceSharding(chip_devices("h100")[0])
 
 
-def _call(form: str, bits: int):
+def _spec(name: str):
+    from packed_bodies import spec_of
+
+    form, bits, head_dim, short = CASES[name]
+    return spec_of(form, bits, KV_HEADS, "sm90", head_dim, short)
+
+
+def _call(name: str):
     """The function of one case, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
-    from packed_bodies import HEAD_DIM, shapes, spec_of
+    from packed_bodies import shapes
 
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     shaped = jax.ShapeDtypeStruct
-    q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, HEAD_DIM), jnp.bfloat16)
+    spec = _spec(name)
+    q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, spec.head_dim), jnp.bfloat16)
     bounds = shaped((BATCH, 1), jnp.int32)
     last = (shaped((), jnp.int32), bounds, bounds)
-    spec = spec_of(form, bits, KV_HEADS, "sm90")
     return lambda *args: gpu.packed_attention(*args, spec), (
         q,
         shapes(spec, LAYERS, BATCH, SLOTS),
@@ -65,16 +75,15 @@ def _call(form: str, bits: int):
     )
 
 
-def _shared_bytes(form: str, bits: int) -> int:
+def _shared_bytes(name: str) -> int:
     """Shared memory of a program, without what the compiler adds for barriers and alignment."""
     import jax
     import numpy as np
-    from packed_bodies import spec_of
 
     from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
-    memory = gpu_kernel.memory(gpu.Plan(spec_of(form, bits, KV_HEADS, "sm90"), QUERY_ROWS, 1))
+    memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
 
@@ -98,12 +107,12 @@ def measure(name: str, folder: Path) -> dict:
     """Compile one case; what ptxas says and the temporary bytes beside arguments and results."""
     import jax
 
-    function, arguments = _call(*CASES[name])
+    function, arguments = _call(name)
     on_chip = functools.partial(jax.ShapeDtypeStruct, sharding=_device())
     arguments = jax.tree.map(lambda x: on_chip(x.shape, x.dtype), arguments)
     compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
-    shared = _shared_bytes(*CASES[name])
+    shared = _shared_bytes(name)
     return {
         **report(folder),
         "shared_bytes": shared,

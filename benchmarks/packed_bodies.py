@@ -8,21 +8,26 @@ from kvqjax.ops.packing.base import slot_rows, split_bits
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
 HEAD_DIM = GROUP = 128
+SHORT = 32  # KIVI's own groups
 STRETCH = 1024  # tokens that follow each other; a multiple of every layout's block
 
 
-def spec_of(form: str, bits: int, kv_heads: int, target: str) -> PackedSpec:
+def spec_of(
+    form: str, bits: int, kv_heads: int, target: str, head_dim: int = HEAD_DIM, short: bool = False
+) -> PackedSpec:
     """Keys and values of `bits`: KIVI's keys after RoPE, KIVI*'s before, KVQuant's signposts
-    without outliers."""
+    without outliers. `short`: with groups of 32."""
     rope = (
         None
         if form == "kivi"
-        else Rope(tuple(5e5 ** (-i / HEAD_DIM) for i in range(0, HEAD_DIM, 2)))
+        else Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
     )
-    groups = {"key_group": GROUP, "value_group": GROUP, "datatype": "uniform"}
+    groups = {"key_group": GROUP, "value_group": head_dim, "datatype": "uniform"}
+    if short:
+        groups |= {"key_group": SHORT, "value_group": SHORT}
     if form == "kvquant":
-        groups = {"key_group": 0, "value_group": kv_heads * HEAD_DIM, "datatype": "nuq"}
-    shape = {"kv_heads": kv_heads, "head_dim": HEAD_DIM, "target": target}
+        groups = {"key_group": 0, "value_group": kv_heads * head_dim, "datatype": "nuq"}
+    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "target": target}
     return PackedSpec(key_bits=bits, value_bits=bits, rope=rope, **groups, **shape)
 
 

@@ -152,7 +152,7 @@ def _fold(memory: Memory, plan: Plan, fetch, ends, limits, state: State) -> Stat
     def write_weights(peak):
         weight = jnp.exp2(score - along(peak, score))
         put_transposed(held.weights, weight.astype(jnp.bfloat16))
-        return weight, jnp.zeros_like(weight)
+        return weight, (jnp.zeros_like(weight),)
 
     def weigh():
         plgpu.commit_smem()  # the weights are written: products read all threads' parts

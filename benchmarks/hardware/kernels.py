@@ -22,6 +22,8 @@ from kvqjax.pallas_kernels.forms import CUDNN
 __all__ = ["kernel_steps", "kernels"]
 
 METHODS = (
+    "kivi:bits=2",
+    "kivi:bits=4",
     "kivi:bits=2,group=128",
     "kivi:bits=4,group=128",
     "kivi:bits=3,group=128",

@@ -38,7 +38,7 @@ class Operands(NamedTuple):
     key_scale: Any  # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
     key_low: Any  # minima, as key_scale; None with signposts
     value_codes: tuple  # as key_codes
-    value_scale: Any  # [L, B, owners, S/64, 64] u16: owners are K where every head has scales of its own, else 1
+    value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
     value_low: Any  # minima, as value_scale
     tables: Any = None  # [2, 8] u32: signposts of keys and of values
     turns: Any = None  # [S/128, D] f32
@@ -112,7 +112,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
             data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state
         )
 
-    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows)
+    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows, plan.slices[0])
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 

@@ -5,10 +5,13 @@ With codes c, scales s and minima m of a group's channels, and codes that are un
 
     q . k = (q s) . (2^e + c) - 2^e sum(q s) + q . m
 
-Every group of 128 tokens, two products' worth, has a scaled query q s. The numbers sum(q s) and q .
-m are the same for all tokens of a group. Each is one product per group, whose left operand has
-equal rows: of ones for the sum, of m for q . m. So the result stands on the rows of all tokens, and
-need not be moved there."""
+Every group of tokens has a scaled query q s. A product of 64 tokens lies in a group of 64 or 128
+tokens. Groups of 32 tokens are two to a product: the scaled queries of both stand side by side as
+its columns, and the upper rows take the results of one, the lower rows those of the other.
+
+The numbers sum(q s) and q . m are the same for all tokens of a group. Each is one product, whose
+left operand has equal rows: of ones for the sum, of m for q . m. So the result stands on the rows
+of all tokens, and need not be moved there."""
 
 from typing import Any, NamedTuple
 
@@ -21,31 +24,17 @@ from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 from kvqjax.pallas_kernels.gpu.parts import (
     COLUMNS,
     ROWS,
+    by_half,
     load,
     numbers,
     product,
     put_transposed,
+    side_by_side_by_half,
     tiled,
 )
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 from kvqjax.pallas_kernels.gpu.words import HALF
 
-__all__ = [
-    "GROUP",
-    "GROUPS",
-    "Keys",
-    "copies",
-    "factor_copies",
-    "memory",
-    "prepare",
-    "scores",
-    "start",
-    "word_copies",
-]
-__all__ += ["words"]
-
-GROUP = 128  # tokens that share a scale
-GROUPS = STEPS * STEP // GROUP  # groups of a quad
 CHANNELS_AT_ONCE = 64  # channels whose words are loaded at a time
 
 
@@ -55,7 +44,14 @@ class Keys(NamedTuple):
     codes: tuple  # of [1, 32, D] u32, one per plane set
     factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile
     raw: Any  # [1, R, D] bf16: the queries
-    scaled: Any  # [1, 2, R, D] bf16: the queries times the scales of a quad's groups
+    # [1, products, R, D] bf16: the queries times the scales of a quad's groups. Products of one
+    # group share them; a product of two groups has [2R, D].
+    scaled: Any
+
+
+def _groups(plan) -> tuple[int, int]:
+    """Count the groups of a quad, and those of one product."""
+    return STEPS * STEP // plan.spec.key_group, max(1, STEP // plan.spec.key_group)
 
 
 def words(plan) -> tuple:
@@ -72,11 +68,12 @@ def memory(plan) -> Keys:
     Returns:
         The declarations, in the places of the references."""
     rows, dim = plan.rows, plan.spec.head_dim
+    groups, together = _groups(plan)
     return Keys(
         words(plan),
         plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
         tiled((1, rows, dim), jnp.bfloat16),
-        tiled((1, GROUPS, rows, dim), jnp.bfloat16),
+        tiled((1, groups // together, together * rows, dim), jnp.bfloat16),
     )
 
 
@@ -142,19 +139,28 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
     Args:
         keys: References to shared memory; `scaled` is written.
         queries: The queries in registers, [D, R] float32."""
-    for i in range(GROUPS):
-        scale = numbers(load(keys.factors.at[0, quad.part * GROUPS + i], ROWS, optimized=False))
+    groups, together = _groups(plan)
+    for i in range(groups):
+        scale = numbers(load(keys.factors.at[0, quad.part * groups + i], ROWS, optimized=False))
         scaled_queries = queries * lax.broadcast_in_dim(scale, queries.shape, [0])
-        put_transposed(keys.scaled.at[i], scaled_queries.astype(jnp.bfloat16))
+        rows = pl.ds(i % together * plan.rows, plan.rows)
+        put_transposed(keys.scaled.at[i // together, rows], scaled_queries.astype(jnp.bfloat16))
 
 
-def _constants(keys: Keys, plan, quad: Quad, i: int):
-    """Compute sum(q s) and q . m of group `i` of a quad, both on all rows, [64, R]."""
+def _constants(keys: Keys, plan, quad: Quad, number: int):
+    """Compute sum(q s), [64, R] or [64, 2R], and q . m, [64, R], of the product with this `number`
+    among those of a quad with groups of their own. Both stand on all rows."""
     shape = (STEP, plan.spec.head_dim)
-    low = load(keys.factors.at[1, quad.part * GROUPS + i], COLUMNS, optimized=False)
-    low = lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1])
+    groups, together = _groups(plan)
     ones = plgpu.layout_cast(jnp.ones(shape, jnp.bfloat16), plgpu.Layout.WGMMA)
-    return product((ones, keys.scaled.at[i])), product((low, keys.raw))
+    minima = []
+    for i in range(together):
+        group = quad.part * groups + number * together + i
+        low = load(keys.factors.at[1, group], COLUMNS, optimized=False)
+        low = lax.broadcast_in_dim(lax.bitcast_convert_type(low, jnp.bfloat16), shape, [1])
+        minima.append(product((low, keys.raw)))
+    zero = minima[0] if together == 1 else by_half(*minima)
+    return product((ones, keys.scaled.at[number])), zero
 
 
 def scores(keys: Keys, plan, quad: Quad, table) -> list:
@@ -166,16 +172,22 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     Returns:
         q . k of the tokens of every step, [64, R] each."""
     del table
-    bits, out = plan.spec.key_bits, []
-    constants = [_constants(keys, plan, quad, i) for i in range(GROUPS)]
-    for step in range(STEPS):
-        total, zero = constants[step * STEP // GROUP]
-        out.append(zero - gpu_unpack.base(step, bits) * total)
-    for lanes in (
-        pl.ds(first, CHANNELS_AT_ONCE) for first in range(0, plan.spec.head_dim, CHANNELS_AT_ONCE)
-    ):
+    bits = plan.spec.key_bits
+    groups, together = _groups(plan)
+    products = groups // together
+    constants = [_constants(keys, plan, quad, i) for i in range(products)]
+    numbers_of_steps = [step * products // STEPS for step in range(STEPS)]
+    wide = [
+        -gpu_unpack.base(step, bits) * constants[number][0]
+        for step, number in enumerate(numbers_of_steps)
+    ]
+    for first in range(0, plan.spec.head_dim, CHANNELS_AT_ONCE):
+        lanes = pl.ds(first, CHANNELS_AT_ONCE)
         nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
-        for step in range(STEPS):
-            queries = keys.scaled.at[step * STEP // GROUP, :, lanes]
-            out[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
-    return out
+        for step, number in enumerate(numbers_of_steps):
+            queries = keys.scaled.at[number, :, lanes]
+            wide[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
+    return [
+        side_by_side_by_half(x, plan.rows) + constants[number][1]
+        for x, number in zip(wide, numbers_of_steps, strict=True)
+    ]

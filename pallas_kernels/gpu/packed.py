@@ -1,12 +1,12 @@
 """Decode attention on packed keys and values as a Mosaic GPU kernel for Hopper (contract of
 `reference`).
 
-The kernel reads bodies with heads of 128 channels, whose keys and values have the same number of
-bits: 2, 3 or 4.
+The kernel reads bodies whose keys and values have the same number of bits: 2, 3 or 4.
 
-- KIVI: uniform codes, key groups of 128 tokens after RoPE, one value scale per token and head.
-- KIVI*: the same with keys before RoPE.
-- KVQuant: signposts, keys before RoPE. Keys have scales per channel that hold for all tokens,
+- KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
+  value groups a head's channels, or both 32.
+- KIVI*: heads of 128 channels before RoPE, and groups of 128.
+- KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for all tokens,
   values one scale per token. Bodies with outliers are not read.
 
 Products are in bfloat16 with float32 sums. kernel.py has the kernel's body.
@@ -27,9 +27,13 @@ from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import rope as gpu_rope
 from kvqjax.pallas_kernels.gpu.kernel import Operands, kernel, memory
 from kvqjax.pallas_kernels.gpu.lookup import table_words
+from kvqjax.pallas_kernels.gpu.parts import CHANNELS
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS
 from kvqjax.pallas_kernels.gpu.words import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
+
+# Channels of a head -> groups of keys (tokens) and of values (channels) after RoPE.
+PLAIN_GROUPS = {128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
 
 
 def tile_tokens(bits: int) -> int:
@@ -47,7 +51,8 @@ def resident(spec: PackedSpec) -> int:
     Returns:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
         kernels (benchmarks/records/gpu_registers.json)."""
-    return 3 if spec.plain and spec.key_bits != 3 else 2
+    short = spec.value_group < CHANNELS  # twice the results of a product
+    return 3 if spec.plain and spec.key_bits != 3 and not short else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +96,11 @@ class Plan:
         return 1 if self.signposts else self.tile // self.spec.key_group
 
     @property
-    def own_scales(self) -> bool:
-        """Say whether every head has value scales of its own."""
-        return self.spec.value_group == self.spec.head_dim
+    def slices(self) -> tuple[int, int]:
+        """Count the slices of a head's channels that have value scales of their own, and those of
+        one product."""
+        slices = max(1, self.spec.head_dim // self.spec.value_group)
+        return slices, max(1, CHANNELS // self.spec.value_group)
 
     def word_rows(self, tile, bits: int):
         """Slice the rows of words of a tile out of a plane set.
@@ -119,16 +126,15 @@ def _check(spec: PackedSpec) -> None:
             f"keys of {spec.key_bits} and values of {spec.value_bits} bits with {spec.scales} scales; "
             "this kernel has 2, 3 or 4 for both, bfloat16"
         )
-    nuq = spec.datatype == "nuq"
-    groups = (0, spec.width) if nuq else (128, 128)
-    if (
-        spec.head_dim != 128
-        or (spec.key_group, spec.value_group) != groups
-        or (nuq and spec.rope is None)
-    ):
-        raise ValueError(
-            f"head_dim, key_group, value_group and rope of {spec}; this kernel has 128 for each"
-        )
+    groups = spec.key_group, spec.value_group
+    if spec.rope is None:
+        fits = spec.plain and groups in PLAIN_GROUPS.get(spec.head_dim, ())
+    elif spec.datatype == "nuq":
+        fits = spec.head_dim == 128 and groups == (0, spec.width)
+    else:
+        fits = spec.head_dim == 128 and groups == (128, 128)
+    if not fits:
+        raise ValueError(f"head_dim, groups and rope of {spec}; this kernel has others")
     if spec.key_slots or spec.value_slots:
         raise ValueError("a body with outliers; this kernel has none")
 

@@ -16,29 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = [
-    "CHANNELS",
-    "COLUMNS",
-    "NEVER",
-    "ROWS",
-    "State",
-    "along",
-    "begin_state",
-    "finish",
-    "fold",
-    "hidden",
-    "load",
-]
-__all__ += [
-    "load_limits",
-    "numbers",
-    "product",
-    "put_transposed",
-    "row_index",
-    "share",
-    "tiled",
-    "visible",
-]
+from kvqjax.pallas_kernels.gpu.words import HALF
 
 CHANNELS = 64  # channels of one product with values: the rows of WGMMA
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
@@ -52,7 +30,7 @@ class State(NamedTuple):
 
     peak: Any  # [R] running maximum of the scores, as base-2 logarithms
     total: Any  # [M, R] sum of the weights
-    low: Any  # [M, R] sum of weight times what all channels of a value share
+    low: tuple  # of [M, R]: sum of weight times what channels share, for every slice of channels
     acc: tuple  # of [64, R]: sum of weight times value, transposed, 64 channels each
 
 
@@ -134,17 +112,18 @@ def visible(slot, limits):
     return (slot >= limits[0]) & (slot < limits[1])
 
 
-def begin_state(tokens: int, dim: int, rows: int) -> State:
+def begin_state(tokens: int, dim: int, rows: int, slices: int = 1) -> State:
     """Make the online softmax of no tokens.
 
     Args:
         tokens: The rows M of a product of scores.
         dim: Channels of a head.
-        rows: Query rows R of a KV head."""
+        rows: Query rows R of a KV head.
+        slices: Parts of a head's channels with scales of their own."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
-    return State(peak, spread, spread, (acc,) * (dim // CHANNELS))
+    return State(peak, spread, (spread,) * slices, (acc,) * (dim // CHANNELS))
 
 
 def along(vector, like):
@@ -206,6 +185,17 @@ def row_index(shape: tuple[int, int]):
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
 
 
+def by_half(upper, lower):
+    """Take the rows 0 to 31 of one product's result [64, R], and the rows 32 to 63 of another's."""
+    return jnp.where(row_index(upper.shape) < HALF, upper, lower)
+
+
+def side_by_side_by_half(wide, rows: int):
+    """Do `by_half` of results that stand side by side, [64, 2R]; one result [64, R] stays as it
+    is."""
+    return wide if wide.shape[1] == rows else by_half(wide[:, :rows], wide[:, rows:])
+
+
 def hidden(memory, natural):
     """Index the first axis of references, whose length is 1, by a 0 that the compiler cannot know.
 
@@ -238,7 +228,8 @@ def fold(state: State, scores, write_weights, weigh) -> State:
     decay = jnp.exp2(state.peak - peak)
     total, low = write_weights(peak)
     sums = weigh()
-    total, low = state.total * along(decay, total) + total, state.low * along(decay, low) + low
+    total = state.total * along(decay, total) + total
+    low = tuple(x * along(decay, x) + y for x, y in zip(state.low, low, strict=True))
     return State(
         peak,
         total,
@@ -254,12 +245,16 @@ def finish(state: State, out, lse):
     Args:
         out: A reference to the normalised output, transposed, [D, R].
         lse: A reference to the log-sum-exp, a natural logarithm, [R]."""
-    total, low = state.total.sum(0), state.low.sum(0)
+    total, low = state.total.sum(0), [x.sum(0) for x in state.low]
+    # Slices of one product's channels; less than 1 where several products share one.
+    slices = len(low) / len(state.acc)
     seen = state.peak > NEVER / 2
     divisor = jnp.where(seen, total, jnp.ones_like(total))
     for i, acc in enumerate(state.acc):
-        # `low` is what all channels of a value share, so that it is added to every channel.
-        mean = (acc + along(low, acc)) / along(divisor, acc)
+        shared = along(low[int(i * slices)], acc)
+        if slices == 2:
+            shared = by_half(shared, along(low[2 * i + 1], acc))
+        mean = (acc + shared) / along(divisor, acc)
         part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
         _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))
     _store(

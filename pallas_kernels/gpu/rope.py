@@ -20,10 +20,11 @@ from jaxtyping import Array, BFloat16, Float
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
-from kvqjax.pallas_kernels.gpu.keys import GROUP, GROUPS
 from kvqjax.pallas_kernels.gpu.parts import COLUMNS, ROWS, load, product, put_transposed, tiled
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
+GROUP = 128  # tokens that a rotated query serves
+GROUPS = STEPS * STEP // GROUP  # of a quad
 PAIRS_AT_ONCE = 32  # pairs of channels that are taken at a time; more would take more registers
 PAIRS = 64  # pairs of channels of a head, which has 128
 

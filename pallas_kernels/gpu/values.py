@@ -6,9 +6,14 @@ With a weight p, scale s and minimum m of each token, and codes that are unpacke
     sum p (s c + m) = sum (p s) (2^e + c) + sum (p m - 2^e p s)
 
 The first sum is a product of weights p s with unpacked codes. The second one is the same for all
-channels (`State.low` of `parts`). The 64 rows of a product are channels. Its inner dimension is 64
-tokens."""
+channels that share scales (`State.low` of `parts`). The 64 rows of a product are channels. Its
+inner dimension is 64 tokens.
 
+A slice are the channels of a head that share a scale. Slices of 32 channels are two to a product:
+the weights of both stand side by side as its columns, and the upper rows take the results of one,
+the lower rows those of the other."""
+
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +31,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     load,
     numbers,
     put_transposed,
+    side_by_side_by_half,
     tiled,
 )
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
@@ -35,8 +41,10 @@ class Values(NamedTuple):
     """Shared memory for the values of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
-    factors: Any  # [1, 2, steps, 64] u16: scales and minima of a tile's tokens
-    weights: Any  # [1, 4, R, 64] bf16: softmax weights times scales of a quad's tokens
+    factors: Any  # [1, 2, slices, steps, 64] u16: scales and minima of a tile's tokens
+    # [1, 4, products, R, 64] bf16: softmax weights times scales of a quad's tokens, for every
+    # product with scales of its own; [2R, 64] for a product of two slices.
+    weights: Any
 
 
 def memory(plan) -> Values:
@@ -44,8 +52,10 @@ def memory(plan) -> Values:
 
     Returns:
         The declarations, in the places of the references."""
-    factors = plgpu.SMEM((1, 2, plan.tile // STEP, STEP), jnp.uint16)
-    return Values(gpu_keys.words(plan), factors, tiled((1, STEPS, plan.rows, STEP), jnp.bfloat16))
+    slices, together = plan.slices
+    factors = plgpu.SMEM((1, 2, slices, plan.tile // STEP, STEP), jnp.uint16)
+    shape = (1, STEPS, slices // together, together * plan.rows, STEP)
+    return Values(gpu_keys.words(plan), factors, tiled(shape, jnp.bfloat16))
 
 
 def copies(data, values: Values, plan, indices, tile):
@@ -53,9 +63,12 @@ def copies(data, values: Values, plan, indices, tile):
     keys."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
     layer, row, head = indices
-    steps, owner = plan.tile // STEP, head if plan.own_scales else 0
+    steps = plan.tile // STEP
+    # Heads may share a slice.
+    first = lax.div(head * plan.spec.head_dim, plan.spec.value_group)
+    slices, tokens = pl.ds(first, plan.slices[0]), pl.ds(tile * steps, steps)
     for i, source in enumerate((data.value_scale, data.value_low)):
-        yield source.at[layer, row, owner, pl.ds(tile * steps, steps)], values.factors.at[0, i]
+        yield source.at[layer, row, slices, tokens], values.factors.at[0, i]
 
 
 def write_weights(values: Values, plan, quad: Quad, scores, peak):
@@ -67,23 +80,28 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         peak: The running maximum of the scores, [R].
 
     Returns:
-        Two sums over the steps, [64, R] each: of the weights p, and of p m - 2^e p s."""
-    total = low = jnp.zeros_like(scores[0])
+        Two sums over the steps: of the weights p, [64, R], and of p m - 2^e p s, [64, R] for every
+        slice."""
+    slices, together = plan.slices
+    total = jnp.zeros_like(scores[0])
+    low = [total] * slices
     for step, score in enumerate(scores):
         weight = jnp.exp2(score - along(peak, score))  # [64, R]
-        factors = (values.factors.at[i, quad.part * STEPS + step] for i in range(2))
-        scale, zero = (numbers(load(x, ROWS, optimized=False)) for x in factors)
-        scale, zero = (lax.broadcast_in_dim(x, weight.shape, [0]) for x in (scale, zero))
-        scaled_weight = (weight * scale).astype(jnp.bfloat16)
-        put_transposed(values.weights.at[step], scaled_weight)
-        total, low = total + weight, low + weight * zero
-        # What 2^e adds is taken off with the rounded numbers that the product has. Signposts come
-        # without 2^e.
-        if not plan.signposts:
-            low = low - gpu_unpack.base(step, plan.spec.value_bits) * scaled_weight.astype(
-                jnp.float32
-            )
-    return total, low
+        total = total + weight
+        for i in range(slices):
+            places = (values.factors.at[j, i, quad.part * STEPS + step] for j in range(2))
+            factors = (numbers(load(x, ROWS, optimized=False)) for x in places)
+            scale, zero = (lax.broadcast_in_dim(x, weight.shape, [0]) for x in factors)
+            scaled_weight = (weight * scale).astype(jnp.bfloat16)
+            rows = pl.ds(i % together * plan.rows, plan.rows)
+            put_transposed(values.weights.at[step, i // together, rows], scaled_weight)
+            low[i] = low[i] + weight * zero
+            # What 2^e adds is taken off with the rounded numbers that the product has. Signposts
+            # come without 2^e.
+            if not plan.signposts:
+                base = gpu_unpack.base(step, plan.spec.value_bits)
+                low[i] = low[i] - base * scaled_weight.astype(jnp.float32)
+    return total, tuple(low)
 
 
 def weigh(values: Values, plan, quad: Quad, table) -> tuple:
@@ -96,8 +114,12 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
     Returns:
         The sums, transposed: [64, R] for every 64 channels."""
     bits = plan.spec.value_bits
+    slices, together = plan.slices
+    products = plan.spec.head_dim // CHANNELS
+    wide = plgpu.ACC((CHANNELS, together * plan.rows), jnp.float32)
 
-    def run(acc, first):
+    def run(acc, number: int):
+        first, entry = number * CHANNELS, number * (slices // together) // products
         words = [x.at[:, pl.ds(first, CHANNELS)] for x in values.codes]
         nibbles = gpu_unpack.value_nibbles(words, bits, quad)
         if plan.signposts:
@@ -105,10 +127,10 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
         else:  # a generator: the codes of one step at a time take fewer registers than those of all
             lefts = (gpu_unpack.codes(nibbles, step, bits) for step in range(STEPS))
         for step, left in enumerate(lefts):
-            plgpu.wgmma(acc, left, values.weights.at[step].transpose((1, 0)))
+            plgpu.wgmma(acc, left, values.weights.at[step, entry].transpose((1, 0)))
             plgpu.wgmma_wait(0)
-        return acc[...]
+        return side_by_side_by_half(acc[...], plan.rows)
 
-    shape = plgpu.ACC((CHANNELS, plan.rows), jnp.float32)
-    starts = range(0, plan.spec.head_dim, CHANNELS)
-    return tuple(pl.run_scoped(lambda acc, first=first: run(acc, first), shape) for first in starts)
+    return tuple(
+        pl.run_scoped(functools.partial(run, number=number), wide) for number in range(products)
+    )

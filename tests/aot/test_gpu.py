@@ -17,9 +17,12 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
 FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
+FORMS += [f"kivi-{bits}-{kind}" for bits in (2, 4) for kind in ("short", "64", "64-short")]
 # Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a
 # program costs 1 more
-RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(("kivi-2", "kivi-4"), 3)
+RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(
+    ("kivi-2", "kivi-4", "kivi-2-64", "kivi-4-64"), 3
+)
 
 
 def _has_plugin() -> bool:

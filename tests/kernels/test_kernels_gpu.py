@@ -32,17 +32,24 @@ GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, 
 FOUR = Case(key_bits=4, value_bits=4, length=2, slots=512, **GROUPS)
 TWO = Case(key_bits=2, value_bits=2, slots=1024, **GROUPS)
 THREE = Case(key_bits=3, value_bits=3, slots=1024, **GROUPS)
+SHORT = {"key_group": 32, "value_group": 32}  # two groups of keys and of values in one product
+TWO_SHORT = dataclasses.replace(TWO, **SHORT)
+FOUR_SHORT = dataclasses.replace(FOUR, kv_heads=2, head_dim=64, **SHORT)
+TWO_NARROW = dataclasses.replace(TWO, kv_heads=2, head_dim=64, value_group=64)
 CASES = [
     (FOUR, {}, 2),
     (TWO, {}, 1),
     (THREE, {}, 1),
+    (TWO_SHORT, {}, 1),
+    (FOUR_SHORT, {}, 2),
+    (TWO_NARROW, {}, 1),
     (case_of(2, kv_heads=1, rope=rope(500_000.0, 128, 1.2)), {"first": 300_003, "apart": 1}, 2),
     (case_of(4, kv_heads=1, slots=512), {}, 1),
     (case_of(2, datatype="nuq", slots=512), {"first": 100_001}, 1),
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
-BY_DAY = ("kivi3", "kvquant4")
+BY_DAY = (THREE, FOUR_SHORT, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
 
 
 @pytest.fixture
@@ -53,9 +60,7 @@ def simulated(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "place", "splits"),
     [
-        pytest.param(
-            *run, id=name(run[0]), marks=() if name(run[0]) in BY_DAY else pytest.mark.nightly
-        )
+        pytest.param(*run, id=name(run[0]), marks=() if run[0] in BY_DAY else pytest.mark.nightly)
         for run in CASES
     ],
 )
@@ -134,7 +139,7 @@ def test_refuses_what_it_does_not_read():
     with pytest.raises(ValueError, match="2, 3 or 4 for both"):
         gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
     case = dataclasses.replace(FOUR, key_group=32)
-    with pytest.raises(ValueError, match="this kernel has 128 for each"):
+    with pytest.raises(ValueError, match="this kernel has others"):
         gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
     case = case_of(4, datatype="nuq", kv_heads=1, slots=512, key_slots=2, length=2)
     q, body, _, _, start, stop = inputs(case)
@@ -168,6 +173,7 @@ def test_the_table_names_every_form():
     forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
     forms = {form_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
     assert len(forms) == 9
+    forms |= {form_of(case.spec) for case in (TWO_SHORT, FOUR_SHORT, TWO_NARROW)}
     # Those that ran on an H100 (docs/speed.md).
     run = {KernelForm("kivi", 2, 2), KernelForm("kivi", 4, 4), KernelForm("kvquant", 3, 3)}
     assert {support.lookup(form, "sm90").level for form in forms - run} == {"compiled"}
@@ -178,7 +184,11 @@ def test_the_table_names_every_form():
 
 @pytest.mark.parametrize(
     "case",
-    [case_of(3, slots=1024, target="sm90"), case_of(4, datatype="nuq", target="sm90")],
+    [
+        dataclasses.replace(TWO_SHORT, target="sm90"),
+        case_of(3, slots=1024, target="sm90"),
+        case_of(4, datatype="nuq", target="sm90"),
+    ],
     ids=name,
 )
 def test_lowers_for_cuda(case):

@@ -6,6 +6,8 @@ interpreter has neither products with the left operand in registers nor code on 
 first is computed here, and the functions of `gpu.words` run on numpy as in tests/gpu_simulator.py.
 """
 
+import dataclasses
+
 import gpu_exact
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,13 @@ CASE = Case(
     group=4,
     slots=512,
 )
-FORMS = [CASE, case_of(4, kv_heads=1, slots=512), case_of(2, datatype="nuq", kv_heads=1, slots=512)]
+SHORT = dataclasses.replace(CASE, key_group=32, value_group=32)
+FORMS = [
+    CASE,
+    SHORT,
+    case_of(4, kv_heads=1, slots=512),
+    case_of(2, datatype="nuq", kv_heads=1, slots=512),
+]
 
 
 def interpreted(call, **options):
