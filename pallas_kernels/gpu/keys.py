@@ -29,7 +29,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     numbers,
     product,
     put_transposed,
-    side_by_side_by_half,
+    row_halves,
     tiled,
 )
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
@@ -188,6 +188,6 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
             queries = keys.scaled.at[number, :, lanes]
             wide[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
     return [
-        side_by_side_by_half(x, plan.rows) + constants[number][1]
+        row_halves(x, plan.rows) + constants[number][1]
         for x, number in zip(wide, numbers_of_steps, strict=True)
     ]

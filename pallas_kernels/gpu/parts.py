@@ -190,10 +190,10 @@ def by_half(upper, lower):
     return jnp.where(row_index(upper.shape) < HALF, upper, lower)
 
 
-def side_by_side_by_half(wide, rows: int):
-    """Do `by_half` of results that stand side by side, [64, 2R]; one result [64, R] stays as it
-    is."""
-    return wide if wide.shape[1] == rows else by_half(wide[:, :rows], wide[:, rows:])
+def row_halves(pair, rows: int):
+    """Take the upper rows of the first of two results that stand side by side, [64, 2R], and the
+    lower rows of the second. A single result [64, R] stays as it is."""
+    return pair if pair.shape[1] == rows else by_half(pair[:, :rows], pair[:, rows:])
 
 
 def hidden(memory, natural):

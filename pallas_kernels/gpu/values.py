@@ -31,7 +31,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     load,
     numbers,
     put_transposed,
-    side_by_side_by_half,
+    row_halves,
     tiled,
 )
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
@@ -129,7 +129,7 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
         for step, left in enumerate(lefts):
             plgpu.wgmma(acc, left, values.weights.at[step, entry].transpose((1, 0)))
             plgpu.wgmma_wait(0)
-        return side_by_side_by_half(acc[...], plan.rows)
+        return row_halves(acc[...], plan.rows)
 
     return tuple(
         pl.run_scoped(functools.partial(run, number=number), wide) for number in range(products)
