@@ -9,6 +9,7 @@ tokens counts as wrong where these begin.
 The exact cache, whose divergence is 0, attends to the whole prompt whatever `chunk` is.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvqjax._arguments import MOST_SEED, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax.cache import Cache, CacheLayout
+from kvqjax.cache.surgery import resize
 from kvqjax.eval.measure_retrieval import encoded_problem
 from kvqjax.eval.scores import tail, token_scores
 from kvqjax.eval.stamp import bytes_of
@@ -31,10 +33,12 @@ from kvqjax.generation.text import agreeing
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.step.checks import check_model
+from kvqjax.step.chunks import concatenate
 from kvqjax.step.forward import attend, commit
 from kvqjax.step.new_cache import empty_cache
 from kvqjax.step.prompt import prefill
 
+QUESTION = 64  # tokens at the end of a prompt that are always read behind all others
 STEP = 64  # tokens of an answer that pass at a time: logits of a row take 13 MB for 49152 tokens
 
 Pairs = Sequence[tuple[Model, Method]]  # caches, and models with their constants
@@ -145,26 +149,95 @@ def _best_and_kld(
     return logits.argmax(-1), token_scores(logits, reference, targets).kld
 
 
+class Entry(NamedTuple):
+    """How prompts enter a cache.
+
+    Attributes:
+        chunk: None: a prompt attends exactly; N: it passes through the cache N tokens at a time.
+        apart: N: stretches of N tokens are read alone and put behind each other, all but the end of
+            the prompt, which sees them all. None: the prompt is read as one text.
+        recompute: how many first tokens of such a stretch are read anew.
+    """
+
+    chunk: int | None = None
+    apart: int | None = None
+    recompute: int = 0
+
+    @property
+    def mode(self) -> str:
+        """Name it in reports."""
+        if self.apart is not None:
+            return f"apart{self.apart}-recompute{self.recompute}"
+        return "prefill-exact" if self.chunk is None else f"in-the-loop-chunk{self.chunk}"
+
+
+def check_entry(entry: Entry, length: int) -> None:
+    """Raise UserError for numbers that cannot be, with texts of `length` tokens."""
+    if entry.apart is None:
+        if entry.recompute:
+            raise UserError(
+                f"recompute={entry.recompute} is of texts that are read apart; add apart"
+            )
+        return
+    if entry.chunk is not None:
+        raise UserError("texts that are read apart attend exactly; leave out chunk or apart")
+    if entry.recompute >= entry.apart:
+        raise UserError(f"recompute={entry.recompute}; wanted less than apart={entry.apart}")
+    if entry.apart + QUESTION > length:
+        raise UserError(
+            f"apart={entry.apart}: of {length} tokens the last {QUESTION} and more are read behind "
+            "all others"
+        )
+
+
 def _filled(
-    model: Model,
-    layout: CacheLayout,
-    prompts: np.ndarray,
-    counts: np.ndarray,
-    chunk: int | None,
+    model: Model, layout: CacheLayout, prompts: np.ndarray, counts: np.ndarray, entry: Entry
 ) -> Cache:
     """Make a cache that holds the prompts."""
+    if entry.apart is not None:
+        return _put_together(model, layout, prompts, counts, entry)
     cache = empty_cache(model, layout, len(prompts))
-    if chunk is None:
+    if entry.chunk is None:
         tokens, lengths = shared(model, (prompts, counts))
         return prefill(model, tokens, lengths, cache)[1]
-    return prefill_chunks(model, prompts, counts, cache, min(chunk, prompts.shape[1]))[1]
+    return prefill_chunks(model, prompts, counts, cache, min(entry.chunk, prompts.shape[1]))[1]
+
+
+def _put_together(
+    model: Model, layout: CacheLayout, prompts: np.ndarray, counts: np.ndarray, entry: Entry
+) -> Cache:
+    """Read stretches of the prompts alone, and put them behind each other. The end of a prompt,
+    where the question is, is read behind all of them."""
+    assert entry.apart is not None
+    size = entry.apart
+    stretches = np.maximum(counts - QUESTION, 0) // size  # of every row
+    if not stretches.any():
+        return _filled(model, layout, prompts, counts, Entry())
+    small, texts, caches = dataclasses.replace(layout, capacity=size), [], []
+    for number in range(int(stretches.max())):
+        text = prompts[:, number * size : (number + 1) * size]
+        held = np.where(number < stretches, size, 0).astype(np.int32)
+        tokens, lengths = shared(model, (text, held))
+        # Rows that have fewer stretches stay as they are.
+        caches.append(prefill(model, tokens, lengths, empty_cache(model, small, len(prompts)))[1])
+        texts.append(tokens)
+    first = resize(caches[0], layout.capacity)
+    # One after the other, so that one program serves all of them.
+    for text, cache in zip(texts[1:], caches[1:], strict=True):
+        first = concatenate([first, cache], model=model, tokens=[text], recompute=entry.recompute)
+    rest = counts - stretches * size
+    index = np.minimum(
+        (stretches * size)[:, None] + np.arange(size + QUESTION), prompts.shape[1] - 1
+    )
+    tokens, lengths = shared(model, (np.take_along_axis(prompts, index, 1), rest))
+    return _passed(model, first, tokens, lengths)[0]
 
 
 def predictions(
     pairs: Pairs,
     batch: list[Question],
     length: int,
-    chunk: int | None = None,
+    entry: Entry,
     kernels: str = "auto",
 ) -> list[list[Predicted]]:
     """Predict the answers of a batch of questions, each of at most `length` tokens, through several
@@ -178,10 +251,10 @@ def predictions(
         cache_layouts(model, plain, method, rows, length, kernels) for model, method in pairs
     ]
     caches = [
-        _filled(model, coded, prompts, sizes, chunk)
+        _filled(model, coded, prompts, sizes, entry)
         for (model, _), (coded, _) in zip(pairs, layouts, strict=True)
     ]
-    reference = _filled(plain, layouts[0][1], prompts, sizes, None)
+    reference = _filled(plain, layouts[0][1], prompts, sizes, Entry())
     inputs = padded([[part.prompt[-1], *part.answer[:-1]] for part in batch], length + STEP)
     targets = padded([part.answer for part in batch], length + STEP)
     counts = np.asarray([len(part.answer) for part in batch], np.int32)
@@ -237,6 +310,8 @@ def copying(
     length: int = 1024,
     samples: int = 4,
     chunk: int | None = None,
+    apart: int | None = None,
+    recompute: int = 0,
     seed: int = 0,
     batch: int = 4,
     kernels: str = "auto",
@@ -255,6 +330,10 @@ def copying(
         length: tokens of a text, answer included.
         samples: how many texts.
         chunk: None: the prompt attends exactly; N: it passes through the cache N tokens at a time.
+        apart: N: stretches of N tokens of the prompt are read alone and put behind each other by
+            `kvqjax.concatenate`; the end of the prompt, of 64 tokens and more, sees them all. Only
+            the exact cache beside it still reads the prompt as one text.
+        recompute: how many first tokens of such a stretch are read anew.
         seed: of the texts.
         batch: texts at a time.
         kernels: as in `init_cache`.
@@ -278,7 +357,7 @@ def copying(
         kind=kind,
         length=length,
         samples=samples,
-        chunk=chunk,
+        entry=Entry(chunk, apart, recompute),
         seed=seed,
         batch=batch,
         kernels=kernels,
@@ -293,7 +372,7 @@ def copies(
     kind: str,
     length: int,
     samples: int,
-    chunk: int | None,
+    entry: Entry,
     seed: int,
     batch: int,
     kernels: str,
@@ -301,18 +380,20 @@ def copies(
 ) -> list[dict[str, Any]]:
     """Measure several caches on the same texts, with one pass of the exact cache for all.
     Arguments, rows and errors are those of `copying`."""
-    check_counts(length=length, samples=samples, chunk=chunk, batch=batch)
+    check_counts(length=length, samples=samples, chunk=entry.chunk, batch=batch, apart=entry.apart)
+    check_integer("recompute", entry.recompute, 0)
+    check_entry(entry, length)
     check_integer("seed", seed, 0, MOST_SEED)
     asked = questions(pairs[0][0], kind, length, samples, seed)
     predicted: list[list[Predicted]] = [[] for _ in pairs]
     for start in range(0, samples, batch):
         part = asked[start : start + batch]
-        answers = predictions(pairs, part, length, chunk, kernels)
+        answers = predictions(pairs, part, length, entry, kernels)
         for rows, new in zip(predicted, answers, strict=True):
             rows += new
         progress(min(1.0, (start + batch) / samples))
     about = {
-        "mode": "prefill-exact" if chunk is None else f"in-the-loop-chunk{chunk}",
+        "mode": entry.mode,
         "kind": kind,
         "length": length,
         "samples": samples,

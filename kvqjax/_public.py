@@ -59,6 +59,7 @@ from kvqjax.model.fetch import fetch
 from kvqjax.model.loading import Model, load
 from kvqjax.parallel.hosts import join_hosts
 from kvqjax.parallel.sharding import shard
+from kvqjax.step.chunks import concatenate
 from kvqjax.step.forward import attend, commit, forward
 from kvqjax.step.layers import append, attend_layer, below_first
 from kvqjax.step.new_cache import init_cache
@@ -97,6 +98,7 @@ __all__ = [
     "commit_layers",
     "commvq",
     "compare",
+    "concatenate",
     "copy_page",
     "crop",
     "cut",

@@ -10,6 +10,7 @@ from cases import model_and_method
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
+from kvqjax.model.rope import inverse_frequencies
 
 CAPACITY = 512
 PAD = 200  # tokens of one append: one program for every chunk size
@@ -190,3 +191,12 @@ def check_row(name: str, cache, row: int, tokens: list[int]) -> None:
     )
     if held > 0 and len(tokens) + ahead <= CAPACITY:
         same_words(cache, row, fresh(name, [tokens + [0] * ahead]), 0)
+
+
+def turned_by_hand(keys: np.ndarray, distance: int, shape) -> np.ndarray:
+    """Keys [n, K, D], turned back by a distance in float64."""
+    angles = -distance * inverse_frequencies(shape).astype(np.float64)
+    first, second = np.split(keys.astype(np.float64), 2, axis=-1)
+    turn = np.exp(1j * angles)
+    out = (first + 1j * second) * turn
+    return np.concatenate([out.real, out.imag], -1)

@@ -290,7 +290,7 @@ def _shortened(
     """Take the body tokens from `first` to `last - 1` out of a run whose rows then hold
     `body_lengths` body tokens."""
     distance, clocks = last - first, run.wiring.storage.clocks
-    turns = {source: _turn(run.shape, source) for source in run.wiring.maps.turned or ()}
+    turns = {source: turn_of(run.shape, source) for source in run.wiring.maps.turned or ()}
     encoded = []
     for clock, count in zip(clocks, state.flushed, strict=True):
         tokens = count * clock.unit
@@ -322,7 +322,7 @@ def _shortened(
     return state.replace(body=body, window=window, flushed=flushed)
 
 
-def _turn(shape: KVShape, source: str) -> Turn:
+def turn_of(shape: KVShape, source: str) -> Turn:
     """Make the function that turns vectors [B, n, W] of a source of keys back by distances
     [B, n]."""
     count, channels = shape.cached_heads[source]

@@ -188,7 +188,7 @@ def repeat(cache: Cache, n: int) -> Cache:
     return _moved(repeated, n * cache.batch, cache)
 
 
-def _check_same(cache: Cache, other: Cache) -> None:
+def check_same(cache: Cache, other: Cache) -> None:
     """Raise UserError unless rows of `other` can be put into `cache`: their layouts are equal, but
     for the capacity, which may be less, and for the mesh axis that splits rows."""
     for field in dataclasses.fields(cache.layout):
@@ -262,7 +262,7 @@ def insert(
     check_mesh(cache)
     require_own_bodies(cache, "insert")
     require_own_bodies(other, "insert")
-    _check_same(cache, other)
+    check_same(cache, other)
     into, moved = _numbers("rows", rows, cache.batch, "the cache's")
     row_numbers = np.arange(other.batch, dtype=np.int32) if other_rows is None else other_rows
     source, missed = _numbers("other_rows", row_numbers, other.batch, "the other cache's")

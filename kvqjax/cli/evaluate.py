@@ -188,15 +188,29 @@ def copy(
             help="prompts pass through the cache, N tokens at a time; default: exact prefill; repeatable"
         ),
     ] = [],  # noqa: B006
+    apart: Annotated[
+        int | None,
+        token_number(
+            least=32,
+            help="stretches of N tokens are read alone and put behind each other, also as 1k",
+        ),
+    ] = None,
+    recompute: Annotated[
+        list[int],
+        number(least=0, help="first tokens of such a stretch that are read anew; repeatable"),
+    ] = [],  # noqa: B006
     batch: Batch = 4,
 ) -> Job:
     """Measure how much of JSON, XML, fields and arguments of calls is given back to the letter."""
-    from kvqjax.eval.measure_copying import copies, kinds_for, questions
+    from kvqjax.eval.measure_copying import Entry, check_entry, copies, kinds_for, questions
 
     kinds = kind or kinds_for(loaded)
     runs = [(size, name) for size in length for name in kinds]
+    entries = [Entry(by, apart, first) for by in chunk or [None] for first in recompute or [0]]
     for size, name in runs:
         questions(loaded, name, size, 1, seed)  # says now if there are none
+        for entry in entries:
+            check_entry(entry, size)
     fixed = {"samples": samples, "seed": seed, "batch": batch}
     pairs: list[tuple[Model, Method]] = []
     rows: list[dict[str, Any]] = []  # of all caches: they share the passes of the exact one
@@ -207,9 +221,9 @@ def copy(
 
     def measure(bar, kernels):
         for size, name in runs:
-            for by in chunk or [None]:
-                update = bar(f"{name} {size} {by or ''}")
-                options: dict[str, Any] = fixed | {"chunk": by, "kernels": kernels}
+            for entry in entries:
+                update = bar(f"{name} {size} {entry.mode}")
+                options: dict[str, Any] = fixed | {"entry": entry, "kernels": kernels}
                 rows.extend(copies(pairs, kind=name, length=size, progress=update, **options))
 
     def evaluate(model, method, bar, kernels):
@@ -217,7 +231,7 @@ def copy(
             measure(bar, kernels)
         return [row for row in rows if row["cache"] == str(method)]
 
-    tokens = sum(length) * len(kinds) * samples * max(1, len(chunk))
+    tokens = sum(length) * len(kinds) * samples * len(entries)
     about = {"data": {"name": "synthetic"}}
     return Job(max(length), evaluate, about, tokens, ready, length=max(length))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algebra import check_row, encoded, extend, fresh
+from algebra import check_row, encoded, extend, fresh, turned_by_hand
 from cases import model_and_method, with_constants, with_nightly
 from meshes import CAPACITY, LENGTHS, pending
 from recurrent import drawn, hybrid
@@ -17,7 +17,6 @@ from tiny import tiny, tokens
 import kvqjax as kvq
 from kvqjax.cache.runs import runs_of
 from kvqjax.model.config import LatentHeads, RopeConfig
-from kvqjax.model.rope import inverse_frequencies
 
 ROWS = [list(range(330)), list(range(290)), list(range(57))]
 # From the body into the body, into the window, and within a row that is hardly longer than its
@@ -102,15 +101,6 @@ def test_whole_pages_leave_the_table():
         rows = [held + more for held, more in zip(rows, MORE, strict=False)]
     with pytest.raises(kvq.UserError, match="keys after RoPE, and pages that rows share"):
         kvq.drop(kvq.init_cache(tiny(), "exact", 1, 512, pages=2), 0, 32)
-
-
-def turned_by_hand(keys: np.ndarray, distance: int, shape) -> np.ndarray:
-    """Keys [n, K, D], turned back by a distance in float64."""
-    angles = -distance * inverse_frequencies(shape).astype(np.float64)
-    first, second = np.split(keys.astype(np.float64), 2, axis=-1)
-    turn = np.exp(1j * angles)
-    out = (first + 1j * second) * turn
-    return np.concatenate([out.real, out.imag], -1)
 
 
 @pytest.mark.parametrize(
