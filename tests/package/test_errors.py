@@ -304,6 +304,12 @@ def less_room(*_):
     kvq.resize(kvq.forward(tiny(), jnp.ones((1, 3), int), jnp.asarray([3]), empty)[1], 2)
 
 
+def texts_that_do_not_fit(*_):
+    empty = kvq.init_cache(tiny(), "exact", 1, 4)
+    cache = kvq.forward(tiny(), jnp.ones((1, 3), int), jnp.asarray([3]), empty)[1]
+    kvq.concatenate([cache, cache])
+
+
 def donated(tmp_path, monkeypatch, recall):
     cache = kvq.init_cache(recall, kvq.exact(), 1, 64)
     jax.jit(step, donate_argnums=1)(recall, cache)
@@ -432,6 +438,7 @@ CASES = {
     "tokens that are to move, with keys stored after RoPE": lambda *_: kvq.drop(
         kvq.init_cache(tiny(), "kivi:bits=2,window=32", 1, 256), 0, 32
     ),
+    "texts put behind each other that do not fit": texts_that_do_not_fit,
     "context shift of keys stored after RoPE": lambda *_: kvq.Session(
         kvq.load("recall"), "kivi:bits=2,window=32", context_shift=True
     ),

@@ -127,6 +127,12 @@ ARRAYS = {
     ("crop", "lengths"): (lambda x: kvq.crop(held(), first(x, NEW)), (-1, -(2**31))),
     ("drop", "start"): (lambda x: kvq.drop(held(), first(x), both(NEW)), (-1, -(2**31), NEW + 1)),
     ("drop", "stop"): (lambda x: kvq.drop(held(), both(0), first(x, NEW)), (-1, -(2**31))),
+    ("concatenate", "tokens"): (
+        lambda x: kvq.concatenate(
+            [empty(), held()], model=TINY, tokens=[tokens(ROWS, NEW).at[0, 0].set(x)], recompute=1
+        ),
+        (-1, 50),
+    ),
     ("gather", "rows"): (lambda x: kvq.gather(held(), first(x)), (-1, ROWS)),
     ("with_pages", "table"): (lambda x: kvq.with_pages(paged(), table(x)), (-2, 4)),
     ("insert", "rows"): (lambda x: kvq.insert(held(), x, held(), 0), (ROWS, 2**31 - 1)),
@@ -181,6 +187,14 @@ STATIC = {
     ("resize", "capacity"): (lambda x: kvq.resize(held(), x), PAST),
     ("cut", "tokens"): (lambda x: kvq.cut(held(), x), (-1, 2**40)),
     ("join", "capacity"): (lambda x: kvq.join(*kvq.cut(held(), 4), capacity=x), PAST),
+    ("concatenate", "capacity"): (
+        lambda x: kvq.concatenate([empty(), held()], capacity=x),
+        PAST,
+    ),
+    ("concatenate", "recompute"): (
+        lambda x: kvq.concatenate([empty(), held()], model=TINY, recompute=x),
+        (-1, 2**40),
+    ),
     ("plan", "batch"): (number(kvq.plan, "batch", model=TINY.config, cache="exact"), PAST),
     **{
         ("compare", name): (number(kvq.compare, name, model=TINY, cache="exact"), values)
@@ -257,7 +271,8 @@ STATIC = {
     **{
         ("copying", name): (number(kvq.eval.copying, name, model=TINY, method="exact"), values)
         for name, values in {
-            **dict.fromkeys(("length", "samples", "chunk", "batch"), PAST),
+            **dict.fromkeys(("length", "samples", "chunk", "batch", "apart"), PAST),
+            "recompute": (-1, 2**40),
             "seed": (-1, 2**40),
         }.items()
     },
