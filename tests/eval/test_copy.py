@@ -11,7 +11,14 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.measure_copying import copying, kinds_for, predictions, questions, scored
+from kvqjax.eval.measure_copying import (
+    Entry,
+    copying,
+    kinds_for,
+    predictions,
+    questions,
+    scored,
+)
 from kvqjax.eval.scores import ROUNDING, exact_logits
 from kvqjax.generation.prompt_ids import padded
 
@@ -94,7 +101,7 @@ def test_texts_are_those_of_their_seed():
 
 def test_the_exact_cache_predicts_what_no_cache_does(recall):
     asked = questions(recall, "symbols", LENGTH, 4, seed=0)
-    (made,) = predictions([(recall, kvq.exact())], asked, LENGTH, chunk=32)
+    (made,) = predictions([(recall, kvq.exact())], asked, LENGTH, Entry(chunk=32))
     ids = padded([[*part.prompt, *part.answer] for part in asked], LENGTH)
     plain = np.asarray(exact_logits(recall, jnp.asarray(ids)).argmax(-1))
     for part, row, best in zip(asked, made, plain, strict=True):
@@ -107,7 +114,7 @@ def test_the_exact_cache_predicts_what_no_cache_does(recall):
 
 def test_greedy_decoding_goes_wrong_at_the_first_wrong_token(recall):
     asked = questions(recall, "symbols", LENGTH, 4, seed=0)
-    made = predictions([(recall, LOSSY)], asked, LENGTH, chunk=32)[0]
+    made = predictions([(recall, LOSSY)], asked, LENGTH, Entry(chunk=32))[0]
     options = {"chunk": 32, "capacity": LENGTH, "eos_ids": ()}
     # The first token of a span cannot be known, and is given.
     prompts = [[*part.prompt, part.answer[0]] for part in asked]
@@ -162,6 +169,17 @@ def test_the_command_gives_the_same_rows(rows, capsys, monkeypatch, tmp_path):
     assert (tmp_path / "copy.png").exists()
 
 
+def test_what_is_read_apart_is_answered_behind_all_of_it(recall):
+    options = {"kind": "symbols", "length": LENGTH, "samples": 4}
+    alone = copying(recall, "exact", apart=16, **options)
+    anew = copying(recall, "exact", apart=16, recompute=12, **options)
+    assert (alone["mode"], anew["mode"]) == ("apart16-recompute0", "apart16-recompute12")
+    # What is read anew has seen what comes before it.
+    assert alone["kld"] > anew["kld"] > ROUNDING
+    # A prompt that is shorter than a stretch and its end is read as one text.
+    assert abs(copying(recall, "exact", apart=128, **options)["kld"]) < ROUNDING
+
+
 def test_kinds_are_those_that_a_tokenizer_can_spell(recall):
     assert kinds_for(recall) == ("symbols",)
     assert kinds_for(kvq.load("demo")) == ("json", "xml", "fields", "chain")
@@ -175,6 +193,10 @@ def test_kinds_are_those_that_a_tokenizer_can_spell(recall):
         ({"kind": "json", "length": 40}, "length=40; this problem needs at least"),
         ({"kind": "symbols", "length": 16}, "two spans of 8 symbols do not fit twice"),
         ({"kind": "symbols", "samples": 0}, "samples=0"),
+        ({"kind": "symbols", "recompute": 4}, "recompute=4 is of texts that are read apart"),
+        ({"kind": "symbols", "apart": 64, "chunk": 8}, "leave out chunk or apart"),
+        ({"kind": "symbols", "apart": 64, "recompute": 64}, "wanted less than apart=64"),
+        ({"kind": "symbols", "length": 128, "apart": 96}, "of 128 tokens the last 64"),
         ({"model": tiny()}, "it has no tokenizer; pass token ids"),
     ],
 )
