@@ -302,7 +302,7 @@ def _decoded(
         }
         return blank, carry
     # Groups of tokens and bytes of codes begin with a block.
-    start = jnp.floor_divide(index[:, 0], block) * block
+    start: Array = jnp.floor_divide(index[:, 0], block) * block
 
     def read(source: str, name: str, row):
         field = run.wiring.storage.codecs[source].fields[name]
@@ -343,7 +343,7 @@ def _exact_or(
     `decoded`."""
     encoded = _encoded(run, state, source)[:, None]
     window = at_layer(state.window[source], layer)
-    slots = modulo(index, run.ring)[..., None]
+    slots = jnp.expand_dims(modulo(index, run.ring), 2)
     vectors = jnp.take_along_axis(window, slots, axis=1).astype(decoded.dtype)
     vectors = jnp.where((index < encoded)[..., None], decoded, vectors)
     if not sinks:
@@ -391,7 +391,7 @@ def _with_codes(
     counts = [count * clock.unit for clock, count in zip(clocks, chunk.flushed, strict=True)]
     coded = jnp.stack(counts).min(0)  # by all clocks
     first = jnp.maximum(place.first - place.sinks, 0)
-    whole = modulo(place.shift, grain) == 0
+    whole = jnp.equal(modulo(place.shift, grain), 0)
     # Exact keys: the row has them as they were turned.
     turned = new.wiring.maps.turned or ()
 
