@@ -29,10 +29,8 @@ GPU_PLUGINS = (
 )
 _bounded: set[Path] = set()  # folders of programs that are ours
 _troubles: set[Path] = set()  # folders of which a line was said
-OTHER_FILE = {
-    "cache": "atime",
-    "atime": "cache",
-}  # JAX's two files of a program, KEY-cache and KEY-atime
+# JAX keeps two files of a program, KEY-cache and KEY-atime.
+OTHER_FILE = {"cache": "atime", "atime": "cache"}
 LOCKED_SECONDS = 5  # that another run may take to write a program
 # A run of `generate` with the bundled model keeps 0.4 MiB on a CPU, larger models more.
 MOST_BYTES = 2 * 2**30
