@@ -14,8 +14,6 @@ from kvqjax.eval.synthetic import repeated_spans
 from kvqjax.methods import Method
 from kvqjax.model.loading import Model
 
-__all__ = ["calibrated", "learnt", "span_rows"]
-
 COMMVQ = commvq.Recipe(key_tokens=4096)  # half of the default
 
 

@@ -20,8 +20,6 @@ from kvqjax.codecs import Exact
 from kvqjax.codecs.centring import Centred
 from kvqjax.methods import KeysAndValues, Method, parse
 
-__all__ = ["NOISES", "method_of"]
-
 # Radians per channel: tokens a hundredth apart have unlike noise at 64 channels, those a rounding
 # apart the same.
 TURNS = 10.0

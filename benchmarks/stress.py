@@ -17,8 +17,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import Model
 from kvqjax.model.weight_trees import Params, stacked
 
-__all__ = ["outlier_factors", "scale_key_pairs", "stressed", "under"]
-
 
 def scale_key_pairs(params: Params, config: ModelConfig, factor: Float[Array, "L K P"]) -> Params:
     """Multiply keys' rotary pairs by factors, and divide queries' pairs by them. Scores stay as

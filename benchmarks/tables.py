@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["read", "standard_error", "table"]
-
 
 def read(name: str) -> Any:
     """A record by its name."""

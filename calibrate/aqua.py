@@ -43,17 +43,6 @@ from kvqjax.step.layers import ready_queries
 from kvqjax.step.prompt import Path as PromptPath
 from kvqjax.step.prompt import exact_layer
 
-__all__ = [
-    "DEFAULT_LENGTH",
-    "DEFAULT_SEQUENCES",
-    "Recipe",
-    "calibrate",
-    "fit",
-    "fit_captured",
-    "released",
-    "work",
-]
-
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
 # Tokens of a sequence that attend at a time: 256 are the fastest on CPUs, and scores [T, T] never
 # exist as a whole.

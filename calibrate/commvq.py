@@ -33,17 +33,6 @@ from kvqjax.methods.papers.commvq import CommVQLayer
 from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
-__all__ = [
-    "DEFAULT_LENGTH",
-    "DEFAULT_SEQUENCES",
-    "Layers",
-    "Recipe",
-    "calibrate",
-    "fit",
-    "fit_captured",
-    "work",
-]
-
 # For small models; the paper takes 1024 documents of up to 8192 tokens.
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
     32,

@@ -13,18 +13,6 @@ off
 
 from typing import NamedTuple
 
-__all__ = [
-    "AHEAD",
-    "BEHIND",
-    "EIGHTHS_IN_TURN",
-    "HALVES",
-    "HALVES_AHEAD",
-    "HALVES_IN_TURN",
-    "IN_TURN",
-    "QUARTERS",
-]
-__all__ += ["QUARTERS_IN_TURN", "SHORT", "SHORT_AHEAD", "SHORT_IN_TURN", "WHOLE", "Work"]
-
 
 class Work(NamedTuple):
     """The way in which a kernel works off a tile.

@@ -20,8 +20,6 @@ from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import parts as gpu_parts
 from kvqjax.pallas_kernels.gpu.parts import CHANNELS, State, along, product, put_transposed, tiled
 
-__all__ = ["Plan", "exact_attention", "memory"]
-
 TILE = 128  # tokens
 RESIDENT = 3  # programs that a multiprocessor's shared memory holds
 

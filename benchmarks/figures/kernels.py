@@ -2,8 +2,6 @@
 
 from benchmarks.tables import read, table
 
-__all__ = ["text"]
-
 HEAD = """# Kernels: what compilers say
 
 Written by `python -m benchmarks.figures` from `benchmarks/records`. Everything here is compiled ahead of time and

@@ -2,9 +2,6 @@
 
 from benchmarks.tables import read, table
 
-__all__ = ["llamacpp", "served_table", "serving", "text"]
-
-
 HEAD = """# Beside other libraries
 
 Written by `python -m benchmarks.figures` from `benchmarks/records`. Each table is one run, in which all took turns.

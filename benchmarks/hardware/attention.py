@@ -18,8 +18,6 @@ from benchmarks.hardware.log import read_rate
 from benchmarks.hardware.timing import profiled, slopes, spread
 from kvqjax.cache.accounting import array_bytes
 
-__all__ = ["Bench", "attention", "layer_program", "temporaries", "vectors"]
-
 METHODS = (
     "exact",
     "kivi:bits=2,group=128",

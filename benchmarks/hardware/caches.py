@@ -20,23 +20,6 @@ from kvqjax.model.loading import config_of
 from kvqjax.model.weight_trees import unrolled
 from kvqjax.pallas_kernels.chips import target_of
 
-__all__ = [
-    "LAYER",
-    "PLAIN",
-    "abstract_cache",
-    "abstract_model",
-    "full_cache",
-    "layer_shape",
-    "loop_state",
-    "lower_loop",
-    "random_constants",
-    "random_tile",
-    "random_weights",
-    "settings",
-    "small_config",
-    "target",
-]
-
 TILE = 4096  # encoded tokens that bodies are made of, again and again
 PLAIN = {"form": "heads", "kernels": "off"}  # what XLA reads on GPUs
 

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 from benchmarks.hardware.timing import slopes, spread, words_of
 
-__all__ = ["NO_COMMAND_BUFFERS", "ceilings", "environment", "on_gpu"]
-
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "flax", "torch")
 FIELDS = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}

@@ -20,8 +20,6 @@ import kvqjax as kvq
 from benchmarks.hardware.caches import abstract_model, random_constants, small_config, target
 from benchmarks.hardware.timing import relative
 
-__all__ = ["correctness", "text", "words"]
-
 # Largest relative error of logits, ||out - reference|| / ||reference||: twice what the same path
 # gave in bfloat16 on a CPU. There some codes of the second layer fall on the other side of a
 # boundary than in float32.

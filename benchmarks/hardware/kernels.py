@@ -19,8 +19,6 @@ from kvqjax.kernel_checks.trial import candidates
 from kvqjax.methods import parse
 from kvqjax.pallas_kernels.forms import CUDNN
 
-__all__ = ["kernel_steps", "kernels"]
-
 METHODS = (
     "kivi:bits=2",
     "kivi:bits=4",

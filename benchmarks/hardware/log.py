@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Log", "ceiling", "read_rate", "read_rows"]
-
 Row = dict[str, Any]
 # After these a process measures nothing.
 STICKY = (

@@ -6,8 +6,6 @@ from typing import Any
 from benchmarks.hardware.log import read_rows
 from benchmarks.tables import table
 
-__all__ = ["short_table", "write_page"]
-
 MOST = 11_000  # characters of the short table
 WIDTH = 130  # characters of its lines
 HIDDEN = ("block", "commit", "run", "short", "error")

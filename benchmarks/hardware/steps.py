@@ -31,8 +31,6 @@ from kvqjax.cache.accounting import array_bytes
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.model.loading import config_of
 
-__all__ = ["METHODS", "SHAPES", "TINY", "Case", "measure_steps", "million", "prompts", "steps"]
-
 METHODS = ("exact", "kivi:bits=4,group=128", "kivi:bits=2,group=128")
 SHAPES = ((131072, 1), (32768, 8), (8192, 1))
 TINY = ((512, 2), (768, 1))

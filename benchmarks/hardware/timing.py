@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["profiled", "relative", "slopes", "spread", "words_of"]
-
 MOST_KERNELS = 500  # names of a profile that are kept
 
 

@@ -5,8 +5,6 @@ import statistics
 
 from benchmarks.hardware.log import read_rate
 
-__all__ = ["peers"]
-
 SHAPES = ((131072, 1), (32768, 8), (8192, 1), (32768, 1), (131072, 8))
 CLOSE = 0.02  # relative error against float32
 

@@ -10,8 +10,6 @@ from kvqjax.cache import Cache
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import units_due
 
-__all__ = ["filled", "random"]
-
 ONE_TENTH = 0x3DCD  # in bfloat16: what is stored in 16 bits are scales and minima
 
 

@@ -12,8 +12,6 @@ import numpy as np
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import unrolled
 
-__all__ = ["TYPES", "Peer", "write_model"]
-
 TYPES = ("f16", "q8_0", "q4_0")  # that are timed beside ours
 PIECE = 512  # tokens of one call of its decoder; it computes them at once
 _MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",

@@ -17,8 +17,6 @@ import numpy as np
 from benchmarks.serving.workload import Request, Served
 from kvqjax.model.config import ModelConfig
 
-__all__ = ["Batching", "by_llamacpp", "by_transformers"]
-
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # of a number of a key or value, with its scales
 PAGE = 256  # tokens; llama.cpp rounds its cells to this, and transformers' blocks have this size
 PIECE = 512  # tokens of one batch, the same as our engine's chunk of a prompt

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import kvqjax as kvq
 from benchmarks.tables import table
 
-__all__ = ["planned_table"]
-
 CACHES = ("exact", "kivi:bits=4", "kivi:bits=2", "higgs:bits=2")
 DEVICES = ("h100", "v5e-8")
 HEAD = [

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Request", "Served", "prefix_of", "requests_of"]
-
 SHORTEST_PROMPT, SHORTEST_ANSWER = 100, 50  # tokens
 
 

@@ -9,8 +9,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from benchmarks.train.data import Corpus
 from kvqjax.eval.synthetic import SYMBOLS
 
-__all__ = ["books", "character_tokenizer", "symbols"]
-
 BOS, EOS = "<s>", "</s>"
 CHUNK = 1 << 16  # bytes of each book excerpt
 

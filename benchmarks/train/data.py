@@ -13,8 +13,6 @@ import numpy as np
 from benchmarks.train.recipes import Phase
 from kvqjax.eval.synthetic import DIGITS, LETTERS, passkey_prompt
 
-__all__ = ["Corpus", "batch"]
-
 # Weight of random symbols: enough to learn their frequencies, too little to drown recall.
 UNPREDICTABLE = 0.1
 Encode = Callable[[str], list[int]]

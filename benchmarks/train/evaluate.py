@@ -12,8 +12,6 @@ from kvqjax.eval.synthetic import Problem, key_value_recall, passkey_prompt, rep
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.decoder import logits
 
-__all__ = ["figures", "recall_accuracy"]
-
 SEED = 2024  # far from the training's (seed, step) streams
 
 

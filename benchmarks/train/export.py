@@ -11,8 +11,6 @@ from tokenizers import Tokenizer
 from benchmarks.hf_folders import save_params
 from benchmarks.train.recipes import Recipe
 
-__all__ = ["export"]
-
 _FORMATS = """
 ## Prompt formats (kvqjax.eval.synthetic makes them)
 - key-value recall: `qx47,rt05,ab31, ... ?rt` must go on with `05`

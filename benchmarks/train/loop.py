@@ -19,8 +19,6 @@ from benchmarks.train import data, model
 from benchmarks.train.recipes import Recipe
 from benchmarks.train.start import starting_params
 
-__all__ = ["train"]
-
 
 def _schedule(peak: float, recipe: Recipe):
     start = recipe.steps - int(recipe.decay * recipe.steps)

@@ -12,8 +12,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.decoder import causal_mask, norm
 from kvqjax.model.rope import inverse_frequencies
 
-__all__ = ["loss", "training_logits"]
-
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """x [B,N,T,D], tables [1,1,T,D/2]."""

@@ -4,8 +4,6 @@ import dataclasses
 
 from kvqjax.model.config import ModelConfig, RopeConfig
 
-__all__ = ["RECIPES", "Phase", "Recipe"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Phase:

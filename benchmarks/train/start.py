@@ -13,8 +13,6 @@ from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import inverse_frequencies
 from kvqjax.model.weight_trees import init_params
 
-__all__ = ["starting_params"]
-
 PAIRS = 8  # fastest rotary pairs: only they tell neighbouring positions apart
 CONSTANT = 0.06  # the embedding's channel 0 for every token, 3 x the deviation of the others
 SLOW_PAIRS = 4

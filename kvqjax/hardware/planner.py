@@ -19,7 +19,7 @@ from kvqjax.cache.layout import CacheLayout, RunLayout
 from kvqjax.cache.readers.decoded import read_at_a_time
 from kvqjax.cache.runs import runs_of
 from kvqjax.cache.state import Cache, allocate_cache
-from kvqjax.hardware.devices import DEVICES, GIB, Device
+from kvqjax.hardware.devices import Device
 from kvqjax.methods import Method, MethodLike, parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.loading import CODED_WEIGHTS
@@ -28,18 +28,6 @@ from kvqjax.model.weight_trees import BY_EXPERT, Rows, init_params, is_coded
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import Rules
 from kvqjax.parallel.sharding import rules_for
-
-__all__ = [
-    "DEVICES",
-    "GIB",
-    "Device",
-    "Plan",
-    "headroom",
-    "largest",
-    "parameter_shapes",
-    "plan_memory",
-    "step_bounds",
-]
 
 TIGHT = 0.05  # share of a program's memory that the compiler and gaps between arrays may well take
 ALONE = MeshSize()

@@ -24,19 +24,6 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.forms import OFF
 from kvqjax.pallas_kernels.support import COMPILED, lookup, verified
 
-__all__ = [
-    "CLOSE",
-    "FEW_PLAIN",
-    "FULL",
-    "METHODS",
-    "PLAIN",
-    "SHAPES",
-    "all_candidates",
-    "in_float64",
-    "kernel_rows",
-]
-__all__ += ["plain_rows", "unchecked"]
-
 CLOSE = 1e-4  # relative error of a plain path in float32
 
 METHODS = (

@@ -22,20 +22,6 @@ from kvqjax.ops.packing.base import split_bits
 from kvqjax.pallas_kernels.gpu.parts import load
 from kvqjax.pallas_kernels.gpu.words import TWICE, beside, half, packed, twice
 
-__all__ = [
-    "ORDER",
-    "STEP",
-    "STEPS",
-    "Quad",
-    "base",
-    "codes",
-    "half_bits",
-    "key_nibbles",
-    "place",
-    "to_codes",
-]
-__all__ += ["to_nibbles", "value_nibbles"]
-
 STEP = 64  # tokens of one product
 STEPS = 4  # products of a quad
 # The step of each nibble, by bits. With 4 bits the upper half of a word fills the odd nibbles

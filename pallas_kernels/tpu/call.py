@@ -21,18 +21,6 @@ from jaxtyping import Array, Int
 
 from kvqjax.pallas_kernels.tpu.plan import VMEM_BYTES
 
-__all__ = [
-    "BY_TOKEN",
-    "KEYS_BY_TOKEN",
-    "Operand",
-    "Refs",
-    "by_row",
-    "by_tile",
-    "fetched",
-    "invoke",
-]
-__all__ += ["constant", "lies_at", "memory", "of_body", "of_layer", "scalars"]
-
 BOUNDS = 3  # numbers of a row in `rows.tile_ends` that are no pages
 # Fields of a body that have tokens on the lanes, in every form, and where keys have their scales
 # per token.

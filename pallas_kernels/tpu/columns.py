@@ -20,20 +20,6 @@ from kvqjax.pallas_kernels.tpu import signposts as tpu_signposts
 from kvqjax.pallas_kernels.tpu import unpack as tpu_unpack
 from kvqjax.pallas_kernels.tpu.plan import LANES, Plan
 
-__all__ = [
-    "Place",
-    "aligned",
-    "columns",
-    "dot",
-    "filled",
-    "groups_met",
-    "key_rows",
-    "lane_wise",
-    "load_row",
-    "loop",
-]
-__all__ += ["of_heads", "owners", "pick", "place_of", "quotient", "words_of", "zero_beyond"]
-
 
 class Place(NamedTuple):
     """The place of a lane group in an array of all channels.

@@ -19,8 +19,6 @@ from kvqjax.pallas_kernels.chips import TILE, TPUS
 from kvqjax.pallas_kernels.higgs import HiggsSpec
 from kvqjax.pallas_kernels.tpu.plan import LANES
 
-__all__ = ["SPREAD", "TILE", "HiggsPlan", "plan_higgs"]
-
 VALUES = 4  # columns of values that are worked off together, at most
 SPREAD = 256  # tokens whose scales are spread at a time
 

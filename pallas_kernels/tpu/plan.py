@@ -13,8 +13,6 @@ from kvqjax.pallas_kernels.packed import PackedSpec
 from kvqjax.pallas_kernels.tpu.signposts import pair_order
 from kvqjax.pallas_kernels.tpu.unpack import token_order
 
-__all__ = ["LANES", "LOG2E", "SHARE", "VMEM_BYTES", "Plan", "lane_groups", "members"]
-
 LOG2E = math.log2(math.e)
 SHARE = 8  # lane groups that share a one-hot matrix of outliers, at most (`outlier_values`)
 VMEM_BYTES = 64 * 2**20  # what a kernel may take; each of the chips has at least so much

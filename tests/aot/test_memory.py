@@ -16,7 +16,8 @@ from kvqjax.cache.state import allocate_cache
 from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices
-from kvqjax.hardware.planner import ALONE, GIB
+from kvqjax.hardware.devices import GIB
+from kvqjax.hardware.planner import ALONE
 from kvqjax.model.loading import config_of
 from kvqjax.parallel.sharding import rules_for
 

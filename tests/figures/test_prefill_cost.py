@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny import tiny
 
-from kvqjax.hardware.planner import DEVICES
+from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.prompts import REACHED, estimated_seconds, prompt_operations
 from kvqjax.model.loading import config_of
 
