@@ -46,7 +46,7 @@ def test_equal_but_for_rounding(spec, length):
     new, counts = tokens(2, 710)[:, 700 : 700 + length], jnp.asarray([length, 1])
     whole, after = forward(model, new, counts, cache)
     assert np.isfinite(np.asarray(whole)[:, 0]).all()
-    for few in (1024, 3000, 5000):
+    for few in (1024, 5000):
         got, own = forward(model, new, counts, bounded(cache, LengthBound(few)))
         same(got[0], whole[0])
         same(got[1, :1], whole[1, :1])
@@ -54,6 +54,7 @@ def test_equal_but_for_rounding(spec, length):
             same(a, b)
 
 
+@pytest.mark.nightly
 def test_equal_in_bfloat16():
     model, cache = held(SPECS[1], dtype="bf16")
     one = tokens(2, 701)[:, 700:], jnp.asarray([1, 1])
@@ -74,10 +75,10 @@ def test_on_a_mesh():
     spec, text = SPECS[1], tokens(2, 321)
     model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
     cache = kvq.init_cache(model, spec, 2, 16384, form="heads")
-    _, cache = kvq.forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
+    _, cache = forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
     token = text[:, 320:], jnp.asarray([1, 1])
     found = [
-        kvq.forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))
+        forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))
     ]
     # One row and head a device: XLA:CPU chooses loops by the length.
     np.testing.assert_allclose(*found, atol=1e-5)
@@ -143,7 +144,7 @@ def ragged(spec: str):
 
 
 @pytest.mark.parametrize("length", thinned([1, 5], 2))
-@pytest.mark.parametrize("spec", with_nightly(SPANS, ["xquant-latents"]))
+@pytest.mark.parametrize("spec", with_nightly(SPANS, SPANS[-1:]))
 def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     """Rows that together hold fewer tokens than the longest would make them: as many spans as they
     hold, in two parts; no row has another's tokens, and a row without any has the new ones
@@ -171,7 +172,7 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
 
 
 @pytest.mark.parametrize("blocks", thinned([1, 3], 2))
-@pytest.mark.parametrize("spec", with_nightly(SPANS, ["xquant-latents"]))
+@pytest.mark.parametrize("spec", with_nightly(SPANS, SPANS[-1:]))
 def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):
     """Of five blocks, five parts in a loop, or two, of which the last begins in the one before it:
     tokens 512 to 700 of a row lie in both."""
