@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from jax._src.lru_cache import LRUCache
 
 CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".jax_cache"
 # Processes that tests start keep their programs there too, not in the user's cache folder.
@@ -40,7 +40,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # With a size limit the cache locks its folder, which two test workers writing at once need.
-jax.config.update("jax_compilation_cache_max_size", 2**30)
+MOST_KEPT = 2**30  # bytes
+jax.config.update("jax_compilation_cache_max_size", MOST_KEPT)
+# To keep to the limit, JAX reads a file of every program before it writes one: with 4500 programs
+# that is half a second each, a fifth of a run that begins with an empty folder. The folder is cut
+# back when a run begins instead. A process that a test starts writes no such files, and where one
+# is missing JAX would write nothing.
+LRUCache._evict_if_needed = lambda self, *, additional_size=0: None
 
 # Compiling makes single examples slow, and a red run must be red again: no deadline, no randomness,
 # no database.
@@ -53,23 +59,34 @@ hypothesis.settings.load_profile("strict")
 # the suite's time.
 gc.set_threshold(200_000, 20, 100)
 
+
+def pytest_collection_finish(session):
+    """Leave what was imported and collected out of every later collection of garbage, which took
+    seconds wherever a test asked for one."""
+    gc.collect()
+    gc.freeze()
+
+
 # Every compiled program takes memory maps, of which a process may have 65 530: the compiler then
 # dies.
-MOST_MAPS = 20_000
+MOST_MAPS = 30_000
 MAPS = Path("/proc/self/maps")
 # Bytes that a worker may hold. Programs of one file of the night's tests took 10 GiB, and two
 # workers share 24.
 MOST_BYTES = 4 * 2**30
 PAGES = Path("/proc/self/statm")
-UNDER_WAY = 30  # seconds that a program takes to be written, at most
+
+
+def pytest_sessionstart(session):
+    in_worker = hasattr(session.config, "workerinput")
+    if not in_worker:
+        _drop_unused_programs()
 
 
 def pytest_runtest_teardown(item, nextitem):
     """Let go of programs before there are too many, or too large ones; those needed again come from
     the folder."""
     leaves = nextitem is None or nextitem.path != item.path
-    if leaves:
-        _clear_remains()
     many = leaves and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS
     if many or _held_bytes() > MOST_BYTES:
         jax.clear_caches()
@@ -77,15 +94,28 @@ def pytest_runtest_teardown(item, nextitem):
         _give_back()
 
 
-def _clear_remains() -> None:
-    """Delete programs without the marker of the time of their use, which a killed process leaves in
-    the folder. A single one of them keeps JAX from writing any other, so that all that follows
-    would be compiled anew. Younger ones may be under way."""
-    for program in CACHE_FOLDER.glob("*-cache"):
-        marker = program.with_name(program.name.removesuffix("-cache") + "-atime")
-        with contextlib.suppress(OSError):  # the other worker may delete it first
-            if not marker.exists() and time.time() - program.stat().st_mtime > UNDER_WAY:
+def _drop_unused_programs() -> None:
+    """Keep those that were used last, as many as MOST_KEPT bytes hold."""
+    programs = sorted(CACHE_FOLDER.glob("*-cache"), key=_last_use, reverse=True)
+    kept = 0
+    for program in programs:
+        with contextlib.suppress(OSError):  # another run may delete it first
+            kept += program.stat().st_size
+            if kept > MOST_KEPT:
                 program.unlink()
+                _marker(program).unlink(missing_ok=True)
+
+
+def _last_use(program: Path) -> float:
+    for file in (_marker(program), program):
+        with contextlib.suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
+
+
+def _marker(program: Path) -> Path:
+    """The file that JAX writes anew whenever it reads the program."""
+    return program.with_name(program.name.removesuffix("-cache") + "-atime")
 
 
 def _held_bytes() -> int:

@@ -15,9 +15,12 @@ KEY, NAME = "a key", "small"
 
 
 class Running:
-    """A server in a thread, and its address."""
+    """A server in a thread, and its address. A program is compiled when a request first needs it,
+    or all of them at the start if `warm` says so."""
 
-    def __init__(self, engine, **options):
+    def __init__(self, engine, warm=False, **options):
+        if not warm:
+            engine.warm = lambda: None
         app = make_app(engine, NAME, **options)
         settings = uvicorn.Config(app, port=0, log_level="error", http=ImpatientProtocol)
         self._server = uvicorn.Server(settings)

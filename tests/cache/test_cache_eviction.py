@@ -117,6 +117,7 @@ def test_a_row_in_a_batch_chooses_as_alone():
     np.testing.assert_array_equal(cache.kept["positions"][1], alone.kept["positions"][0])
 
 
+@pytest.mark.nightly
 def test_drafts_see_what_single_steps_see():
     """Verified in pieces of 9, groups leave and others are given up in the middle of a piece."""
     model, method, text = sharp(), kvq.parse(SPEC), tokens(2, LENGTH)

@@ -103,7 +103,7 @@ def test_dead_slots_may_hold_anything(name):
         same(attend(model, TOKENS, COUNTS, with_bad_dead_slots(cache), within=within)[0], want)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, ["sliding-mixed", "aqua"]))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2"]))
 def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
     """Appended: the row is flagged, its logits are NaN, nothing of it is stored; others are as they
     would be alone. Cropped or evicted: an ordinary row."""
@@ -239,8 +239,13 @@ def test_reconstructions_saturate_in_float16(name):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, "float32") for name in CASES),
-        *((name, "bfloat16") for name in (*FEW, "kvquant", "commvq")),
+        *with_nightly(
+            ((name, "float32") for name in CASES), [(name, "float32") for name in GENERAL]
+        ),
+        *with_nightly(
+            ((name, "bfloat16") for name in (*FEW, "kvquant", "commvq")),
+            [("kivi2", "bfloat16"), ("kvquant", "bfloat16")],
+        ),
     ],
 )
 def test_codecs_of_huge_numbers_stay_finite(name, dtype):

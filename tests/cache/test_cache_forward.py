@@ -20,6 +20,8 @@ commit, forward, prefill = (
     jax.jit(kvq.prefill),
 )
 
+plain_logits = jax.jit(decoder.logits, static_argnums=2)
+
 # Float32 throughout: sums of at most 160 terms of size about 1 in another order, through 2 layers
 # and the head. 160 eps = 2e-5 for one sum; the factor 10 is for what follows it.
 BOUND = 2e-4
@@ -30,7 +32,7 @@ COUNTS = (160, 77)
 @functools.cache
 def plain(**changes):
     model = tiny(**changes)
-    return np.asarray(decoder.logits(model.params, tokens(2, LENGTH), model.config))
+    return np.asarray(plain_logits(model.params, tokens(2, LENGTH), model.config))
 
 
 def through(model, method, size: int, within: str):

@@ -65,6 +65,7 @@ def check(compiled, cache, more: int) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

@@ -22,7 +22,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "xquant-cl"]))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["xquant-cl"]))
 def test_tree_code_along_the_row_axes_is_repeat(name):
     cache = empty(name, 2)
     axes = kvq.row_axes(cache)

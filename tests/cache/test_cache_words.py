@@ -38,7 +38,7 @@ def ragged_steps(seed: int):
     return steps
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "kvquant"]))
 def test_words_do_not_depend_on_chunks(name):
     whole = fed(name, empty(name, 3), ROWS, [[200] * 3] * 2)
     pieces = fed(name, empty(name, 3), ROWS, ragged_steps(0))
@@ -54,14 +54,14 @@ def test_words_do_not_depend_on_chunks(name):
         check_row(name, pieces, row, tokens)
 
 
-@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2", "kivi-published"]))
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2"]))
 def test_words_do_not_depend_on_neighbours(name):
     together = fresh(name, ROWS)
     for row, tokens in enumerate(ROWS):
         same_words(together, row, fresh(name, [tokens]), 0)
 
 
-@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi2", "kivi-published"]))
+@pytest.mark.parametrize("name", with_nightly(FEW, ["kivi-published"]))
 def test_one_token_at_a_time(name):
     """A decode step writes by another path than a chunk."""
     rows = [list(range(170)), list(range(9, 100))]

@@ -74,12 +74,10 @@ def test_a_row_that_is_longer_than_promised_gets_nan():
 def test_on_a_mesh():
     spec, text = SPECS[1], tokens(2, 321)
     model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
-    cache = kvq.init_cache(model, spec, 2, 16384, form="heads")
+    cache = kvq.init_cache(model, spec, 2, 2048, form="heads")
     _, cache = forward(model, text[:, :320], jnp.asarray([320, 190]), cache)
     token = text[:, 320:], jnp.asarray([1, 1])
-    found = [
-        forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))
-    ]
+    found = [forward(model, *token, bounded(cache, bound))[0] for bound in (None, LengthBound(512))]
     # One row and head a device: XLA:CPU chooses loops by the length.
     np.testing.assert_allclose(*found, atol=1e-5)
 

@@ -85,7 +85,8 @@ def test_chunks_of_any_size_give_the_logits_of_the_model(size, layers, form):
         counts = jnp.clip(jnp.asarray(COUNTS) - 2 - start, 0, size)
         part = jnp.pad(text, ((0, 0), (0, size)))[:, start : start + size]
         logits, cache = forward(model, part, counts, cache)
-        for row, count in enumerate(counts):
+        logits = np.asarray(logits)
+        for row, count in enumerate(counts.tolist()):
             np.testing.assert_allclose(
                 logits[row, :count], wanted[row, start : start + count], atol=BOUND
             )
@@ -129,6 +130,7 @@ def test_a_long_prompt_in_chunks_of_a_prefill():
     near(cache.states, step.states, 5e-5)
 
 
+@pytest.mark.nightly
 def test_a_chunk_of_a_thousand_tokens():
     """No multiple of the tokens whose updates are put together in one; a row of another length, and
     an empty one that goes on when the others are done."""
@@ -242,6 +244,7 @@ def test_kernels_do_not_turn_some_channels_by_a_factor(spec):
     assert build(dataclasses.replace(SCALED, attention_factor=1.0)).fast.packed is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("keep", ["streaming:64"])
 def test_tokens_are_evicted_and_states_remember_them(keep):
     model, method = hybrid(), f"kivi:bits=2,window=32,sinks=4,keep={keep}"
@@ -371,6 +374,7 @@ def test_an_evicted_row_is_a_new_row():
     near(row_of(again[1], 0), row_of(alone[1], 0))
 
 
+@pytest.mark.nightly
 def test_a_row_joins_a_running_batch():
     model, text = hybrid(), tokens(2, LENGTH)
     running = filled(model, counts=(50, 0))
@@ -547,6 +551,7 @@ def test_an_engine_gives_what_generate_gives():
     assert again == answers[3]
 
 
+@pytest.mark.nightly
 def test_greedy_text_goes_on_from_a_cache():
     model, prompts = hybrid(), [[1, 2, 3] * 9, [4, 5]]
     whole = kvq.generate(model, prompts, "exact", max_new_tokens=24, eos_ids=())

@@ -45,9 +45,7 @@ def held(cache):
     return {field.form for field in fields if field.packed}
 
 
-@pytest.mark.parametrize(
-    "spec", with_nightly(SPECS, ["kivi:bits=8,sinks=4", "klt:bits=1.3,buffer=32"])
-)
+@pytest.mark.parametrize("spec", with_nightly(SPECS, ["kivi:bits=8,sinks=4"]))
 def test_the_same_codes_and_logits_as_in_planes(spec):
     model = with_constants(tiny(head_dim=32), kvq.parse(spec))
     (wanted, planes), (found, stripes) = (

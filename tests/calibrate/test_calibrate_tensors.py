@@ -92,6 +92,7 @@ def test_aqua(captured):
     )
 
 
+@pytest.mark.nightly
 def test_aqua_of_transforms(captured, monkeypatch):
     """The keys, values and queries that our calibration itself saw give the same transforms.
     Without queries and outputs all errors cost the same, which gives others."""

@@ -1,6 +1,8 @@
 """Methods whose layers, or keys and values, are calibrated in different ways: each part as if it
 were alone."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -26,6 +28,12 @@ def learnt(text: str, state=None, advance=lambda done, total: None) -> kvq.Model
     return model.with_artifact(calibrated(kvq.parse(text), model.config, one, state, advance))
 
 
+@functools.cache
+def alone(text: str) -> kvq.Model:
+    """A model that learnt one of the parts by itself."""
+    return learnt(text)
+
+
 def of_layer(model: kvq.Model, text: str, layer: int) -> dict:
     runs = runs_of(kvq.init_cache(model, text, 1, 64).layout)
     place = next(n for n, run in enumerate(runs) if layer < run.first + run.count)
@@ -38,7 +46,7 @@ def same(ours: dict, wanted: dict) -> None:
 
 def test_layers_of_two_calibrations():
     text = f"{TABLES};1={MEANS.replace(',sinks=1', '')}"
-    mixed, tables, means = learnt(text), learnt(TABLES), learnt(MEANS)
+    mixed, tables, means = learnt(text), alone(TABLES), alone(MEANS)
     same(of_layer(mixed, text, 0), of_layer(tables, TABLES, 0))
     same(of_layer(mixed, text, 1), of_layer(means, MEANS, 1))
     tokens = kvq.generate(mixed, [[5, 6, 7]], text, max_new_tokens=40).tokens[0]
@@ -47,7 +55,7 @@ def test_layers_of_two_calibrations():
 
 def test_keys_and_values_of_two_calibrations():
     text = f"k={MEANS};v={TABLES}"
-    mixed, tables, means = learnt(text), learnt(TABLES), learnt(MEANS)
+    mixed, tables, means = learnt(text), alone(TABLES), alone(MEANS)
     for layer in (0, 1):
         own = of_layer(mixed, text, layer)
         same(own["k"], of_layer(means, MEANS, layer)["k"])

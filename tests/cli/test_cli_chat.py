@@ -214,6 +214,7 @@ def test_lines_are_remembered_by_the_user_alone(monkeypatch, tmp_path):
     readline.clear_history()
 
 
+@pytest.mark.nightly
 def test_a_conversation_goes_on_beyond_its_capacity(talk):
     """With --context-shift; without it a text that does not fit is refused."""
     turns = f"{FIRST}\n" + "?cd\n" * 20

@@ -112,6 +112,7 @@ def test_predictors_after_rope_see_the_bias():
     assert kvq.parse("aqua:rope=post") == kvq.parse("aqua:rope=post,centre=none")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("group", "parts"), thinned([("head", 2), ("width", 4)], 2))
 def test_a_mesh_reads_the_bias_too(group, parts):
     """KV heads on devices of their own, or gathered from a projection that is split finer than the

@@ -27,11 +27,12 @@ def rows_of(out: Path) -> dict:
 @pytest.mark.parametrize(
     "blocks",
     [
-        "environment,ceilings,kernels,prompts",
+        "environment,ceilings",
+        pytest.param("kernels,prompts", marks=pytest.mark.nightly),
         pytest.param("correctness,words,text", marks=pytest.mark.nightly),
         pytest.param("attention,torch,steps,kernel-steps,million", marks=pytest.mark.nightly),
     ],
-    ids=["quick", "right", "speed"],
+    ids=["quick", "kernels", "right", "speed"],
 )
 def test_a_dry_run_measures_every_block(hardware, tmp_path, monkeypatch, capsys, blocks):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import with_nightly
 from served import NAME, Running, answer
 from spelled import byte_level, sentencepiece, write_model
 
@@ -113,6 +114,10 @@ def test_a_stream_is_bound(model):
     assert json.loads(text) == json.loads(parts.result.text[0])
 
 
+BY_DAY = pytest.mark.parametrize("model", with_nightly(KINDS, ["byte level"]), indirect=True)
+
+
+@BY_DAY
 def test_free_requests_beside_bound_ones_stay_as_they_are(model):
     with kvq.Engine(model, "exact", rows=3, capacity=256, chunk=32, stride=4) as engine:
         options = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
@@ -125,11 +130,12 @@ def test_free_requests_beside_bound_ones_stay_as_they_are(model):
         assert json.loads(bound.result().text).keys() == {"old", "a"}
 
 
+@BY_DAY
 def test_a_server_takes_forms(model):
     """And goes on behind those that it refuses."""
     body = {"model": NAME, "messages": [{"role": "user", "content": "the"}], "max_tokens": 200}
     with (
-        kvq.Engine(model, "exact", rows=2, capacity=256, chunk=32, stride=4) as engine,
+        kvq.Engine(model, "exact", rows=3, capacity=256, chunk=32, stride=4) as engine,
         Running(engine) as port,
     ):
 

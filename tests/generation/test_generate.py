@@ -94,7 +94,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", with_nightly(CALLS, ["generate", "speculate"]))
+@pytest.mark.parametrize("name", with_nightly(CALLS, ["generate"]))
 def test_texts_beyond_what_the_model_was_trained_for_are_asked_for(name):
     model, prompts = tiny(max_position=24), [[1, 2, 3], list(range(20))]
     with pytest.raises(

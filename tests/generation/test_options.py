@@ -151,10 +151,11 @@ def test_end_tokens_end_a_row_and_min_tokens_holds_them_off(model):
     assert end not in held.tokens[0]
     rule = processors.MinNewTokensLengthLogitsProcessor(3, place + 4, [end])
     text, answer = [1, 2, 3], []
-    for _ in range(place + 4):
-        cache = kvq.init_cache(model, "exact", 1, 64)
-        tokens = jnp.asarray([text + answer])
-        logits = kvq.forward(model, tokens, jnp.asarray([tokens.shape[1]]), cache, last=True)[0]
+    empty = kvq.init_cache(model, "exact", 1, 64)
+    for made in range(place + 4):
+        padded = jnp.asarray([text + answer + [0] * (place + 4 - made)])  # one length, one program
+        count = jnp.asarray([len(text) + made])
+        logits = kvq.forward(model, padded, count, empty, last=True)[0]
         allowed = rule(torch.tensor([text + answer]), torch.from_numpy(np.asarray(logits).copy()))
         answer.append(int(allowed[0].argmax()))
     assert held.tokens[0][: place + 4] == answer

@@ -41,6 +41,7 @@ def test_a_model_that_drafts_for_itself_is_always_right():
     assert out.rounds == -(-(NEW - 1) // 6)
 
 
+@pytest.mark.nightly
 def test_a_drafter_that_is_always_wrong():
     """None accepted: its favourite token is one that the target never chooses."""
     model, method = model_and_method("kivi2")

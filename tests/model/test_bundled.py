@@ -49,6 +49,9 @@ def _ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+plain_logits = jax.jit(logits, static_argnums=2)
+
+
 def _exact_answers(model, problems) -> float:
     """Share of problems whose whole answer is the greedy continuation (all prompts have one
     length)."""
@@ -57,7 +60,9 @@ def _exact_answers(model, problems) -> float:
         [[bos, *_ids(tokenizer, problem.prompt + problem.answer)] for problem in problems]
     )
     size = len(_ids(tokenizer, problems[0].answer))
-    greedy = np.asarray(logits(model.params, jnp.asarray(rows[:, :-1]), model.config)).argmax(-1)
+    greedy = np.asarray(plain_logits(model.params, jnp.asarray(rows[:, :-1]), model.config)).argmax(
+        -1
+    )
     return float((greedy[:, -size:] == rows[:, -size:]).all(-1).mean())
 
 

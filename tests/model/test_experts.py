@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import _constants, thinned
+from cases import _constants, thinned, with_nightly
 from greedy import reference
 from jax.sharding import NamedSharding
 from quick_commvq import METHOD, QUICK
@@ -69,7 +69,7 @@ def by_hand(model: kvq.Model, layer: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("normalised", thinned([True, False], 3))
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 3, 70])
+@pytest.mark.parametrize("count", with_nightly([1, 3, 70], [3]))
 def test_experts_are_what_the_formula_says(count, normalised):
     model = mixed()
     config = dataclasses.replace(
@@ -184,7 +184,7 @@ def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     return made, method
 
 
-@pytest.mark.parametrize("spec", thinned(SPECS, 4))
+@pytest.mark.parametrize("spec", thinned(SPECS, len(SPECS)))
 def test_every_kind_of_cache(spec):
     """What is cached comes before the experts, so that all methods work, stacked or layer by layer:
     exact logits of the exact cache, and near them where most bits are stored."""
@@ -246,18 +246,25 @@ def test_coded_experts(bits, form):
     assert np.abs(got - run(model.params, tokens(1, 24), model.config)).max() > 1e-3
 
 
-def test_a_mesh_shares_out_the_experts():
+@pytest.mark.nightly
+def test_text_on_a_mesh_is_that_of_one_device():
+    """By day, test_families.py attends on a mesh with gpt-oss' experts."""
     prompts = [list(range(40)), [7, 3, 9]]
     model = mixed()
     spread = kvq.shard(model, kvq.exact(), data=2, model=4)
-    held = spread.params["layers"]["experts_gate"].stack
-    assert held.addressable_data(0).shape == (2, 2, 32, 24)
     made = kvq.generate(spread, prompts, max_new_tokens=8, capacity=600).tokens
     assert made == kvq.generate(model, prompts, max_new_tokens=8, capacity=600).tokens
     for prompt, got in zip(prompts, made, strict=True):
         want, margin = reference(model, prompt, 8)
         assert margin > 1e-4
         assert got == want
+
+
+def test_a_mesh_shares_out_the_experts():
+    model = mixed()
+    spread = kvq.shard(model, kvq.exact(), data=2, model=4)
+    held = spread.params["layers"]["experts_gate"].stack
+    assert held.addressable_data(0).shape == (2, 2, 32, 24)
     with pytest.raises(
         kvq.UserError,
         match="mesh model=3 must divide 4 heads and MLP width 64 and 8 experts and shared",

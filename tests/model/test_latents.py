@@ -64,6 +64,7 @@ METHODS = {
 }
 
 forward = jax.jit(kvq.forward)
+plain_logits = jax.jit(decoder.logits, static_argnums=2)
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def latent_model(**changes) -> kvq.Model:
 @functools.cache
 def plain() -> np.ndarray:
     model = latent_model()
-    return np.asarray(decoder.logits(model.params, tokens(2, LENGTH), model.config))
+    return np.asarray(plain_logits(model.params, tokens(2, LENGTH), model.config))
 
 
 def rms(x, weight, eps):
@@ -144,7 +145,8 @@ def test_exact_cache_equals_the_decoder_without_one():
     for start in (0, 80):
         counts = jnp.clip(jnp.asarray(COUNTS) - 1 - start, 0, 80)
         logits, cache = forward(model, text[:, start : start + 80], counts, cache)
-        for row, count in enumerate(counts):
+        logits = np.asarray(logits)
+        for row, count in enumerate(counts.tolist()):
             np.testing.assert_allclose(
                 logits[row, :count], wanted[row, start : start + count], atol=BOUND
             )
@@ -160,7 +162,7 @@ def test_exact_cache_equals_the_decoder_without_one():
 
 
 # Every method in the form of CPUs, and of GPUs (by head); few of these pairs with every change.
-OFTEN = (("kivi-8-and-2", None), ("higgs", None), ("turboquant", "heads"))
+OFTEN = (("kivi-8-and-2", None), ("turboquant", "heads"))
 PAIRS = [
     pytest.param(name, form, marks=() if (name, form) in OFTEN else pytest.mark.nightly)
     for name in METHODS
@@ -191,7 +193,7 @@ def test_every_field_changes_what_is_computed(field):
         "query_growth": 0.0,
     }
     config = dataclasses.replace(model.config, **{field: neutral[field]})
-    changed = np.asarray(decoder.logits(model.params, tokens(2, LENGTH), config))
+    changed = np.asarray(plain_logits(model.params, tokens(2, LENGTH), config))
     assert np.abs(changed - plain())[:, -8:].max() > 100 * BOUND
 
 
@@ -258,15 +260,13 @@ def test_pages_give_what_rows_of_their_own_give():
 def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
     model, text = latent_model(architecture="Mistral4ForCausalLM"), tokens(2, 40)
     save_params(tmp_path / "model", model.params, model.config)
-    wanted = np.asarray(decoder.logits(model.params, text, model.config))
+    wanted = np.asarray(plain_logits(model.params, text, model.config))
     for form in FORMS:
         read = load(tmp_path / "model", dtype="f32", layers=form)
         assert read.config == model.config
-        np.testing.assert_allclose(
-            decoder.logits(read.params, text, read.config), wanted, atol=1e-5
-        )
+        np.testing.assert_allclose(plain_logits(read.params, text, read.config), wanted, atol=1e-5)
     coded = load(tmp_path / "model", dtype="f32", weights="int8")
-    error = np.abs(decoder.logits(coded.params, text, coded.config) - wanted).mean()
+    error = np.abs(plain_logits(coded.params, text, coded.config) - wanted).mean()
     assert 0 < error < 0.1 * np.std(wanted)
 
 

@@ -173,7 +173,7 @@ OTHERS = {
 WINDOW = (8, None)  # fewer tokens than the text has
 
 
-@pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss", "Mistral4"]))
+@pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss"]))
 def test_parts_of_other_families_load_as_codes(family, tmp_path):
     """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded
     matrices."""

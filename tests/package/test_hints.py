@@ -50,11 +50,11 @@ def near(message: str) -> str | None:
     ("function", "wrong", "value"),
     [
         (kvq.generate, "max_tokens", 2),
-        (kvq.generate, "temprature", 0.5),
-        (kvq.generate, "repeat_penalty", 1.1),
-        (kvq.generate, "stop_ids", [1]),
+        pytest.param(kvq.generate, "temprature", 0.5, marks=pytest.mark.nightly),
+        pytest.param(kvq.generate, "repeat_penalty", 1.1, marks=pytest.mark.nightly),
+        pytest.param(kvq.generate, "stop_ids", [1], marks=pytest.mark.nightly),
         (kvq.stream, "eos_id", [1]),
-        (kvq.beam_search, "beam", 2),
+        pytest.param(kvq.beam_search, "beam", 2, marks=pytest.mark.nightly),
         (kvq.speculate, "drafts", 2),
     ],
 )

@@ -61,7 +61,9 @@ AT_NIGHT = {
     "eval retrieval": "asks at two lengths",
     "eval copy": "copies symbols through two caches",
     "eval compare": "compares four caches",
+    "eval drift": "as eval ppl, by position",
     "calibrate --cache higgs:bits=3,centre=mean": "another recipe runs by day",
+    "plan --model llama-3.1-8b": "tests/hardware/test_plan.py asks for such a plan",
 }
 
 

@@ -92,7 +92,7 @@ CASES = {  # spec, how layers attend, the kind of axes, the mesh, whether KV hea
 }
 
 
-@pytest.mark.parametrize("name", with_nightly(CASES, ["views", "scan with a mask"]))
+@pytest.mark.parametrize("name", with_nightly(CASES, ["scan with a mask"]))
 def test_a_user_s_mesh_gives_what_one_device_gives(name):
     spec, run, kind, sizes, split = CASES[name]
     constants = _constants(tiny(), kvq.parse(spec))

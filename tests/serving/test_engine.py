@@ -77,7 +77,7 @@ def test_scores_are_log_probabilities_of_the_model(model):
     assert plain.tokens == answer.tokens
     text = [*prompt, *answer.tokens]
     cache = kvq.init_cache(model, "exact", 1, CAPACITY)
-    logits, _ = kvq.forward(model, jnp.asarray([text]), jnp.asarray([len(text)]), cache)
+    logits, _ = jax.jit(kvq.forward)(model, jnp.asarray([text]), jnp.asarray([len(text)]), cache)
     wanted = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))
     scores = [*answer.prompt_scores, *answer.scores]
     assert [score.token for score in scores] == text[1:]
@@ -120,10 +120,18 @@ def test_a_stop_string_and_an_end_token_end_an_answer():
 @pytest.mark.parametrize(
     ("method", "capacity", "chunk", "length", "start", "stop"),
     [
-        ("exact", CAPACITY, CHUNK, 80, 32, 64),
-        ("higgs:bits=2,dim=4,centre=block,sinks=2", 1024, 128, 600, 258, 514),
+        pytest.param("exact", CAPACITY, CHUNK, 80, 32, 64, id="turned"),
+        pytest.param(
+            "higgs:bits=2,dim=4,centre=block,sinks=2",
+            1024,
+            128,
+            600,
+            258,
+            514,
+            id="pages",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["turned", "pages"],
 )
 def test_an_answer_goes_on_in_a_full_row(model, method, capacity, chunk, length, start, stop):
     """As `generate` goes on from a cache from which `drop` took the oldest text. Requests beside it
@@ -170,7 +178,7 @@ def test_rows_that_cannot_shift_are_refused(model):
 
 def test_requests_are_given_up(model):
     """One that runs and one that waits. Their rows serve others, whose text does not change."""
-    with engine_of(model, "kivi:bits=2,window=32", rows=1, stride=2) as engine:
+    with engine_of(model, "exact", rows=1, stride=2) as engine:
         running = engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=())
         waiting = engine.submit(PROMPTS[1], max_new_tokens=5)
         later = engine.submit(PROMPTS[4], max_new_tokens=5, eos_ids=())
@@ -180,7 +188,7 @@ def test_requests_are_given_up(model):
         assert running.result().finish_reason == "aborted"
         assert len(running.result().tokens) < 150
         assert waiting.result().tokens == []
-        wanted = alone(model, PROMPTS[4], "kivi:bits=2,window=32", max_new_tokens=5).tokens[0]
+        wanted = alone(model, PROMPTS[4], "exact", max_new_tokens=5).tokens[0]
         assert later.result().tokens == wanted
         stats = engine.stats()
     assert (stats.requests, stats.aborted, stats.running, stats.waiting) == (3, 2, 0, 0)

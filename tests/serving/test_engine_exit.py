@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import with_nightly
 
 TESTS = Path(__file__).resolve().parent.parent
 BEGIN = f"""
@@ -28,7 +29,7 @@ def ended(end: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", with_nightly(MOMENTS, ["compiling"]))
 def test_an_open_engine_leaves_the_exit_code_of_a_program_alone(moment):
     done = ended(f"{MOMENTS[moment]}\nprint('end')")
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr

@@ -12,6 +12,7 @@ from kvqjax.serving.engine import EngineClosed
 from kvqjax.serving.prefix_folder import newest_folder, write_newest
 
 CHUNK = 64
+METHOD = "kivi:bits=2,window=32,sinks=4;0=exact"  # of most engines here: they share programs
 BEGINS = [token % 49 for token in range(645)]
 PROMPTS = [[*BEGINS, *tail] for tail in ([1] * 10, [2, 3] * 20, [4], [5] * 70)]
 
@@ -42,7 +43,7 @@ def written(model, method, path, prompts=PROMPTS[:2], **options):
 @pytest.mark.parametrize(
     "method",
     [
-        "kivi:bits=2,window=32,sinks=4;0=exact",
+        METHOD,
         pytest.param("higgs:bits=2,window=16;0=exact", marks=pytest.mark.nightly),
         # Rows without pages.
         pytest.param("kivi:bits=4,keep=streaming:512", marks=pytest.mark.nightly),
@@ -65,11 +66,10 @@ def test_a_later_engine_goes_on_where_an_earlier_one_ended(model, method, tmp_pa
 
 
 def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
-    method = "kivi:bits=2,window=32"
-    with engine_of(model, method) as engine:
+    with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:2])
         engine.save_prefixes(tmp_path / "first")
-    with engine_of(model, method) as engine:
+    with engine_of(model, METHOD) as engine:
         engine.load_prefixes(tmp_path / "first")
         assert engine.load_prefixes(tmp_path / "first") == 0  # all are known already
         engine.save_prefixes(tmp_path / "second")
@@ -99,7 +99,7 @@ def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
 
 
 def test_requests_go_on_meanwhile_and_a_closed_engine_can_be_asked(model, tmp_path):
-    with engine_of(model, "exact") as engine:
+    with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:1])
         running = engine.submit([1, 2], max_new_tokens=300, eos_ids=())
         next(iter(running))
@@ -118,7 +118,7 @@ def test_nothing_is_kept_is_a_folder_too(model, tmp_path):
 
 
 def test_what_another_engine_wrote_is_refused(model, tmp_path):
-    written(model, "kivi:bits=2,window=32", tmp_path / "kept")
+    written(model, METHOD, tmp_path / "kept")
     other = model.replace(
         params={**model.params, "embed": model.params["embed"] * 2}, fingerprint="other"
     )
@@ -128,7 +128,7 @@ def test_what_another_engine_wrote_is_refused(model, tmp_path):
         ({"capacity": 512}, "capacity"),
         ({"model": other}, "fingerprint"),
     ):
-        with engine_of(**{"model": model, "method": "kivi:bits=2,window=32"} | options) as engine:
+        with engine_of(**{"model": model, "method": METHOD} | options) as engine:
             with pytest.raises(kvq.UserError, match=f"another {field}"):
                 engine.load_prefixes(tmp_path / "kept")
             assert engine.stats().prefixes == 0
@@ -136,10 +136,10 @@ def test_what_another_engine_wrote_is_refused(model, tmp_path):
 
 def test_damaged_folders_are_one_line(model, tmp_path):
     path = tmp_path / "kept"
-    written(model, "exact", path)
+    written(model, METHOD, path)
     text = json.loads((path / "description.json").read_text())
     prefix = text["prefixes"][0]
-    with engine_of(model, "exact") as engine:
+    with engine_of(model, METHOD) as engine:
         with pytest.raises(kvq.UserError, match="no description"):
             engine.load_prefixes(tmp_path)
         for damaged in (
@@ -168,7 +168,7 @@ def test_damaged_folders_are_one_line(model, tmp_path):
 
 
 def test_a_fault_is_told_to_whoever_asks(model, tmp_path, monkeypatch):
-    engine = engine_of(model, "exact")
+    engine = engine_of(model, METHOD)
     answers(engine, PROMPTS[:1])
     monkeypatch.setattr(engine._batch, "page_content", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):

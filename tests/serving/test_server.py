@@ -25,6 +25,8 @@ from kvqjax.serving.app import make_app
 TEXT = "The baker came home after the rain."
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 GREEDY = {"model": NAME, "temperature": 0}
+# One row, whose programs several tests share.
+LONG = {"rows": 1, "capacity": 2048, "chunk": 64, "prefixes": 0}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def port(engine):
-    with Running(engine, api_key=KEY, most_bytes=10_000) as port:
+    with Running(engine, warm=True, api_key=KEY, most_bytes=10_000) as port:
         yield port
 
 
@@ -403,7 +405,7 @@ def test_health_metrics_and_the_page(port, engine):
 
 def test_without_a_template_chat_is_plain_text_and_a_shutdown_ends_requests():
     """As `kvqjax chat` writes a conversation: the model goes on with it."""
-    engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=128, chunk=64)
+    engine = kvq.Engine(kvq.load("recall"), "exact", **LONG)
     draw = {"max_tokens": 2, "temperature": 0}
     with Running(engine) as port:
         body = {"messages": [{"role": "user", "content": "ab12,cd34,?cd"}]}
@@ -415,14 +417,15 @@ def test_without_a_template_chat_is_plain_text_and_a_shutdown_ends_requests():
 
 def test_a_shutdown_says_which_answers_it_cut():
     """In words of the protocol: "length" of what is incomplete, an error of what has not begun."""
-    engine = kvq.Engine(kvq.load("recall"), "exact", rows=1, capacity=2048, chunk=64, prefixes=0)
+    engine = kvq.Engine(kvq.load("recall"), "exact", **LONG)
     body = {"prompt": TEXT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
     with Running(engine) as port, ThreadPoolExecutor() as threads:
 
         def ask(stream):
             return threads.submit(answer, port, "/v1/completions", body | {"stream": stream}, None)
 
-        warmed(port)
+        # Its programs are those of the answers that follow.
+        assert answer(port, "/v1/completions", body | {"max_tokens": 20}, None)[0] == 200
         whole = ask(False)
         settled(engine, running=1)
         late, late_stream = ask(False), ask(True)

@@ -5,6 +5,7 @@ import threading
 
 import openai
 import pytest
+from cases import with_nightly
 from served import KEY, NAME, Running, answer
 from spelled import byte_level, sentencepiece, write_model
 
@@ -117,6 +118,7 @@ def test_places_in_a_text_that_was_changed():
     assert text_places(" THE the old", [(b"the", False), (b" old", False)]) == [5, 8]
 
 
+@pytest.mark.parametrize("engine", with_nightly(KINDS, ["sentencepiece"]), indirect=True)
 def test_twenty_log_probabilities_are_twenty_entries(client):
     made = client.completions.create(prompt=TEXT, max_tokens=24, logprobs=20, **GREEDY).choices[0]
     scores = made.logprobs

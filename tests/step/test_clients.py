@@ -131,9 +131,8 @@ def auto_mesh():
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize(
-    "name", ["nnx_model", pytest.param("gemma_linen", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["nnx_model", "gemma_linen"])
 def test_a_cache_on_an_automatic_mesh(name):
     module, weights = client(name)
     options = {"mesh": auto_mesh(), "batch_axis": "data", "head_axis": "model"}
@@ -142,7 +141,8 @@ def test_a_cache_on_an_automatic_mesh(name):
     assert len(cache.runs[0].window["k"].devices()) == 4
 
 
-@pytest.mark.parametrize("kind", ["exact", pytest.param("kivi", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["exact", "kivi"])
 def test_another_explicit_mesh(kind):
     module, weights = client("pure_jax")
     weights = module.make(module.meshes()[1])
