@@ -51,7 +51,7 @@ def same(cache, other) -> None:
         same_words(cache, row, other, row)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "aqua"]))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2"]))
 def test_another_capacity_and_back(name):
     """Larger, as small as rows allow, and as before: what rows hold stays, and other tokens follow
     as if nothing had been there."""

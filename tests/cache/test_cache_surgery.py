@@ -173,7 +173,7 @@ def run_sequence(name: str, operations) -> None:
 SEQUENCES = st.lists(OPERATION, min_size=3, max_size=8)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(operations=SEQUENCES, name=st.sampled_from(FEW))
 def test_random_sequences(name, operations):
     run_sequence(name, operations)

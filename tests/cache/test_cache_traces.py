@@ -21,15 +21,6 @@ def test_a_long_ragged_generation_compiles_a_fixed_number_of_programs():
     assert [p._cache_size() - b for p, b in zip(programs, before, strict=True)] == [1, 1, 1]
 
 
-def test_prompts_of_one_bucket_share_a_program():
-    model, method = tiny(), kvq.parse("kivi:bits=2,window=32")
-    sizes = []
-    for length in (17, 25, 32, 33, 40):
-        kvq.generate(model, [[1] * length], method, max_new_tokens=2, capacity=256)
-        sizes.append(generation.prefill_donated._cache_size())
-    assert sizes[0] == sizes[1] == sizes[2] == sizes[3] - 1 == sizes[4] - 1
-
-
 METHOD = "kivi:bits=2,window=32"
 
 

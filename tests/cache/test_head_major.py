@@ -156,7 +156,7 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize("name", with_nightly(DECODED, ["xquant-cl"]))
+@pytest.mark.parametrize("name", with_nightly(DECODED, ["kvquant"]))
 def test_bodies_that_are_decoded_without_a_loop_over_data(name, monkeypatch):
     """Part after part, or by a loop of as many turns as the capacity has blocks, as by a loop that
     ends with the longest row; or all of it after such a loop, where what flows is what is read.

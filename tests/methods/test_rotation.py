@@ -136,6 +136,7 @@ def test_nothing_is_rotated_per_cached_token(form, monkeypatch):
     ]
 
 
+@pytest.mark.nightly
 def test_drafts_see_what_steps_would_have_seen():
     """Tokens that fall due inside a chunk are shown as encoded, in the source's frame."""
     model, method = model_and_method("kivi-rotated")

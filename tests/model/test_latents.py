@@ -242,6 +242,7 @@ def test_rows_come_and_go_and_caches_are_saved(tmp_path):
     assert changed.lengths.tolist() == [50, 110]
 
 
+@pytest.mark.nightly
 def test_pages_give_what_rows_of_their_own_give():
     model, text, counts = latent_model(), tokens(2, 81), jnp.asarray([80, 41])
     plain, paged = (

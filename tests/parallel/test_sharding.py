@@ -90,6 +90,7 @@ def test_every_method_on_rows_sequence_and_model(spec):
     np.testing.assert_array_equal(alone.argmax(-1)[clear], spread.argmax(-1)[clear])
 
 
+@pytest.mark.nightly
 def test_stripes_on_rows_sequence_and_model():
     """Values in stripes and keys in lines, of a body that is long enough for them."""
     spec = "kivi:key_bits=2,value_bits=4,value_group=16,window=32,sinks=3"

@@ -94,7 +94,7 @@ def test_pieces_come_as_they_are_made(model):
     async def collected(handle):
         return [piece async for piece in handle]
 
-    with engine_of(model, "exact", stride=4) as engine:
+    with engine_of(model, "exact", rows=1, stride=2) as engine:
         handle = engine.submit(PROMPTS[0], max_new_tokens=NEW, eos_ids=())
         pieces = asyncio.run(collected(handle))
         assert len(pieces) > 3
