@@ -33,18 +33,18 @@ def labels_of(told: list):
 
 def test_same_model_seed_and_size_give_the_same_tokens(kept):
     model, told = kvq.load("demo"), []
-    first = read("self", model=model, tokens=TOKENS, seed=3, bar=labels_of(told))
+    first = read("self", model=model, tokens=256, seed=3, bar=labels_of(told))
     (file,) = kept.iterdir()
-    again = read("self", model=model, tokens=TOKENS, seed=3, bar=labels_of(told))
+    again = read("self", model=model, tokens=256, seed=3, bar=labels_of(told))
     assert told == ["writing the text"]  # the second time nothing was written
     file.write_bytes(b"broken")
-    anew = read("self", model=model, tokens=TOKENS, seed=3)
-    other = read("self", model=model, tokens=TOKENS, seed=4)
+    anew = read("self", model=model, tokens=256, seed=3)
+    other = read("self", model=model, tokens=256, seed=4)
     assert first == again._replace(ids=first.ids) == anew._replace(ids=first.ids)
     np.testing.assert_array_equal(first.ids, again.ids)
     np.testing.assert_array_equal(first.ids, anew.ids)
     assert (first.ids != other.ids).any()
-    assert first.about["tokens"] == len(first.ids) == TOKENS
+    assert first.about["tokens"] == len(first.ids) == 256
     assert first.documents[0] == model.tokenizer.decode(
         first.ids.tolist(), skip_special_tokens=True
     )
