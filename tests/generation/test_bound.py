@@ -22,6 +22,7 @@ SCHEMA = {
 # A random model writes as many blanks as the form allows.
 OPTIONS = {"max_new_tokens": 200, "temperature": 1.0, "seed": 3}
 KINDS = {"sentencepiece": sentencepiece, "byte level": byte_level}
+BY_DAY = pytest.mark.parametrize("model", with_nightly(KINDS, ["byte level"]), indirect=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,6 +50,7 @@ def test_every_row_is_what_its_grammar_allows(model):
             assert re.fullmatch(pattern, text)
 
 
+@BY_DAY
 def test_a_cut_answer_says_so(model):
     made = said(model, "regex:(the ){50}", max_new_tokens=4)
     assert made.finish_reasons == ["length", "length"]
@@ -108,13 +110,11 @@ def test_recursive_and_nested_schemas_are_taken(model):
     assert bind(model, read_grammar(deep(30)), [2]) is not None
 
 
+@BY_DAY
 def test_a_stream_is_bound(model):
     parts = kvq.stream(model, "the", "exact", grammar=SCHEMA, **OPTIONS)
     text = "".join(piece.text[0] for piece in parts)
     assert json.loads(text) == json.loads(parts.result.text[0])
-
-
-BY_DAY = pytest.mark.parametrize("model", with_nightly(KINDS, ["byte level"]), indirect=True)
 
 
 @BY_DAY
