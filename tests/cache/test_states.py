@@ -231,14 +231,11 @@ def test_a_scaled_rope_of_some_channels(spec):
     np.testing.assert_allclose(got, wanted, atol=5e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize(
-    "spec", ["higgs:bits=2", "xquant:bits=4,latent=true", "commvq:bits=1,levels=64"]
-)
-def test_kernels_do_not_turn_some_channels_by_a_factor(spec):
+def test_kernels_do_not_turn_some_channels_by_a_factor():
     config = hybrid().config
 
     def build(rope):
-        return kvq.parse(spec).layer.build(dataclasses.replace(config, rope=rope))
+        return kvq.parse("higgs:bits=2").layer.build(dataclasses.replace(config, rope=rope))
 
     assert build(SCALED).fast.packed is None
     assert build(dataclasses.replace(SCALED, attention_factor=1.0)).fast.packed is not None
