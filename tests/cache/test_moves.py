@@ -59,7 +59,7 @@ def places(cache, row: int) -> tuple[int, int]:
             "xquant-latents",
             "xquant-cl",
         ],
-        ["kivi-pre", "kvquant", "klt", "aqua"],
+        ["klt", "aqua"],
     ),
 )
 def test_words_are_those_of_a_cache_that_never_had_the_tokens(name):

@@ -49,7 +49,7 @@ CASES = [
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
-BY_DAY = (THREE, FOUR_SHORT, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
+BY_DAY = (FOUR_SHORT, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
 
 
 @pytest.fixture
@@ -186,7 +186,6 @@ def test_the_table_names_every_form():
     "case",
     [
         dataclasses.replace(TWO_SHORT, target="sm90"),
-        case_of(3, slots=1024, target="sm90"),
         case_of(4, datatype="nuq", target="sm90"),
     ],
     ids=name,
