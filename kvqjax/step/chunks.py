@@ -71,15 +71,16 @@ def concatenate(
     the second, then with those of the third.
 
     - Row i of the result holds the texts of row i of every cache, which may be of any lengths.
-    - A chunk's codes stay as they are. Up to a unit of them at its end (1 to 128 tokens) the row
-      has not encoded yet: those stand in its window as decoded, and are encoded again. Where a
-      group of tokens shares scales (`kivi_star`), all codes of a chunk are made again unless the
-      rows before it have a length that is a multiple of the group's.
+    - A chunk's codes stay as they are, but for less than a unit (1 to 128 tokens) of its newest
+      ones. The row may not have encoded that many tokens yet: these stand in its window as decoded,
+      and are encoded again.
+    - Where a group of tokens shares scales (`kivi_star`), codes stay in rows whose length before
+      the chunk is a multiple of the group's. In other rows all codes of the chunk are made again.
     - Exact keys that are stored after RoPE (`exact`, layers of a policy) are turned by the
       distance, in float32.
-    - A chunk's tokens have not seen the texts before it, and its first tokens saw a beginning.
-      `recompute` reads as many of its first tokens anew, behind what comes before. What answers
-      lose by this is measured in docs/howto/conversations.md.
+    - A chunk's tokens have not seen the texts before it, and its first tokens were read as the
+      beginning of a text. `recompute` reads that many of its first tokens anew, behind what comes
+      before. What answers lose is measured in docs/evaluation.md.
 
     Args:
         caches: At least two, of one method and with as many rows. The first one is the beginning.
@@ -194,7 +195,7 @@ def _extended_here(
     """Do `_extended` on one device's part. `fixed` are the runs' constants."""
     before, counts = cache.lengths, jnp.maximum(chunk.lengths - first, 0)
     place = _Place(first, before - first, chunk.layout.method.sinks)
-    # Of all runs together, because carries go from one to the next.
+    # One block for all runs, because carries go from one run to the next.
     block = math.lcm(*(run.block for run in runs_of(chunk.layout) if run.slots))
     size = -(-min(MOST_AT_ONCE, chunk.layout.capacity) // block) * block
 
