@@ -280,7 +280,10 @@ def test_a_plan_is_rows_for_data_frames_and_a_table_in_print_and_notebooks():
 @pytest.mark.parametrize("device", with_nightly(["h100", "v5e-16", "t4", "RTX 4090"], ["h100"]))
 @pytest.mark.parametrize("width", with_nightly([60, 80, 120], [120]))
 def test_a_printed_plan_fits_the_terminal_and_says_what_is_of_one_device(device, width):
-    rows = of_an_h100() if device == "h100" else kvq.plan("llama-3.1-8b", device=device)
+    if device == "h100":
+        rows = of_an_h100()
+    else:
+        rows = kvq.plan("llama-3.1-8b", device=device, context="64k")
     text = rows.text(width)
     assert max(map(len, text.splitlines())) <= width
     plain = " ".join(text.split())
