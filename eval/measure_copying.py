@@ -216,8 +216,8 @@ def _put_together(
     small, texts, caches = dataclasses.replace(layout, capacity=size), [], []
     for number in range(int(stretches.max())):
         text = prompts[:, number * size : (number + 1) * size]
-        held = np.where(number < stretches, size, 0).astype(np.int32)
-        tokens, lengths = shared(model, (text, held))
+        counts_here = np.where(number < stretches, size, 0).astype(np.int32)
+        tokens, lengths = shared(model, (text, counts_here))
         # Rows that have fewer stretches stay as they are.
         caches.append(prefill(model, tokens, lengths, empty_cache(model, small, len(prompts)))[1])
         texts.append(tokens)

@@ -163,8 +163,8 @@ def _clear_remains(folder: Path) -> None:
             names = [name for name in os.listdir(folder) if name.endswith(("-cache", "-atime"))]
             sizes = {name: (folder / name).stat().st_size for name in names}
             for name, size in sizes.items():
-                key, _, part = name.rpartition("-")
-                if not (size and sizes.get(f"{key}-{OTHER_FILE[part]}")):
+                key, _, kind = name.rpartition("-")
+                if not (size and sizes.get(f"{key}-{OTHER_FILE[kind]}")):
                     (folder / name).unlink()
     except OSError as error:  # Timeout is one too
         _say_trouble(folder, f"{type(error).__name__}: {error}")

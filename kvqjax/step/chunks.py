@@ -38,7 +38,7 @@ from kvqjax.cache.moves import check_movable, turn_of
 from kvqjax.cache.pages import require_own_bodies
 from kvqjax.cache.reshape import moved_body, stored_tile
 from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import Cache, Run, check_cache
+from kvqjax.cache.state import Cache, Run, body_tokens, check_cache
 from kvqjax.cache.surgery import check_same, resize
 from kvqjax.model.loading import Model
 from kvqjax.ops.finite import saturated
@@ -182,8 +182,8 @@ def _extended(cache: Cache, chunk: Cache, first: Int[Array, " B"], constants) ->
         return _extended_here(cache, chunk, first, fixed)
 
     def local(cache, chunk, first, fixed):
-        part = chunk.replace(layout=rules.local_layout(chunk.layout))
-        return _extended_here(cache, part, first, fixed)
+        local_chunk = chunk.replace(layout=rules.local_layout(chunk.layout))
+        return _extended_here(cache, local_chunk, first, fixed)
 
     specs = rules.cache(chunk), PartitionSpec(rules.batch), of_constants(rules, fixed)
     return on_parts(local, rules, cache, chunk, first, fixed, specs=specs, out=rules.cache(cache))
@@ -342,7 +342,8 @@ def _exact_or(
 ) -> Float[Array, "B T W"]:
     """Take vectors from sinks and window where a row has not encoded them, and the others from
     `decoded`."""
-    encoded = _encoded(run, state, source)[:, None]
+    # A token that is encoded in one source alone stands in the window, there as decoded.
+    encoded = body_tokens(run, state)[:, None]
     window = at_layer(state.window[source], layer)
     slots = jnp.expand_dims(modulo(index, run.ring), 2)
     vectors = jnp.take_along_axis(window, slots, axis=1).astype(decoded.dtype)
@@ -354,12 +355,6 @@ def _exact_or(
     places = jnp.clip(index + sinks, 0, sinks - 1)[..., None]
     first = jnp.take_along_axis(exact, places, axis=1).astype(decoded.dtype)
     return jnp.where((index < 0)[..., None], first, vectors)
-
-
-def _encoded(run: RunLayout, state: Run, source: str) -> Int[Array, " B"]:
-    """Count the body tokens of each row that are encoded in a source."""
-    clocks = zip(run.wiring.storage.clocks, state.flushed, strict=True)
-    return next(count * clock.unit for clock, count in clocks if source in clock.sources)
 
 
 def _grain(chunk: Cache) -> int:
@@ -388,11 +383,9 @@ def _with_codes(
         The row's arrays."""
     if not old.slots or not new.slots:
         return state
-    clocks = old.wiring.storage.clocks
-    counts = [count * clock.unit for clock, count in zip(clocks, chunk.flushed, strict=True)]
-    coded = jnp.stack(counts).min(0)  # by all clocks
+    coded = body_tokens(old, chunk)
     first = jnp.maximum(place.first - place.sinks, 0)
-    whole = jnp.equal(modulo(place.shift, grain), 0)
+    keeps_groups = jnp.equal(modulo(place.shift, grain), 0)
     # Exact keys: the row has them as they were turned.
     turned = new.wiring.maps.turned or ()
 
@@ -400,7 +393,7 @@ def _with_codes(
         """Mark the row's body tokens whose codes the chunk has."""
         index = tokens - place.shift[row]
         group = jnp.floor_divide(index, grain) * grain
-        return whole[row] & (group >= first[row]) & (index < coded[row])
+        return keeps_groups[row] & (group >= first[row]) & (index < coded[row])
 
     def tile(source, name, field, layer, row, token, size):
         row_tile = stored_tile(new, state, source, name, layer, row, token, size)
@@ -410,5 +403,6 @@ def _with_codes(
         chunk_tile = stored_tile(old, chunk, source, name, layer, row, token - shift, size)
         return field.choose(is_coded(row, token + jnp.arange(size)), chunk_tile, row_tile)
 
-    encoded = tuple(count * clock.unit for clock, count in zip(clocks, state.flushed, strict=True))
+    clocks = zip(new.wiring.storage.clocks, state.flushed, strict=True)
+    encoded = tuple(count * clock.unit for clock, count in clocks)
     return state.replace(body=moved_body(new, encoded, tile))

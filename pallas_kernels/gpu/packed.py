@@ -6,8 +6,8 @@ The kernel reads bodies whose keys and values have the same number of bits: 2, 3
 - KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
   value groups a head's channels, or both 32.
 - KIVI*: heads of 128 channels before RoPE, and groups of 128.
-- KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for all tokens,
-  values one scale per token. Bodies with outliers are not read.
+- KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for
+  all tokens, values one scale per token. Bodies with outliers are not read.
 
 Products are in bfloat16 with float32 sums. kernel.py has the kernel's body.
 """

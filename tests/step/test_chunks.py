@@ -58,15 +58,15 @@ def cached(model, spec: str, ids: np.ndarray, capacity: int = 256):
 def test_keys_are_turned_and_first_tokens_read_anew():
     model, text = tiny(rope=(LOCAL, GLOBAL)), np.asarray(tokens(1, 180))
     head, chunk = text[:, :100], text[:, 100:]
-    parts = [cached(model, "exact", head), cached(model, "exact", chunk, 96)]
-    joined = kvq.concatenate(parts, model=model, tokens=[chunk], recompute=16)
+    caches = [cached(model, "exact", head), cached(model, "exact", chunk, 96)]
+    joined = kvq.concatenate(caches, model=model, tokens=[chunk], recompute=16)
     read = cached(model, "exact", text)
     assert int(joined.lengths[0]) == 180
     for layer in range(model.config.num_layers):
         shape = dataclasses.replace(model.config, rope=model.config.rope[layer])
         k, v, valid = (np.asarray(x[0]) for x in kvq.dense(joined, layer, model))
         all_k, all_v, _ = (np.asarray(x[0]) for x in kvq.dense(read, layer, model))
-        alone_k, alone_v, _ = (np.asarray(x[0]) for x in kvq.dense(parts[1], layer, model))
+        alone_k, alone_v, _ = (np.asarray(x[0]) for x in kvq.dense(caches[1], layer, model))
         assert valid.sum() == 180
         np.testing.assert_allclose(k[:116], all_k[:116], atol=2e-5)
         np.testing.assert_allclose(v[:116], all_v[:116], atol=2e-5)
@@ -75,9 +75,9 @@ def test_keys_are_turned_and_first_tokens_read_anew():
             k[116:180], turned_by_hand(alone_k[16:80], -100, shape), atol=2e-5
         )
     # A text that is read anew to its end is read as one text.
-    whole = kvq.concatenate(parts, model=model, tokens=[chunk], recompute=80)
+    anew = kvq.concatenate(caches, model=model, tokens=[chunk], recompute=80)
     step = jnp.asarray([[7]], jnp.int32), jnp.ones(1, jnp.int32)
-    logits = [np.asarray(kvq.forward(model, *step, cache)[0]) for cache in (whole, read)]
+    logits = [np.asarray(kvq.forward(model, *step, cache)[0]) for cache in (anew, read)]
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
@@ -86,11 +86,11 @@ def test_one_layer_cannot_tell_texts_apart(rope):
     """In a model of one layer what is cached depends on the token and its place alone."""
     spec = "kivi:bits=4,value_group=16,window=32,rope=pre,sinks=4" if rope == "pre" else "exact"
     model, text = tiny(num_layers=1), np.asarray(tokens(1, 200))
-    parts = [cached(model, spec, text[:, :96]), cached(model, spec, text[:, 96:])]
+    caches = [cached(model, spec, text[:, :96]), cached(model, spec, text[:, 96:])]
     step = jnp.asarray([[7]], jnp.int32), jnp.ones(1, jnp.int32)
     logits = [
         np.asarray(kvq.forward(model, *step, cache)[0])
-        for cache in (kvq.concatenate(parts), cached(model, spec, text))
+        for cache in (kvq.concatenate(caches), cached(model, spec, text))
     ]
     # The chunk's sinks are coded, and its last unit is decoded and waits in the window.
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4 if rope == "post" else 0.05)

@@ -70,5 +70,5 @@ def test_a_plan_makes_few_calls():
     computed once."""
     # A vocabulary that no other test plans, so that nothing of it was kept.
     config = dataclasses.replace(config_of("llama-3.1-8b"), vocab_size=128_002)
-    found = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
-    assert sum(found.values()) <= 6_300, found.most_common(5)
+    calls = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
+    assert sum(calls.values()) <= 6_300, calls.most_common(5)
