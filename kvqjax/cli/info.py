@@ -14,7 +14,7 @@ from kvqjax.cache.accounting import array_bytes
 from kvqjax.cache.artifacts import read_arrays, read_description
 from kvqjax.cli.common import Json, ModelName
 from kvqjax.cli.output import show
-from kvqjax.hardware.measured import measured_text
+from kvqjax.hardware.devices import measured_text
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.methods import METHODS
 from kvqjax.model.loading import config_of

@@ -21,7 +21,8 @@ from kvqjax.cache.runs import bound_for
 from kvqjax.cache.state import bounded
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
-from kvqjax.hardware.chips import chip_devices, target_name
+from kvqjax.hardware.chips import chip_devices
+from kvqjax.hardware.devices import target_name
 from kvqjax.hardware.planner import ALONE, parameter_shapes
 from kvqjax.methods import Method
 from kvqjax.model.config import ModelConfig

@@ -11,12 +11,6 @@ from kvqjax._errors import UserError
 from kvqjax.hardware.devices import DEVICES, GIB, GPUS
 
 
-def target_name(chip: str) -> str:
-    """Give the name by which kernels and forms of storage know a chip of `DEVICES`. "cpu" stands
-    for the forms that run everywhere."""
-    return GPUS[chip].target if chip in GPUS else {"v4": "cpu"}.get(chip, chip)
-
-
 def slice_of(name: str, devices: int = 1) -> str:
     """Name the TPU slice of at least four chips with `devices` devices: "v5e:4x4" for 16. A v7x
     chip is two devices. GPUs are all on one host."""

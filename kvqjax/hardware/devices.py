@@ -1,8 +1,11 @@
-"""Chips by name: what a program gets of their memory, how fast they are, and the names that people
-give them."""
+"""Chips by name: what a program gets of their memory, how fast they are by data sheet and by
+measurement, and the names that people give them."""
 
+import functools
+import json
 import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from kvqjax._arguments import whole_number
@@ -182,6 +185,12 @@ def find_device(text: str) -> Named:
     return named
 
 
+def target_name(chip: str) -> str:
+    """Give the name by which kernels and forms of storage know a chip of `DEVICES`. "cpu" stands
+    for the forms that run everywhere."""
+    return GPUS[chip].target if chip in GPUS else {"v4": "cpu"}.get(chip, chip)
+
+
 def program_share(name: str | None, fraction: float | int | None = None) -> float:
     """The share of a device's memory that a JAX program gets: `fraction` where it is given, else on
     GPUs what the environment says or JAX's own three quarters. The limits of TPUs in `DEVICES` are
@@ -199,3 +208,36 @@ def program_share(name: str | None, fraction: float | int | None = None) -> floa
             except ValueError as error:
                 raise UserError(f"{variable}={value}; wanted a number of at most 1") from error
     return GPU_SHARE
+
+
+@functools.cache
+def _measured() -> dict[str, dict[str, float]]:
+    """Read how long attention takes, {chip: {method: times}} (`python -m benchmarks.hardware`,
+    docs/speed.md).
+
+    A number stands for one layer of Llama-3.1-8B and one new token in each of 8 rows of 32768, by
+    the path that `kernels="auto"` takes. It counts in times of what reading bfloat16 keys and
+    values takes at the chip's bandwidth. Those of the H100 are of jax 0.11.2
+    (benchmarks/records/hardware.jsonl, blocks "attention" and "kernels"). JAX's attention by cuDNN
+    takes 1.08 there."""
+    return json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))
+
+
+def measured_text() -> str:
+    """Say for every chip how long attention takes with each method that was measured there, a line
+    a chip."""
+    lines = []
+    for chip, factors in _measured().items():
+        fastest_first = sorted(factors.items(), key=lambda pair: pair[1])
+        times = ", ".join(f"{method} {factor:g}" for method, factor in fastest_first)
+        lines.append(
+            f"Attention of a decode step on an {chip}, in times of 16-bit keys and values "
+            f"(measured): {times}."
+        )
+    return "\n".join(lines)
+
+
+def attention_over_16_bits(method: str, chip: str) -> float | None:
+    """Return how long a method's attention takes on a chip, in times of 16-bit keys and values;
+    None where it was not measured."""
+    return _measured().get(chip, {}).get(method)

@@ -5,9 +5,7 @@ import dataclasses
 from kvqjax._tables import Row, size
 from kvqjax.cache.layout import stored_form
 from kvqjax.cache.runs import readers_text
-from kvqjax.hardware.chips import target_name
-from kvqjax.hardware.devices import DEVICES, GIB, Device
-from kvqjax.hardware.measured import attention_over_16_bits
+from kvqjax.hardware.devices import DEVICES, GIB, Device, attention_over_16_bits, target_name
 from kvqjax.hardware.planner import Plan, headroom, largest, plan_memory, step_bounds
 from kvqjax.hardware.prompts import estimated_seconds, prompt_operations
 from kvqjax.methods import Method

@@ -7,8 +7,8 @@ import pytest
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
 from kvqjax.cache.layout import stored_form
-from kvqjax.hardware.chips import slice_of, target_name
-from kvqjax.hardware.devices import DEVICES, GIB, GPUS, Device
+from kvqjax.hardware.chips import slice_of
+from kvqjax.hardware.devices import DEVICES, GIB, GPUS, Device, target_name
 from kvqjax.hardware.planner import headroom, largest, parameter_shapes, plan_memory, step_bounds
 from kvqjax.hardware.prompts import prompt_operations
 from kvqjax.model.loading import KNOWN, config_of

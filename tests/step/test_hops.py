@@ -65,10 +65,20 @@ def test_a_prompt_passes_through_few_files():
     assert len(found) <= 21, "\n".join(sorted(found))
 
 
-def test_a_plan_makes_few_calls():
+def test_a_new_cache_passes_through_few_files():
+    model = tiny()
+    kvq.init_cache(model, "kivi:bits=2,window=32", 2, 512)  # the choice of kernels is kept
+    found = calls_in(lambda: kvq.init_cache(model, "kivi:bits=2,window=32", 2, 1024))
+    assert {"kvqjax.step.new_cache", "kvqjax.cache.runs", "kvqjax.cache.state"} <= set(found)
+    assert len(found) <= 27, "\n".join(sorted(found))
+
+
+def test_a_plan_passes_through_few_files_and_makes_few_calls():
     """A search for the longest context plans some twenty lengths: what depends on no length is
     computed once."""
     # A vocabulary that no other test plans, so that nothing of it was kept.
     config = dataclasses.replace(config_of("llama-3.1-8b"), vocab_size=128_002)
+    kvq.plan(config, "kivi:bits=2", context=65_536, device="v5e")  # what holds for every plan
     calls = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
+    assert len(calls) <= 33, "\n".join(sorted(calls))
     assert sum(calls.values()) <= 6_300, calls.most_common(5)
