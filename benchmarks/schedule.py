@@ -1,17 +1,9 @@
-"""What libtpu says of time: XLA's estimates in the text of a program, and the listings of its
-schedules."""
+"""What libtpu says of time: the listings of a program's schedules."""
 
 import math
 import re
 
 BUNDLE = re.compile(r"(?m)^ *(?:0x[0-9a-f]+|0) *([A-Z]*) *: *([> ]*)\{")
-NONE = 2**40  # what has no estimate says so with a huge number
-
-
-def estimate(attributes: str) -> int:
-    """Estimated cycles of an instruction by its attributes; 0 where it has none."""
-    match = re.search(r'"estimated_cycles":"(\d+)"', attributes)
-    return int(match[1]) if match and int(match[1]) < NONE else 0
 
 
 def turns(listing: str) -> list[int]:

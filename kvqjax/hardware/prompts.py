@@ -17,8 +17,8 @@ class Shares(NamedTuple):
     attention: float
 
 
-# What a prompt of 32K tokens of Llama-3.1-8B reaches by `python -m benchmarks.step_cost
-# --chunk 0`: the program was compiled for the chip on 2026-11-26 and counted, it did not run.
+# What a prompt of 32K tokens of Llama-3.1-8B should reach: the instructions of its program were
+# counted, which had been compiled for the chip (2026-11-26, jax 0.11.2). It did not run.
 REACHED = {
     "v5e": Shares(0.78, 0.63),
     "v6e": Shares(0.57, 0.25),
