@@ -153,9 +153,11 @@ def _components(
     largest = np.argsort(variances)[::-1][:most]
     # A component that is only float32's rounding error is left out: it would be divided by nearly
     # 0.
-    kept = largest[variances[largest] > np.finfo(np.float32).eps * (mean @ mean + variances.max())]
+    components = largest[
+        variances[largest] > np.finfo(np.float32).eps * (mean @ mean + variances.max())
+    ]
     matrix[-1] -= mean
-    return variances[kept], matrix @ axes[:, kept] / np.sqrt(variances[kept])
+    return variances[components], matrix @ axes[:, components] / np.sqrt(variances[components])
 
 
 def transform_coder(

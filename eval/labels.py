@@ -241,12 +241,12 @@ def label_curves(
     while before < sum(map(len, columns)):
         before = sum(map(len, columns))
         figure.draw_without_rendering()
-        beside = [
+        texts = [
             _place(axes, curves, column, options)
             for (axes, curves), column in zip(panels, columns, strict=True)
         ]
         if before < sum(map(len, columns)):
-            for text in itertools.chain(*beside):
+            for text in itertools.chain(*texts):
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)

@@ -110,17 +110,17 @@ def _largest(
     def tokens(passage: Passage) -> int:
         return count(passage.problem.prompt + passage.problem.answer)
 
-    taken = list(itertools.islice(items, least))
-    passage = make(taken)
+    records = list(itertools.islice(items, least))
+    passage = make(records)
     shortest = size = tokens(passage)
     while size <= length:
-        missing = (length - size) * len(taken) // size
-        taken += itertools.islice(items, max(1, missing))
-        passage = make(taken)
+        missing = (length - size) * len(records) // size
+        records += itertools.islice(items, max(1, missing))
+        passage = make(records)
         size = tokens(passage)
-    while size > length and len(taken) > least:
-        taken.pop()
-        passage = make(taken)
+    while size > length and len(records) > least:
+        records.pop()
+        passage = make(records)
         size = tokens(passage)
     if size > length:
         raise UserError(f"length={length}; this problem needs at least {shortest} tokens")
@@ -157,9 +157,9 @@ def fields(rng: np.random.Generator, length: int, count: Count) -> Passage:
         order = np.random.default_rng(seed).permutation(len(records))[: EXAMPLES + ASKED]
         picked = [records[number] for number in order]
         shown = list(itertools.chain.from_iterable(map(line, picked[:EXAMPLES])))
-        asked = list(itertools.chain.from_iterable(map(line, picked[EXAMPLES:])))
+        hidden = list(itertools.chain.from_iterable(map(line, picked[EXAMPLES:])))
         values = {value for record in picked for value in (record.code, record.owner)}
-        answer, parts = _joined(asked, values.__contains__)
+        answer, parts = _joined(hidden, values.__contains__)
         text = "".join(["{\n", *_json_lines(records), "}\n\n", *shown])
         return Passage(Problem(text, answer), parts)
 
@@ -180,14 +180,14 @@ def chain(rng: np.random.Generator, length: int, count: Count) -> Passage:
     def text(calls: Sequence[tuple[str, str]]) -> str:
         return "".join(itertools.chain.from_iterable(map(line, calls)))
 
-    shown, asked = linked(SHOWN), linked(CALLS)
-    first = asked[0][0]
+    shown, hidden = linked(SHOWN), linked(CALLS)
+    first = hidden[0][0]
 
     def make(others: list[tuple[str, str]]) -> Passage:
-        calls = [*shown, *asked, *others]
+        calls = [*shown, *hidden, *others]
         order = np.random.default_rng(seed).permutation(len(calls))
         log = text([calls[number] for number in order])
-        pieces = list(itertools.chain.from_iterable(map(line, asked)))
+        pieces = list(itertools.chain.from_iterable(map(line, hidden)))
         answer, parts = _joined(pieces, lambda piece: piece.isdigit() and piece != first)
         return Passage(Problem(f"{log}\n{text(shown)}---\n", answer), parts)
 

@@ -273,7 +273,7 @@ def perplexity(
         klds.append(np.ravel(sums.klds))
         progress(min(1.0, (start + batch) / len(pieces)))
     nll, nll_exact, kld, top1, count = np.sum(parts, axis=0)
-    each = np.concatenate(klds)
+    window_klds = np.concatenate(klds)
     return {
         "cache": str(method),
         "mode": name,
@@ -284,7 +284,7 @@ def perplexity(
         "ppl": float(np.exp(nll / count)),
         "ppl_exact": float(np.exp(nll_exact / count)),
         "kld": float(kld / count),
-        "kld_p999": tail(each[each > NOT_SCORED]),
+        "kld_p999": tail(window_klds[window_klds > NOT_SCORED]),
         "top1": float(top1 / count),
     }
 

@@ -66,8 +66,8 @@ def _as(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, tuple) or (Ellipsis not in parts and len(parts) != len(value)):
             raise TypeError
-        each = [parts[0]] * len(value) if Ellipsis in parts else parts
-        return tuple(_of_any(x, part) for x, part in zip(value, each, strict=True))
+        kinds = [parts[0]] * len(value) if Ellipsis in parts else parts
+        return tuple(_of_any(x, part) for x, part in zip(value, kinds, strict=True))
     if not isinstance(kind, type):
         return value  # a protocol or a function: its user checks it
     if kind in (int, float) and isinstance(value, bool | np.bool_):
@@ -133,14 +133,14 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
         raise UserError(f"{name}={_written(value)}; wanted {words}{size}", parameter=name) from None
 
 
-def check_fields(held: Any) -> None:
+def check_fields(instance: Any) -> None:
     """Bring the fields of a frozen dataclass to the types that they are annotated with. Raises
     UserError as `typed`."""
-    for name, annotation in _annotations(type(held)).items():
-        value = getattr(held, name)
-        fits = typed(f"{type(held).__name__}: {name}", value, annotation)
+    for name, annotation in _annotations(type(instance)).items():
+        value = getattr(instance, name)
+        fits = typed(f"{type(instance).__name__}: {name}", value, annotation)
         if fits is not value:
-            object.__setattr__(held, name, fits)
+            object.__setattr__(instance, name, fits)
 
 
 @functools.cache
@@ -180,9 +180,9 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> in
         number = None
     if number is None or not least <= number <= most:
         endless = most == MOST and (number is None or number < least)
-        wanted = f"of at least {least}" if endless else f"from {least} to {most}"
+        limits = f"of at least {least}" if endless else f"from {least} to {most}"
         raise UserError(
-            f"{name}={_written(value)}; it must be a whole number {wanted}", parameter=name
+            f"{name}={_written(value)}; it must be a whole number {limits}", parameter=name
         )
     return number
 
@@ -198,7 +198,7 @@ def check_counts(**counts: Any) -> None:
 def check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
     """Raise UserError unless `value` is an array of integers of this shape, in which a letter
     stands for any length of at least 1."""
-    wanted = "[" + ", ".join(map(str, shape)) + "]"
+    shape_text = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(value, jax.Array | np.ndarray):
         texts = isinstance(value, str) or (
             isinstance(value, list | tuple) and any(isinstance(x, str) for x in value)
@@ -207,16 +207,16 @@ def check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
             "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
         )
         raise UserError(
-            f"{name} is {named(value)}; wanted an array of integers {wanted}: {why}{hint}"
+            f"{name} is {named(value)}; wanted an array of integers {shape_text}: {why}{hint}"
         )
     if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise UserError(f"{name} is of type {value.dtype}; wanted integers {wanted}")
-    same = [
+        raise UserError(f"{name} is of type {value.dtype}; wanted integers {shape_text}")
+    axes_fit = [
         got == size or (isinstance(size, str) and got >= 1)
         for got, size in zip(value.shape, shape, strict=False)
     ]
-    if value.ndim != len(shape) or not all(same):
-        raise UserError(f"{name} has shape {list(value.shape)}; wanted {wanted}: {why}")
+    if value.ndim != len(shape) or not all(axes_fit):
+        raise UserError(f"{name} has shape {list(value.shape)}; wanted {shape_text}: {why}")
 
 
 def _text(value) -> str:
@@ -247,7 +247,7 @@ def clipped(value: Int[Array, "..."], least, most) -> tuple[Int[Array, "..."], B
 
 
 def check_index(
-    name: str, value: Any, size: int, what: str
+    name: str, value: Any, size: int, kind: str
 ) -> tuple[int | Int[Array, ""], bool | Bool[Array, ""]]:
     """Give the number of one of `size` things that stand in a row, and whether it had to be
     clipped.
@@ -257,7 +257,7 @@ def check_index(
         value: a Python or numpy integer, or an array of one; negative numbers do not count from the
             end.
         size: how many there are.
-        what: what they are, for the message.
+        kind: what they are, for the message.
 
     Returns:
         (an int where it is known, else an int32 scalar clipped into the range, whether it was
@@ -267,9 +267,9 @@ def check_index(
         UserError: `value` is no integer, or a known one of nothing.
     """
     if isinstance(value, jax.core.Tracer):
-        check_integers(name, value, (), f"the number of one of {what}")
+        check_integers(name, value, (), f"the number of one of {kind}")
         return clipped(value, 0, size - 1)
     try:
         return check_integer(name, value, 0, size - 1), False
     except UserError as error:
-        raise UserError(f"{error}: there are {size} {what}") from None
+        raise UserError(f"{error}: there are {size} {kind}") from None

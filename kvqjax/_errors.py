@@ -72,15 +72,15 @@ class TooLong(UserError):
 def _means_the_opposite(name: str, known: str) -> bool:
     """Say whether two names differ in a word that turns the meaning round, such as min_tokens and
     max_tokens."""
-    words, others = (set(re.split(r"[^a-z]+", text.lower())) for text in (name, known))
-    return any(OPPOSITE.get(word) in others and word not in others for word in words)
+    words, known_words = (set(re.split(r"[^a-z]+", text.lower())) for text in (name, known))
+    return any(OPPOSITE.get(word) in known_words and word not in known_words for word in words)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is none of `known`: the nearest of them, and all."""
     names = list(known)
-    alike = [other for other in names if not _means_the_opposite(name, other)]
-    near = difflib.get_close_matches(name, alike, n=1, cutoff=ALIKE)
+    candidates = [other for other in names if not _means_the_opposite(name, other)]
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=ALIKE)
     return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(names)}"
 
 

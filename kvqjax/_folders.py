@@ -20,8 +20,8 @@ def user_folder(name: str) -> Path:
     """The folder `name` of this library below XDG_CACHE_HOME, or below the system's own: ~/.cache,
     ~/Library/Caches on macOS, LOCALAPPDATA on Windows. It need not exist. Raises UserError for a
     user without a home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    user_choice = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (given if given.is_absolute() else _system_folder()) / "kvqjax" / name
+        return (user_choice if user_choice.is_absolute() else _system_folder()) / "kvqjax" / name
     except RuntimeError as error:
         raise UserError("this user has no home folder; set XDG_CACHE_HOME") from error

@@ -34,13 +34,13 @@ HABITS = {
 
 def check_names(
     function: str,
-    given: Iterable[str],
+    options: Iterable[str],
     known: Iterable[str],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise UserError for the first given option that `function` has not. `elsewhere` says who has
     options that it lacks."""
-    for name in given:
+    for name in options:
         if name not in known:
             if hint := elsewhere.get(name) or HABITS.get(name):
                 raise UserError(f"{function} has no option {name!r}: {hint}")
@@ -70,8 +70,10 @@ def with_parameters(
 
     def widened(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        own = [part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=[*own, *added])  # pyrefly: ignore
+        named = [
+            part for part in signature.parameters.values() if part.kind is not part.VAR_KEYWORD
+        ]
+        function.__signature__ = signature.replace(parameters=[*named, *added])  # pyrefly: ignore
         return function
 
     return widened

@@ -188,8 +188,8 @@ def _attend_next(
         raise UserError(
             f"layer {layer} attends after {len(below)} layers; each attends once, from 0 up"
         )
-    found = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
-    return (found[0] if len(found) == 2 else found[:2]), found[-1]
+    outputs = attend_layer(cache, layer, *tokens, below=below[-1] if below else None, **options)
+    return (outputs[0] if len(outputs) == 2 else outputs[:2]), outputs[-1]
 
 
 class PendingTokens(nnx.Variable):
@@ -247,12 +247,12 @@ class CacheModule(nnx.Module):
         """Attention output of one layer, which must come after the layer below it. The options are
         those of `kvq.attend_layer`; with `return_lse=True` the logarithms come too."""
         cache, constants = read(self.kv), self.constants.get_value()
-        counts, (given, below) = self._counts(q.shape[1]), self.pending.get_value()
+        counts, (valid, below) = self._counts(q.shape[1]), self.pending.get_value()
         out, new = _attend_next(
             cache, below, layer, q, k, v, counts, constants=constants, **options
         )
         if len(below) + 1 < cache.layout.shape.num_layers:
-            self.pending.set_value((given, (*below, new)))
+            self.pending.set_value((valid, (*below, new)))
         else:
             write(self.kv, append(cache, [*below, new], counts, constants=constants))
             self.pending.set_value((None, ()))

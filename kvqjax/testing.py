@@ -68,8 +68,8 @@ def _vectors(tokens: int, width: int) -> Float[Array, "u W"]:
     return jnp.asarray(x, jnp.float32)
 
 
-def _equal(ours, theirs) -> bool:
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+def _equal(first, second) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
@@ -156,8 +156,8 @@ class _Subject(NamedTuple):
 _forward = jax.jit(functools.partial(forward, last=True))
 
 
-def _close(ours, theirs, what: str) -> None:
-    worst = float(jnp.abs(ours - theirs).max())
+def _close(first, second, what: str) -> None:
+    worst = float(jnp.abs(first - second).max())
     assert worst <= SUMS, f"{what}: logits differ by {worst:.3g}"
 
 
@@ -179,8 +179,8 @@ def _rows(subject: _Subject) -> None:
 
 
 def _pieces(subject: _Subject) -> None:
-    whole, parts = subject.fill(size=LENGTH)[1], subject.fill(size=PIECE)[1]
-    for a, b in zip(whole.runs, parts.runs, strict=True):
+    at_once, parts = subject.fill(size=LENGTH)[1], subject.fill(size=PIECE)[1]
+    for a, b in zip(at_once.runs, parts.runs, strict=True):
         assert _equal(a.flushed, b.flushed), (
             "a prompt in pieces and at once has encoded other tokens"
         )
@@ -195,19 +195,19 @@ def _numbers(subject: _Subject) -> None:
 def _surgery(subject: _Subject) -> None:
     """Rows that are moved, and rows beside one that is emptied, go on as before."""
     cache = subject.fill()[1]
-    wanted = subject.continued(cache)
-    _close(subject.continued(gather(cache, jnp.asarray([1, 0])))[::-1], wanted, "gather")
-    _close(subject.continued(fork(cache)), wanted, "fork")
+    untouched = subject.continued(cache)
+    _close(subject.continued(gather(cache, jnp.asarray([1, 0])))[::-1], untouched, "gather")
+    _close(subject.continued(fork(cache)), untouched, "fork")
     moved = insert(cache, 0, cache, 1)
-    _close(subject.continued(moved)[0], wanted[1], "insert")
+    _close(subject.continued(moved)[0], untouched[1], "insert")
     emptied = evict(cache, jnp.asarray([True, False]))
     assert int(emptied.lengths[0]) == 0, "evict: the row still has tokens"
-    _close(subject.continued(emptied)[1], wanted[1], "evict of the other row")
+    _close(subject.continued(emptied)[1], untouched[1], "evict of the other row")
     longer = _forward(subject.model, jnp.full((ROWS, 1), 7), jnp.ones(ROWS, jnp.int32), cache)[1]
     if _equal(
         [run.flushed for run in cache.runs], [run.flushed for run in longer.runs]
     ):  # else a token became codes
-        _close(subject.continued(crop(longer, cache.lengths)), wanted, "crop")
+        _close(subject.continued(crop(longer, cache.lengths)), untouched, "crop")
 
 
 def _saved(subject: _Subject) -> None:
@@ -331,8 +331,8 @@ def _rotated(x: Array, positions: Array, config: KVShape) -> Array:
     return as_given(rotate(in_halves(x, config), positions, config), config)
 
 
-def _near(ours: Array, got: Array) -> bool:
-    return float(jnp.abs(ours - got).max()) <= ROPE_BOUND
+def _near(want: Array, got: Array) -> bool:
+    return float(jnp.abs(want - got).max()) <= ROPE_BOUND
 
 
 def _other_turn(config: KVShape, x: Array, positions: Array, got: Array, theirs: Turning) -> str:
@@ -347,8 +347,8 @@ def _other_turn(config: KVShape, x: Array, positions: Array, got: Array, theirs:
         ):
             return f"their function pairs channels as a Rope with pairs={pairs!r} does, this one has {config.pairs!r}"
     turned, moved = (
-        jnp.flatnonzero(jnp.abs(made - x).max((0, 1, 2)) > ROPE_BOUND)
-        for made in (_rotated(x, positions, config), got)
+        jnp.flatnonzero(jnp.abs(rotated - x).max((0, 1, 2)) > ROPE_BOUND)
+        for rotated in (_rotated(x, positions, config), got)
     )
     if len(moved) != len(turned):
         return f"their function turns {len(moved)} of {config.head_dim} channels, this rope {len(turned)}"
@@ -372,9 +372,11 @@ def _other_angle(config: KVShape, theirs: Turning) -> str:
             .set(1.0)
         )
         unit = as_given(unit, config)
-        both = _rotated(unit, positions, config), jnp.asarray(theirs(unit, positions))
-        made = [np.asarray(in_halves(turned, config))[0, 1, 0] for turned in both]
-        here, there = (float(np.arctan2(x[pair + config.head_dim // 2], x[pair])) for x in made)
-        if abs(here - there) > 1e-4 * max(abs(here), abs(there)):
-            return f"pair {pair} turns by {there:.6g} a position in their function, by {here:.6g} here: another theta?"
+        rotated = _rotated(unit, positions, config), jnp.asarray(theirs(unit, positions))
+        turned_units = [np.asarray(in_halves(turned, config))[0, 1, 0] for turned in rotated]
+        angle, other_angle = (
+            float(np.arctan2(x[pair + config.head_dim // 2], x[pair])) for x in turned_units
+        )
+        if abs(angle - other_angle) > 1e-4 * max(abs(angle), abs(other_angle)):
+            return f"pair {pair} turns by {other_angle:.6g} a position in their function, by {angle:.6g} here: another theta?"
     return "their function gives other numbers at far positions: are its angles, or its keys, of fewer bits?"

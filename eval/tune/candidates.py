@@ -58,8 +58,8 @@ def candidates_of(method: Method, config: KVShape, bits: float | int) -> tuple[M
         widths = [(round(4 * bits) + step) / 4 for step in STEPS]
         pairs = [(width, width) for width in widths]
     elif {"key_bits", "value_bits"} <= set(_parameters(method)):
-        every = itertools.product(WIDTHS, WIDTHS)
-        pairs = [pair for pair in every if abs(pair[0] - pair[1]) <= APART]
+        combinations = itertools.product(WIDTHS, WIDTHS)
+        pairs = [pair for pair in combinations if abs(pair[0] - pair[1]) <= APART]
     else:
         pairs = [(width, width) for width in WIDTHS]
     admitted, reason = [], ""

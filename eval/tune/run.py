@@ -136,13 +136,13 @@ def tune(
             "tuned": _policy(candidates, chosen),
             "uniform": _uniform(model, method, candidates, losses, sizes, bits, context),
         }
-        ready = job.ready(list(options.values()), [], bar)
+        calibrated = job.ready(list(options.values()), [], bar)
         rows = [
             {"kind": kind} | job.row(*pair, "auto", bar(str(pair[1])))
-            for kind, pair in zip(options, ready, strict=True)
+            for kind, pair in zip(options, calibrated, strict=True)
         ]
     best = int(np.argmin([row["kld"] for row in rows]))
-    ready_model, final = ready[best]
+    ready_model, final = calibrated[best]
     artifact = None
     if calibrate.learns(final, model.config):
         artifact = Artifact(final, ready_model.constants, model.fingerprint, {"tuned": True})

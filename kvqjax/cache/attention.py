@@ -255,7 +255,7 @@ def encoded_in_draft(
 
     def recode_unit(_, row, token, slot, size, loop):
         """Encode the unit that begins with body token `token`; `loop` is (sources, carry)."""
-        (sources, carry), body_length = loop, tokens.held[row]
+        (sources, carry), body_length = loop, tokens.body_lengths[row]
         unit = token // clock.unit - flushed[row]  # among the units of the carry
         tile = {
             source: gather_tile(

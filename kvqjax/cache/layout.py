@@ -265,8 +265,8 @@ class RunLayout(NamedTuple):
 
         They are as many whole blocks as divide the body, up to what the wiring or a GPU asks for.
         Of a ring it is one block."""
-        wanted = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)  # tokens
-        most = 1 if self.wraps else max(1, wanted // self.block)
+        tokens = max(self.wiring.fast.reading, AT_ONCE if self.static_loops else 1)
+        most = 1 if self.wraps else max(1, tokens // self.block)
         count = next(n for n in range(most, 0, -1) if self.slots_here % (n * self.block) == 0)
         return self.within_pages(self.block * count)
 

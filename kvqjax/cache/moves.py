@@ -217,14 +217,14 @@ def _places(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Do `leaving` in body tokens."""
     sinks = cache.layout.method.sinks
-    held = jnp.maximum(cache.lengths - sinks, 0)
+    body_lengths = jnp.maximum(cache.lengths - sinks, 0)
     clocks = [
         (run.page or clock.unit, count * clock.unit)
         for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
         for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
     ]
-    first = _edge(jnp.clip(start - sinks, 0, held), clocks, up=True)
-    last = jnp.maximum(first, _edge(jnp.clip(stop - sinks, 0, held), clocks, up=False))
+    first = _edge(jnp.clip(start - sinks, 0, body_lengths), clocks, up=True)
+    last = jnp.maximum(first, _edge(jnp.clip(stop - sinks, 0, body_lengths), clocks, up=False))
     return first, last
 
 

@@ -43,8 +43,8 @@ class NewTokens(NamedTuple):
     Attributes:
         positions: The positions of the new tokens in their rows, sinks included.
         counts: How many of the new tokens of each row are valid.
-        held: How many body tokens (tokens after the sinks) each row held before the call. It is
-            negative while the sinks fill.
+        body_lengths: How many body tokens (tokens after the sinks) each row held before the call.
+            They are negative while the sinks fill.
         stored: The position of the token in each body slot, -1 for an empty slot. None: no token is
             evicted.
         oldest: The first position after the sinks that each query may see. None: no such limit.
@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
 
     positions: Int[Array, "B T"]
     counts: Int[Array, " B"]
-    held: Int[Array, " B"]
+    body_lengths: Int[Array, " B"]
     stored: Int[Array, "B N"] | None = None
     oldest: Int[Array, "B T"] | None = None
     mask: Bool[Array, "B T T"] | None = None
@@ -112,7 +112,7 @@ def beside(view: LayerView, tokens: NewTokens) -> list[Places]:
     ring = ring_tokens(view.run.ring, body_tokens(view.run, view.state))
     sink = jnp.broadcast_to(jnp.arange(view.sinks)[None], (batch, view.sinks))
     fresh = jnp.arange(length)[None] < tokens.counts[:, None]
-    body_lengths = tokens.held[:, None]
+    body_lengths = tokens.body_lengths[:, None]
     # `ring` numbers tokens from the first one after the sinks, positions count the sinks too.
     return [
         (sink, sink < body_lengths + view.sinks),

@@ -79,16 +79,16 @@ def calibrate(
         loaded = open_model(model, dtype, weights, text_only=text_only, rope_length=rope_length)
         state = out.with_name(out.name + ".state.npz")
         with progress_bar() as bar:
-            wanted = _tokens_wanted(method, loaded.config, sequences, length)
+            token_limit = _tokens_wanted(method, loaded.config, sequences, length)
             texts = None  # of a method that learns from none: the model writes nothing then
-            if wanted or data != "self":
+            if token_limit or data != "self":
                 texts = read(
                     data,
                     field=field,
                     split=split,
                     folder=folder,
                     model=loaded,
-                    tokens=wanted or UNSAID_TOKENS,
+                    tokens=token_limit or UNSAID_TOKENS,
                     seed=seed,
                     bar=bar,
                 )

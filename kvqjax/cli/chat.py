@@ -282,12 +282,12 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends. Text piped in is a turn a
     line."""
-    asked = read_generate_options(options)
+    session_options = read_generate_options(options)
     method = methods_of([cache])[0]
     loaded = calibrated(
         open_model(model, dtype, weights, method, "", text_only, rope_length), [method], artifact
     )[0][0]
-    asked |= {
+    session_options |= {
         "capacity": capacity,
         "max_new_tokens": max_new_tokens,
         "chunk": chunk,
@@ -295,7 +295,10 @@ def chat(
         "context_shift": context_shift,
     }
     talk = _Chat(
-        loaded, lambda text: Session(loaded, method, system=text, **asked), system, as_json
+        loaded,
+        lambda text: Session(loaded, method, system=text, **session_options),
+        system,
+        as_json,
     )
     if load is not None:
         talk.turn(f"/load {load}")

@@ -149,18 +149,18 @@ with_generate_options = with_parameters(
 )
 
 
-def read_generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_generate_options(words: Mapping[str, Any]) -> dict[str, Any]:
     """Read what a command was given, as `generate` and `Session` take it.
 
     Raises:
         UserError: an option that cannot be, before any work begins.
     """
-    if "" in given["stop"]:
+    if "" in words["stop"]:
         raise UserError("--stop '' would end every text before its first token")
-    options = dict(given) | {
-        "stop": tuple(given["stop"]),
-        "logit_bias": _biases(given["logit_bias"]),
-        "grammar": _grammar(given["grammar"]),
+    options = dict(words) | {
+        "stop": tuple(words["stop"]),
+        "logit_bias": _biases(words["logit_bias"]),
+        "grammar": _grammar(words["grammar"]),
     }
     GenerateOptions(**options)
     return options

@@ -214,7 +214,7 @@ def generate(
     them."""
     method = methods_of([cache])[0]
     prompts, chat = read_prompts(words or [], prompt, file, prompts_file, chat)
-    asked = read_generate_options(options)
+    generate_options = read_generate_options(options)
     if in_chunks and chunk is not None:
         raise UserError("--in-chunks and --chunk exclude each other")
     if show_stream and as_json:
@@ -228,17 +228,19 @@ def generate(
         join_hosts(coordinator, processes, process)
     plain = open_model(model, dtype, weights, method, mesh, text_only, rope_length)
     loaded = calibrated(plain, [method], artifact)[0][0]
-    asked |= {
+    generate_options |= {
         "max_new_tokens": max_new_tokens, "capacity": capacity, "chunk": AUTO if in_chunks else chunk,
         "eos_ids": _end_ids(loaded, end), "chat": chat, "kernels": kernels,
         "progress": reporter("prompt") if speaks() else None,
     }  # fmt: skip
     require_room(loaded, method, len(prompts), capacity or max_new_tokens)
-    _announce_long(loaded, prompts, chat, max_new_tokens, capacity, asked["beyond_trained"])
+    _announce_long(
+        loaded, prompts, chat, max_new_tokens, capacity, generate_options["beyond_trained"]
+    )
     if show_stream:
-        _print_stream(loaded, prompts, method, asked)
+        _print_stream(loaded, prompts, method, generate_options)
         return
     with compiling_seconds() as compiling:
-        result = generate_text(loaded, prompts, method, **asked)
+        result = generate_text(loaded, prompts, method, **generate_options)
     if speaks():
         _print_result(prompts, result, method, as_json, chat, sum(compiling, 0.0))

@@ -73,14 +73,14 @@ def tune(
         announce(
             f"tuning {parsed} for {model} to {bits:g} bits; if this is stopped, the same command goes on"
         )
-        wanted = 2 * max((sequences + SCORED) * length, CHECKED)
+        token_limit = 2 * max((sequences + SCORED) * length, CHECKED)
         texts = read(
             data,
             field=field,
             split=split,
             folder=folder,
             model=loaded,
-            tokens=wanted,
+            tokens=token_limit,
             seed=seed,
             bar=bar,
         )
@@ -115,9 +115,9 @@ def tune(
 def _uses(tuned: Tuned, out: Path, model: str) -> list[str]:
     """Commands that use the result."""
     cache = f"--cache {out / 'policy.json'}"
-    ready = cache if tuned.artifact is None else f"{cache} --artifact {out / 'artifact'}"
+    calibrated = cache if tuned.artifact is None else f"{cache} --artifact {out / 'artifact'}"
     return [
-        f"kvqjax generate --model {model} {ready} --prompt TEXT",
-        f"kvqjax eval ppl --model {model} {ready} --data FILE",
+        f"kvqjax generate --model {model} {calibrated} --prompt TEXT",
+        f"kvqjax eval ppl --model {model} {calibrated} --data FILE",
         f"kvqjax plan --model {model} {cache}",
     ]

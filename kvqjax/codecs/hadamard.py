@@ -171,12 +171,12 @@ def multiplied(
     """
     # The axis of W channels is split in three: the factors that are done, this factor, and those
     # that are left.
-    shape, done, left = x.shape, 1, x.shape[-1]
+    shape, outer, inner = x.shape, 1, x.shape[-1]
     for factor in parts:
         size = factor.shape[0]
-        left //= size
+        inner //= size
         matrix = jnp.asarray(factor.T if inverse else factor, jnp.float32)
-        x = x.reshape(*shape[:-1], done, size, left)
+        x = x.reshape(*shape[:-1], outer, size, inner)
         x = jnp.einsum("ij,...djl->...dil", matrix, x, precision=jax.lax.Precision.HIGHEST)
-        done *= size
+        outer *= size
     return x.reshape(shape)

@@ -100,13 +100,13 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
         outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
         if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
             return part, inner, outer
-    beside = (
+    groups_of_tile = (
         TPU_LANES // vectors if vectors < TPU_LANES and TPU_LANES % vectors == 0 else 1
     )  # groups of a tile
-    if groups % beside:
-        beside = 1
-    inner = np.kron(np.eye(beside, dtype=np.int8), transform_matrix(group))
-    return beside * vectors, inner, transform_matrix(1)
+    if groups % groups_of_tile:
+        groups_of_tile = 1
+    inner = np.kron(np.eye(groups_of_tile, dtype=np.int8), transform_matrix(group))
+    return groups_of_tile * vectors, inner, transform_matrix(1)
 
 
 def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"]:

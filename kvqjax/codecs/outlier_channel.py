@@ -27,19 +27,19 @@ class OutlierChannels:
     dtype: str = "bfloat16"
 
     def build(self, width: int) -> Codec:
-        kept = sorted(set(self.channels))
-        if not kept or kept[0] < 0 or kept[-1] >= width or len(kept) == width:
+        exact = sorted(set(self.channels))
+        if not exact or exact[0] < 0 or exact[-1] >= width or len(exact) == width:
             raise UserError(f"channels={self.channels}; wanted some, not all, of 0 to {width - 1}")
         # Where `inner` finds the numbers for each channel: in the channel itself, or for a kept
         # channel in the next one that is not kept. That one shares the kept channel's group along
         # channels, except at a group's edge.
         source = [
-            next(c % width for c in range(i, i + width) if c % width not in kept)
+            next(c % width for c in range(i, i + width) if c % width not in exact)
             for i in range(width)
         ]
         inner = self.inner.build(width)
-        kept_channels, neighbour = np.asarray(kept), np.asarray(source)
-        field = Field(kind="token", width=len(kept), role="outliers", dtype=self.dtype)
+        kept_channels, neighbour = np.asarray(exact), np.asarray(source)
+        field = Field(kind="token", width=len(exact), role="outliers", dtype=self.dtype)
 
         def encode(constants, x):
             return {**inner.encode(constants, x[:, neighbour]), "kept": wide(x[:, kept_channels]).T}

@@ -106,9 +106,9 @@ def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[s
         values = [row.get(field) for field in fields] if isinstance(row, dict) else []
         texts = [text for text in values if isinstance(text, str)]
         if len(texts) < len(fields):
-            wanted = " and ".join(fields)
+            field_names = " and ".join(fields)
             raise UserError(
-                f"{source.name}: record {number} has no text under {wanted}; get it from {source.where}"
+                f"{source.name}: record {number} has no text under {field_names}; get it from {source.where}"
             )
         yield texts
 

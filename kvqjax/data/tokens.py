@@ -147,5 +147,5 @@ def document_ids(
         return texts[:most]
     if texts.ids is not None:
         return check_ids(model, texts.ids, name)[:most]
-    every = itertools.chain.from_iterable(encoded(model, text) for text in texts.documents)
-    return np.fromiter(itertools.islice(every, most), np.int32)
+    ids = itertools.chain.from_iterable(encoded(model, text) for text in texts.documents)
+    return np.fromiter(itertools.islice(ids, most), np.int32)

@@ -36,28 +36,28 @@ LONGEST = 200  # characters of llguidance's message that are shown
 BITS = 32  # of a word of a mask
 
 
-def read_grammar(given: Any) -> str | None:
+def read_grammar(grammar: Any) -> str | None:
     """Read a grammar and give it as text. A mapping is a JSON schema.
 
     Raises:
         UserError: no grammar, one of more than 64 KiB, or a schema that names another document.
     """
-    if given is None:
+    if grammar is None:
         return None
-    if isinstance(given, Mapping):
+    if isinstance(grammar, Mapping):
         try:
-            given = f"{SCHEMA}:{json.dumps(given)}"
+            grammar = f"{SCHEMA}:{json.dumps(grammar)}"
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(f"the schema is no JSON: {_line(error)}") from None
-    if not isinstance(given, str) or not (given == JSON or given.partition(":")[0] in KINDS):
-        raise _refused(f"grammar={named(given)}; wanted {FORMS}")
-    size = len(given.encode(errors="replace"))
+    if not isinstance(grammar, str) or not (grammar == JSON or grammar.partition(":")[0] in KINDS):
+        raise _refused(f"grammar={named(grammar)}; wanted {FORMS}")
+    size = len(grammar.encode(errors="replace"))
     if size > MOST_BYTES:
         raise _refused(f"a grammar of {size} bytes; at most {MOST_BYTES} are taken")
-    kind, _, text = given.partition(":")
+    kind, _, text = grammar.partition(":")
     if kind == SCHEMA:
         _check_schema(_schema(text))
-    return given
+    return grammar
 
 
 def _refused(cause: str) -> UserError:

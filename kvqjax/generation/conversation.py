@@ -187,8 +187,8 @@ def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
             head = written()
     if plain:
         return Template(head, "\n")
-    both = written("user", "assistant")
-    return Template(head, both[both.rindex(PROBE) + len(PROBE) :])
+    exchange = written("user", "assistant")
+    return Template(head, exchange[exchange.rindex(PROBE) + len(PROBE) :])
 
 
 def head_of(model: Model, template: Template, ids: Sequence[int], special: bool) -> int:
@@ -212,8 +212,8 @@ def places_of(model: Model, parts: Sequence[Part], template: Template, special: 
     close = continued_ids(model, template.close) if template.close.strip() else []
     turns, place = [], 0
     for number, part in enumerate(parts):
-        whole = part.text.startswith(template.close) and part.ids[: len(close)] == close
-        if number and template.close and whole:
+        closes_turn = part.text.startswith(template.close) and part.ids[: len(close)] == close
+        if number and template.close and closes_turn:
             turns.append(place + len(close))
         place += len(part.ids)
     return Places(head, [turn for turn in turns if turn > head])

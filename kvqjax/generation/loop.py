@@ -80,19 +80,21 @@ def prefill_chunks(
     cache: Cache,
     chunk: int,
     progress: Progress | None = None,
-    held: np.ndarray | None = None,
+    held_counts: np.ndarray | None = None,
 ):
     """Feed prompts through the cache `chunk` tokens at a time (another mode than exact prefill:
     later chunks see earlier ones compressed). Returns (logits of each row's last token [B, V],
-    cache). The cache is donated; `held` says how many tokens its rows hold (None: none).
+    cache). The cache is donated; `held_counts` says how many tokens its rows hold (None: none).
     `progress(fraction)` is told after each chunk, once it is done."""
     last, longest = None, int(counts.max())
-    held = np.zeros_like(counts) if held is None else held
+    held_counts = np.zeros_like(counts) if held_counts is None else held_counts
     for start in range(0, longest, chunk):
         chunk_counts = np.clip(counts - start, 0, chunk)
         piece = np.zeros((len(tokens), chunk), np.int32)
         piece[:, : tokens[:, start : start + chunk].shape[1]] = tokens[:, start : start + chunk]
-        cache = bounded(cache, bound_for(cache.layout, (held + np.minimum(counts, start)).tolist()))
+        cache = bounded(
+            cache, bound_for(cache.layout, (held_counts + np.minimum(counts, start)).tolist())
+        )
         logits, cache = feed(model, *shared(model, (piece, chunk_counts)), cache, last=True)
         last = logits if last is None else jnp.where((chunk_counts > 0)[:, None], logits, last)
         if progress is not None:

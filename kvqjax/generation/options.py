@@ -91,11 +91,9 @@ class GenerateOptions:
             "presence_penalty": (abs(self.presence_penalty) <= MOST_PENALTY, penalty_limits),
             "frequency_penalty": (abs(self.frequency_penalty) <= MOST_PENALTY, penalty_limits),
         }
-        for name, (fits, wanted) in limits.items():
+        for name, (fits, words) in limits.items():
             if not fits:
-                raise UserError(
-                    f"{name}={getattr(self, name)}; it must be {wanted}", parameter=name
-                )
+                raise UserError(f"{name}={getattr(self, name)}; it must be {words}", parameter=name)
         for name in ("eos_ids", "stop_token_ids"):
             ids = getattr(self, name)
             self._set(name, None if ids is None else token_ids(name, ids))
@@ -178,17 +176,17 @@ GENERATE = {
 }
 
 
-def _biases(given: Any) -> dict[int, float] | None:
+def _biases(numbers: Any) -> dict[int, float] | None:
     """Read a bias of the logits. JSON has texts for token ids."""
-    if given is None:
+    if numbers is None:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(numbers, Mapping):
         raise UserError(
-            f"logit_bias={named(given)}; wanted token ids with a number each, such as {{50: -100}}",
+            f"logit_bias={named(numbers)}; wanted token ids with a number each, such as {{50: -100}}",
             parameter="logit_bias",
         )
     biases = {}
-    for token, value in given.items():
+    for token, value in numbers.items():
         number = whole_number(token) if isinstance(token, str) else token
         if number is None:
             raise UserError(

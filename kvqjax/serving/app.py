@@ -311,11 +311,11 @@ class _Server:
                 options = dict(body.options)
                 if body.chat:
                     options |= answer_options(self._engine.model, body.use, options, ids)
-                kept = self._first_tokens(body, prompt, ids)
+                first_tokens = self._first_tokens(body, prompt, ids)
                 for choice in range(body.choices):
                     options["seed"] = _seed_of(body.options["seed"], choice)
                     options["beyond_trained"] = self._beyond_trained
-                    options["keep_first"] = kept
+                    options["keep_first"] = first_tokens
                     submitted = self._engine.submit(ids, max_new_tokens=max_new_tokens, **options)
                     handles.append(submitted)
                     texts.append((prompt if isinstance(prompt, str) else self._text(ids), ids))

@@ -148,9 +148,9 @@ def _scored_feed(
     tokens."""
     logits, cache = forward(model, tokens, counts, cache)
     last = jnp.take_along_axis(logits, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    every = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(every, following[..., None], axis=-1)[..., 0]
-    values, ids = jax.lax.top_k(every, likeliest)
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(log_probabilities, following[..., None], axis=-1)[..., 0]
+    values, ids = jax.lax.top_k(log_probabilities, likeliest)
     return last, (chosen, ids, values), cache
 
 

@@ -119,13 +119,13 @@ def memory_for(
     return Memory(rows, pages, snapshots, sizes.row_pages, used, sizes.bits)
 
 
-def _require_room(model: Model, pool_bytes: int, asked: str) -> None:
+def _require_room(model: Model, pool_bytes: int, request: str) -> None:
     """Raise UserError for a cache that the devices cannot hold: a CPU's system would kill the
     process instead."""
     devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
     if limit is not None and pool_bytes > limit * devices:
         raise UserError(
-            f"{asked}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}"
+            f"{request}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}"
         )
 
 
@@ -133,9 +133,9 @@ def _too_little(
     rows: int, prefixes: int, capacity: int, pool_bytes: int, least_bytes: int
 ) -> UserError:
     """Make the error for memory that does not suffice."""
-    kept = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
+    beginnings = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
     cause = (
-        f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{kept} need {least_bytes} bytes at "
+        f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{beginnings} need {least_bytes} bytes at "
         f"least; {pool_bytes} are given"
     )
     options: dict[str, int] = {"pool_bytes": least_bytes} | ({"prefixes": 0} if prefixes else {})

@@ -226,18 +226,18 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     }, options
 
 
-def _form(given: Mapping[str, Any] | None) -> Mapping[str, Any] | str | None:
+def _form(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | str | None:
     """Read `response_format` as a grammar; None where any text will do."""
     name = "response_format"
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return JSON
     if kind != "json_schema":
         cause = f"{name} has the type {named(kind)}; known: text, json_object, json_schema"
         raise UserError(cause, parameter=name)
-    described = given.get("json_schema")
+    described = response_format.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
         raise UserError(f"{name} lacks json_schema.schema, an object", parameter=name)
@@ -337,12 +337,12 @@ def _completion_prompts(prompt: Any) -> list[Any]:
     """Give the prompts: one string, one list of ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    wanted = "wanted a string, token ids, or a list of strings or of lists of token ids"
+    forms = "wanted a string, token ids, or a list of strings or of lists of token ids"
     if prompt is None:
-        raise UserError(f"prompt is missing; {wanted}", parameter="prompt")
+        raise UserError(f"prompt is missing; {forms}", parameter="prompt")
     if not isinstance(prompt, list) or not prompt:
-        given = "an empty list" if prompt == [] else json_kind(prompt)
-        raise UserError(f"prompt is {given}; {wanted}", parameter="prompt")
+        kind = "an empty list" if prompt == [] else json_kind(prompt)
+        raise UserError(f"prompt is {kind}; {forms}", parameter="prompt")
     if all(type(part) is int for part in prompt):
         return [prompt]
     if all(isinstance(part, str) for part in prompt):
@@ -352,7 +352,7 @@ def _completion_prompts(prompt: Any) -> list[Any]:
         for part in prompt
     ):
         return prompt
-    raise UserError(f"prompt mixes types; {wanted}", parameter="prompt")
+    raise UserError(f"prompt mixes types; {forms}", parameter="prompt")
 
 
 def read_chat(raw: bytes, model: str) -> RequestBody:
@@ -394,8 +394,8 @@ def _end_of_chat(body: Mapping[str, Any]) -> str:
     open_end = _field(body, "continue_final_message", bool, False)
     answer = _field(body, "add_generation_prompt", bool, not open_end)
     if open_end and answer:
-        both = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
-        raise UserError(both, parameter="continue_final_message")
+        cause = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
+        raise UserError(cause, parameter="continue_final_message")
     return "open" if open_end else "answer" if answer else "message"
 
 

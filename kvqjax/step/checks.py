@@ -102,14 +102,14 @@ def padding_of(counts: Int[Array, " B"] | Bool[Array, "B T"]) -> Padding:
     return Padding(first_run, start, first_run != total)
 
 
-def check_accepted(counts: Any, given: Int[Array, " B"] | Bool[Array, "B T"]) -> None:
+def check_accepted(counts: Any, attended: Int[Array, " B"] | Bool[Array, "B T"]) -> None:
     """Raise UserError where more tokens of a row would be stored than were valid.
 
     Args:
         counts: how many are stored, or a mask of them; known.
-        given: how many were valid when the layers attended, or a mask of them; known.
+        attended: how many were valid when the layers attended, or a mask of them; known.
     """
-    stored, valid = known_counts(counts), known_counts(given)
+    stored, valid = known_counts(counts), known_counts(attended)
     if (beyond := stored > valid).any():
         row = int(beyond.argmax())
         raise UserError(
@@ -118,19 +118,19 @@ def check_accepted(counts: Any, given: Int[Array, " B"] | Bool[Array, "B T"]) ->
 
 
 def accepted_part(
-    counts: Int[Array, " B"] | Bool[Array, "B T"], given: Int[Array, " B"] | Bool[Array, "B T"]
+    counts: Int[Array, " B"] | Bool[Array, "B T"], attended: Int[Array, " B"] | Bool[Array, "B T"]
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Clip how many tokens are stored to how many were valid.
 
     Args:
         counts: as in `check_accepted`.
-        given: as there.
+        attended: as there.
 
     Returns:
         How many are stored, and which rows' flags are raised: those that were clipped, and those of
         which a mask is not a single run.
     """
-    stored, valid = padding_of(counts), padding_of(given)
+    stored, valid = padding_of(counts), padding_of(attended)
     beyond = stored.counts > valid.counts
     return jnp.minimum(stored.counts, valid.counts), stored.flagged(valid.flagged(beyond))
 

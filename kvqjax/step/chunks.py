@@ -200,9 +200,9 @@ def _extended_here(
     size = -(-min(MOST_AT_ONCE, chunk.layout.capacity) // block) * block
 
     def append(number, joined):
-        done = number * size
-        sources = _sources(chunk, place, done, size, block, fixed)
-        return caches.commit(joined, sources, jnp.clip(counts - done, 0, size), fixed)
+        start = number * size
+        sources = _sources(chunk, place, start, size, block, fixed)
+        return caches.commit(joined, sources, jnp.clip(counts - start, 0, size), fixed)
 
     joined = jax.lax.fori_loop(0, (counts.max() + size - 1) // size, append, cache)
     plans = zip(runs_of(chunk.layout), runs_of(cache.layout), strict=True)
@@ -233,7 +233,7 @@ class _Place(NamedTuple):
 
 
 def _sources(
-    chunk: Cache, place: _Place, done: Int[Array, ""], size: int, block: int, fixed
+    chunk: Cache, place: _Place, start: Int[Array, ""], size: int, block: int, fixed
 ) -> tuple[dict[str, Float[Array, "L B T W"]], ...]:
     """Give the vectors of `size` tokens of every row, from token `place.first + done` on, as each
     run of layers caches them.
@@ -241,7 +241,7 @@ def _sources(
     Args:
         chunk: The cache.
         place: Where its tokens come to stand.
-        done: How many tokens came before.
+        start: How many tokens came before.
         size: A multiple of `block`.
         block: The tokens that bodies are read in multiples of.
         fixed: The runs' constants.
@@ -249,15 +249,15 @@ def _sources(
     Returns:
         {source: vectors} for each run. They mean nothing behind a row's last token."""
     layout = chunk.layout
-    index = place.first[:, None] + done + jnp.arange(size)[None] - place.sinks  # body tokens
+    index = place.first[:, None] + start + jnp.arange(size)[None] - place.sinks  # body tokens
     flowing = [run for run in runs_of(layout) if run.wiring.chain.flows]
     carry = slab(flowing, (chunk.batch, size + block), layout.dtype)
     sources = []
     for run, state, constants in zip(runs_of(layout), chunk.runs, fixed, strict=True):
 
         def layer_step(carry, layer, run=run, state=state, constants=constants):
-            here = at_layer(constants, layer)
-            coded, carry = _decoded(run, state, layer, index, block, here, carry)
+            layer_constants = at_layer(constants, layer)
+            coded, carry = _decoded(run, state, layer, index, block, layer_constants, carry)
             vectors = {
                 source: _exact_or(run, state, layer, source, index, place.sinks, x)
                 for source, x in coded.items()

@@ -279,8 +279,10 @@ def _attend(
     # A plain number is not made an array: layers that are stored one by one are found by it at
     # trace time. A traced number is an argument of `shard_map`, as every array is.
     if isinstance(layer, int):
-        here = functools.partial(attend, layer)
-        partial, new_tokens = on_parts(here, rules, cache, inputs, specs=(specs,), out=(heads, new))
+        of_layer = functools.partial(attend, layer)
+        partial, new_tokens = on_parts(
+            of_layer, rules, cache, inputs, specs=(specs,), out=(heads, new)
+        )
     else:
 
         def traced(cache, layer, inputs):

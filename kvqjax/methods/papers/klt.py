@@ -173,10 +173,10 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
 
     def sums(z, weights):
         """Sum the coefficients of keys and values under weights [B, G, X, S]."""
-        both = [
+        sums_by_source = [
             jnp.einsum("bgxs,bgrs->bgxr", weights, z[part], precision="highest") for part in "kv"
         ]
-        return jnp.concatenate(both, -1)
+        return jnp.concatenate(sums_by_source, -1)
 
     coefficients = Coefficients(
         groups,
