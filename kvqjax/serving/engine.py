@@ -24,18 +24,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Unpack
 
-import numpy as np
-
 from kvqjax._arguments import MOST, check_counts, check_integer
 from kvqjax._errors import UserError
 from kvqjax._options import named_options, with_fields
 from kvqjax.cache.layout import CacheLayout
 from kvqjax.cache.moves import check_movable, turns_keys
 from kvqjax.cache.pages import PagePool
-from kvqjax.cache.runs import pages_complete, pages_needed, runs_of
+from kvqjax.cache.runs import runs_of
 from kvqjax.generation.bound import can_bind
 from kvqjax.generation.conversation import KEPT_FIRST, head_of, template_of
-from kvqjax.generation.driver import read_row
 from kvqjax.generation.options import GenerateFields, GenerateOptions
 from kvqjax.generation.prompt_ids import (
     encode_prompts,
@@ -47,11 +44,12 @@ from kvqjax.generation.text import Detokenizer
 from kvqjax.methods import MethodLike, parse
 from kvqjax.model.loading import Model
 from kvqjax.model.rope import longest_text
-from kvqjax.serving.batch import Parked, RowOutput, RunningBatch, check_request
+from kvqjax.serving.batch import RunningBatch, check_request
 from kvqjax.serving.memory import ROWS, memory_for
 from kvqjax.serving.prefix_folder import owner_of_engine, read_prefixes, write_prefixes
-from kvqjax.serving.prefixes import Prefix, Prefixes
-from kvqjax.serving.request import Handle, Request, ServedPiece, TokenScore
+from kvqjax.serving.prefixes import Prefixes
+from kvqjax.serving.request import Handle, Request
+from kvqjax.serving.rows import Feeding, RequestFailed, Rows
 from kvqjax.step.new_cache import planned_layout
 
 __all__ = ["ROWS", "Engine", "EngineClosed", "EngineFull", "RequestFailed", "Stats"]
@@ -67,10 +65,6 @@ WAITING = "an open kvqjax.Engine ends; it waits for the compiler or the device"
 PATIENCE = 1.0  # seconds that the end of a program waits for an open engine before it says so
 QUEUE = 1024  # requests that wait
 ANY_TEXT = r"regex:(.|\n)*"  # a grammar of every answer, by which `warm` compiles programs
-# Chunks of prompts between two strides, at most. A stride computes all rows, so it pays to fill
-# idle rows first: 24 requests at once took 124 s with one chunk a turn, while 7 of 16 rows ran
-# (SmolLM2-135M, 2 cores).
-MOST_CHUNKS = 4
 # Rows' memory for what prompts begin with: system prompts, and the newest conversations.
 PREFIXES = 2
 
@@ -87,10 +81,6 @@ class EngineFull(UserError):
 
 class EngineClosed(UserError):
     """The engine takes no requests any more: it was closed, or its thread has failed."""
-
-
-class RequestFailed(UserError):
-    """The numbers of this request are not finite. Other requests go on."""
 
 
 class Stats(NamedTuple):
@@ -117,17 +107,6 @@ class Stats(NamedTuple):
     pages_free: int
     pages_shared: int  # that several rows or kept prefixes have
     prefixes: int  # kept
-
-
-class _Feeding:
-    """A request whose prompt is being fed for a row."""
-
-    def __init__(self, handle: Handle, row: int):
-        self.handle, self.row = handle, row
-        self.start = 0
-        self.keep_at: set[int] = set()
-        self.pages: list[int] = []
-        self.begun = False
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of this process
@@ -237,12 +216,16 @@ class Engine:
         if context_shift:
             _check_shifts(self._layout)
         self._bytes, self._bits = memory.bytes, memory.bits
-        self._rows: list[Handle | None] = [None] * memory.rows
-        self._pages: list[list[int]] = [[] for _ in self._rows]  # of every row
         self._pool = PagePool(memory.pages) if memory.pages else None
-        self._parked: list[tuple[Handle, Parked]] = []
-        self._feeding: _Feeding | None = None
         self._prefixes = Prefixes(chunk, memory.snapshots, self._pool)
+        self._rows = Rows(
+            self._batch,
+            self._prefixes,
+            self._pool,
+            context_shift=context_shift,
+            count=self._count,
+            next_prompt=self._choose,
+        )
         self._waiting: list[tuple[int, int, Handle]] = []  # a heap: priority, number, handle
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -361,13 +344,12 @@ class Engine:
     def stats(self) -> Stats:
         """Count what runs, what waits, and what was done."""
         with self._changed:
-            running = sum(handle is not None for handle in self._rows)
-            waiting = len(self._waiting) + len(self._parked) + (self._feeding is not None)
-            pool = self._pool
+            rows, pool = self._rows, self._pool
+            waiting = len(self._waiting) + len(rows.parked) + (rows.feeding is not None)
             return Stats(
-                running=running,
+                running=rows.running,
                 waiting=waiting,
-                rows=len(self._rows),
+                rows=len(rows.handles),
                 capacity=self.capacity,
                 cache_bytes=self._bytes,
                 bits=self._bits,
@@ -481,13 +463,13 @@ class Engine:
             while self._admitted():
                 while self._jobs:
                     self._jobs.popleft()()
-                if self._warming.is_set() and not any(self._rows):
+                if self._warming.is_set() and not self._rows.running:
                     self._warming.clear()
                     self._batch.warm()
-                self._bring_back()
-                self._feed_some()
-                if any(self._rows):
-                    self._step()
+                self._rows.bring_back()
+                self._rows.feed()
+                if self._rows.running:
+                    self._rows.step()
         except BaseException as fault:  # whatever it is, nobody may wait for ever
             self._end_all(fault)
 
@@ -526,7 +508,7 @@ class Engine:
             while True:
                 self._drop_aborted()
                 self._choose()
-                if self._jobs or self._feeding is not None or self._parked or any(self._rows):
+                if self._jobs or self._rows.busy:
                     return True
                 if self._closing:
                     self._stopped = True
@@ -535,19 +517,18 @@ class Engine:
 
     def _choose(self) -> None:
         """Choose whose prompt is fed next, where none is and a row is free."""
-        # A request that made way goes on before one that came after it begins.
-        first = min((handle.rank for handle, _ in self._parked), default=None)
-        if self._feeding is None and self._waiting and None in self._rows:
-            if first is not None and first < self._waiting[0][2].rank:
+        with self._changed:
+            rows, row = self._rows, self._rows.free
+            if rows.feeding is not None or not self._waiting or row is None:
                 return
-            self._feeding = _Feeding(heapq.heappop(self._waiting)[2], self._rows.index(None))
+            # A request that made way goes on before one that came after it begins.
+            first_parked = min((handle.rank for handle, _ in rows.parked), default=None)
+            if first_parked is None or self._waiting[0][2].rank < first_parked:
+                rows.feeding = Feeding(heapq.heappop(self._waiting)[2], row)
 
     def _handles(self) -> list[Handle]:
         """List the requests that run, whose prompt is fed, or that wait."""
-        feeding = [] if self._feeding is None else [self._feeding.handle]
-        running = [handle for handle in self._rows if handle is not None]
-        parked = [handle for handle, _ in self._parked]
-        return [*running, *parked, *feeding, *(handle for _, _, handle in self._waiting)]
+        return [*self._rows.requests(), *(handle for _, _, handle in self._waiting)]
 
     def _count(self, **increments: int) -> None:
         """Add to what `stats` says."""
@@ -562,292 +543,8 @@ class Engine:
             self._waiting = [entry for entry in self._waiting if not entry[2].aborted]
             heapq.heapify(self._waiting)
         for _, _, handle in entries:
-            self._ended(handle, "aborted")
-        if self._feeding is not None and self._feeding.handle.aborted:
-            self._ended(self._feeding.handle, "aborted")
-            self._stop_feeding()
-        for handle, _ in self._parked:
-            if handle.aborted:
-                self._ended(handle, "aborted")
-        self._parked = [entry for entry in self._parked if not entry[0].aborted]
-        for row, handle in enumerate(self._rows):
-            if handle is not None and handle.aborted:
-                self._ended(handle, "aborted")
-                self._free(row)
-
-    def _ended(self, handle: Handle, reason: str, piece: ServedPiece | None = None) -> None:
-        self._count(requests=1, aborted=int(reason == "aborted"))
-        handle.told(piece or ServedPiece("", [], []), reason)
-
-    def _feed_some(self) -> None:
-        """Feed about one chunk of prompts, or several while few rows run. A prompt that is complete
-        joins the batch."""
-        running = sum(handle is not None for handle in self._rows)
-        turns = len(self._rows) // (2 * max(1, running))
-        budget = self._batch.chunk * min(MOST_CHUNKS, max(1, turns))
-        while self._feeding is not None and budget > 0:
-            feeding, request = self._feeding, self._feeding.handle.request
-            if not feeding.begun and not self._begin(feeding):
-                return
-            count = min(self._batch.chunk, len(request.prompt) - feeding.start)
-            if not self._grow(feeding.pages, feeding.start + count, feeding.handle):
-                return
-            logits, scores = self._batch.feed(
-                request.prompt, feeding.start, request.prompt_scores, feeding.pages
-            )
-            feeding.handle.prompt_scores += _at_most(scores, request.likeliest)
-            feeding.start += count
-            budget -= count
-            self._count(prompt_tokens=count)
-            if feeding.start in feeding.keep_at:
-                self._prefixes.keep(
-                    request.prompt, feeding.start, self._batch.prompt_row(), feeding.pages
-                )
-            if feeding.start == len(request.prompt):
-                output = self._batch.join(feeding.row, request, logits, feeding.pages)
-                self._feeding = None
-                self._rows[feeding.row], self._pages[feeding.row] = feeding.handle, feeding.pages
-                self._tell(feeding.row, output)
-                with self._changed:
-                    self._choose()  # a further prompt, while the turn's budget lasts
-
-    def _begin(self, feeding: _Feeding) -> bool:
-        """Go on from the longest kept prefix that the prompt begins with, and choose where to keep
-        one. A prompt whose tokens are to be scored is read from its first token on.
-
-        Returns:
-            False while there are no pages for the whole prompt. To begin it anyway would be of no
-            use: it would soon have to make way.
-        """
-        request = feeding.handle.request
-        prefix = None if request.prompt_scores else self._prefixes.longest(request.prompt)
-        shared = 0 if prefix is None else pages_complete(self._layout, prefix.length)
-        needed = self._needed(len(request.prompt) + self._batch.stride) - shared
-        if any(self._rows) and not self._spare(needed, feeding.handle):
-            return False
-        feeding.begun = True
-        if request.prompt_scores:
-            return True
-        # Looked up again, because `_spare` may have dropped this prefix.
-        prefix, length = self._prefixes.longest(request.prompt), 0
-        if prefix is not None and self._take_over(prefix, feeding):
-            length = feeding.start = feeding.handle.reused_tokens = prefix.length
-            self._count(prompt_tokens=length, reused_tokens=length)
-        feeding.keep_at = {
-            end for end in self._prefixes.worth_keeping(request.prompt) if end > length
-        }
-        return True
-
-    def _take_over(self, prefix: Prefix, feeding: _Feeding) -> bool:
-        """Let the prompt's row go on from a prefix. The prefix's complete pages are shared, the
-        last ones are copied, because the row writes into them. False where there is no page for the
-        copies."""
-        if self._pool is not None:
-            complete = pages_complete(self._layout, prefix.length)
-            shared = self._pool.share(prefix.pages)  # first, so that `_spare` cannot free them
-            if not self._spare(len(shared) - complete, feeding.handle):
-                self._pool.drop(shared)
-                return False
-            copies = self._pool.take(len(shared) - complete)
-            for source, target in zip(shared[complete:], copies, strict=True):
-                self._batch.copy_page(source, target)
-            self._pool.drop(shared[complete:])
-            feeding.pages = [*shared[:complete], *copies]
-        self._batch.go_on_from(prefix.row)
-        return True
-
-    # --- Pages ---
-
-    def _needed(self, tokens: int) -> int:
-        return pages_needed(self._layout, min(tokens, self.capacity))
-
-    def _spare(self, count: int, handle: Handle) -> bool:
-        """Make `count` pages free for a request: prefixes go first, then requests that came after
-        it. False where that is not enough."""
-        while self._pool is not None and self._pool.free < count:
-            if not self._prefixes.drop() and not self._make_way(handle):
-                return False
-        return True
-
-    def _grow(self, pages: list[int], tokens: int, handle: Handle) -> bool:
-        """Give a request the pages for `tokens` tokens. False where it has to wait for them."""
-        count = self._needed(tokens) - len(pages)
-        if count <= 0 or self._pool is None:
-            return True
-        if not self._spare(count, handle):
-            return False
-        pages += self._pool.take(count)
-        return True
-
-    def _make_way(self, handle: Handle) -> bool:
-        """Take the pages of the request that came last. False where none came after this one."""
-        last = max(
-            (occupant.rank for occupant in self._rows if occupant is not None), default=handle.rank
-        )
-        feeding = self._feeding
-        if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
-            self._count(
-                preempted=1,
-                prompt_tokens=-feeding.start,
-                reused_tokens=-feeding.handle.reused_tokens,
-            )
-            feeding.handle.prompt_scores.clear()
-            feeding.handle.reused_tokens = 0  # the prefix may be gone when the prompt is read anew
-            restart = _Feeding(feeding.handle, feeding.row)
-            self._stop_feeding()
-            self._feeding = restart
-            return True
-        if last <= handle.rank:
-            return False
-        self._park(
-            next(
-                row
-                for row, occupant in enumerate(self._rows)
-                if occupant is not None and occupant.rank == last
-            )
-        )
-        return True
-
-    def _park(self, row: int) -> None:
-        """Move a running request to the host's memory."""
-        handle = self._rows[row]
-        assert handle is not None
-        self._count(preempted=1)
-        self._parked.append((handle, self._batch.leave(row, self._pages[row])))
-        self._give_back(row)
-
-    def _bring_back(self) -> None:
-        """Let requests that made way go on, in the order of their ranks, as long as there are rows,
-        and pages for one more stride."""
-        self._parked.sort(key=lambda entry: entry[0].rank)
-        while self._parked and None in self._rows:
-            handle, parked = self._parked[0]
-            count = max(len(parked.pages), self._needed(parked.held + self._batch.stride))
-            if self._feeding is not None and self._rows.count(None) == 1:
-                return  # the prompt that is being fed has that row
-            if self._pool is not None and not self._spare(count, handle):
-                return
-            reserved = self._feeding.row if self._feeding is not None else None
-            row = next(
-                row
-                for row, occupant in enumerate(self._rows)
-                if occupant is None and row != reserved
-            )
-            self._pages[row] = [] if self._pool is None else self._pool.take(count)
-            self._batch.come_back(row, parked, self._pages[row])
-            self._rows[row] = handle
-            self._parked.pop(0)
-
-    def _free(self, row: int) -> None:
-        """Empty a row whose request has ended."""
-        self._batch.drop_row(row)
-        self._give_back(row)
-
-    def _give_back(self, row: int) -> None:
-        """Take the pages of an empty row back."""
-        if self._pool is not None:
-            self._pool.drop(self._pages[row])
-        self._rows[row], self._pages[row] = None, []
-
-    def _stop_feeding(self) -> None:
-        """Empty the row into which prompts are fed."""
-        assert self._feeding is not None
-        self._batch.drop_prompt()
-        if self._pool is not None:
-            self._pool.drop(self._feeding.pages)
-        self._feeding = None
-
-    def _page_rows(self) -> None:
-        """Give the rows pages for the next stride, the requests that came first before the
-        others."""
-        running = sorted(
-            (handle.rank, row) for row, handle in enumerate(self._rows) if handle is not None
-        )
-        for _, row in running if self._pool is not None else ():
-            handle = self._rows[row]
-            if handle is None:  # it made way for an earlier row of this loop
-                continue
-            if self._grow(
-                self._pages[row], self._batch.row_length(row) + self._batch.stride, handle
-            ):
-                self._batch.give_pages(row, self._pages[row])
-            else:
-                self._park(row)
-
-    def _shift_rows(self) -> None:
-        """Let the oldest text leave the rows that have no room for the next stride. A row that has
-        nothing to leave ends."""
-        for row, handle in enumerate(self._rows):
-            if handle is None:
-                continue
-            length, request = self._batch.row_length(row), handle.request
-            least = min(self._batch.stride, request.max_new_tokens - len(handle.detokenizer.ids))
-            if length + least <= self.capacity:
-                continue
-            behind = length - request.keep_first
-            stops = [request.keep_first + behind * part // 4 for part in (2, 3)]
-            count, pages = self._batch.drop(row, request.keep_first, stops, least)
-            if self._pool is not None:
-                self._pool.drop(set(self._pages[row]) - set(pages))
-                self._pages[row] = pages
-            self._count(shifts=int(count > 0), dropped_tokens=count)
-            handle.dropped_tokens += count
-            if count < least:
-                piece = ServedPiece(handle.detokenizer.finish(), [], [])
-                self._free(row)
-                self._ended(handle, "length", piece)
-
-    def _step(self) -> None:
-        if self.context_shift:
-            self._shift_rows()
-            if not any(self._rows):
-                return
-        self._page_rows()
-        running = np.asarray([handle is not None for handle in self._rows])
-        scored = any(
-            handle is not None and handle.request.likeliest is not None for handle in self._rows
-        )
-        bound = [None if handle is None else handle.request.bound for handle in self._rows]
-        for row, output in enumerate(self._batch.step(running, scored, bound)):
-            if running[row]:
-                self._tell(row, output)
-
-    def _tell(self, row: int, output: RowOutput) -> None:
-        """Hand on what a row got, and free it where the answer ends."""
-        handle = self._rows[row]
-        assert handle is not None  # a row that ran has a request
-        if output.broken:
-            hint = "check the model's weights, or try {dtype}"
-            self._count(requests=1, failed=1)
-            self._free(row)
-            handle.failed(RequestFailed("a key or value is NaN or infinite", hint, dtype="f32"))
-            return
-        request = handle.request
-        if request.bound is not None and request.bound.error is not None:
-            self._count(requests=1, failed=1)
-            self._free(row)
-            handle.failed(request.bound.error)
-            return
-        text, tokens, reason = read_row(
-            handle.detokenizer, output.tokens, output.done, request.max_new_tokens, request.bound
-        )
-        piece = ServedPiece(text, tokens, _at_most(output.scores[: len(tokens)], request.likeliest))
-        self._count(tokens=len(tokens))
-        if reason is None:
-            handle.told(piece, None)
-            return
-        self._free(row)
-        self._ended(handle, reason, piece)
-
-
-def _at_most(scores: list[TokenScore], likeliest: int | None) -> list[TokenScore]:
-    """Give as many likeliest tokens with each score as the request asked for."""
-    if likeliest is None:
-        return []
-    return [
-        score._replace(likeliest=dict(itertools.islice(score.likeliest.items(), likeliest)))
-        for score in scores
-    ]
+            self._rows.end(handle, "aborted")
+        self._rows.drop_aborted()
 
 
 def _check_shifts(layout: CacheLayout) -> None:

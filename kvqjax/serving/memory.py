@@ -135,8 +135,8 @@ def _too_little(
     """Make the error for memory that does not suffice."""
     beginnings = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
     cause = (
-        f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{beginnings} need {least_bytes} bytes at "
-        f"least; {pool_bytes} are given"
+        f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{beginnings} need {least_bytes} "
+        f"bytes at least; {pool_bytes} are given"
     )
     options: dict[str, int] = {"pool_bytes": least_bytes} | ({"prefixes": 0} if prefixes else {})
     hint = "give {pool_bytes}" + ", or keep no beginnings by {prefixes}" * bool(prefixes)
