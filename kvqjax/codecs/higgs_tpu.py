@@ -100,9 +100,9 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
         outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
         if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
             return part, inner, outer
-    groups_of_tile = (
-        TPU_LANES // vectors if vectors < TPU_LANES and TPU_LANES % vectors == 0 else 1
-    )  # groups of a tile
+    groups_of_tile = 1
+    if vectors < TPU_LANES and TPU_LANES % vectors == 0:
+        groups_of_tile = TPU_LANES // vectors
     if groups % groups_of_tile:
         groups_of_tile = 1
     inner = np.kron(np.eye(groups_of_tile, dtype=np.int8), transform_matrix(group))

@@ -90,9 +90,8 @@ class Stats(NamedTuple):
     waiting: int  # requests that wait for a row, or whose prompt is being fed
     rows: int
     capacity: int  # tokens of a row
-    cache_bytes: (
-        int  # of the pages, of what rows and the prompt have beside them, and of kept prefixes
-    )
+    # Of the pages, of what rows and the prompt have beside them, and of kept prefixes.
+    cache_bytes: int
     bits: float  # per number of a key or value, with all that a row keeps beside its codes
     requests: int  # ended ones
     aborted: int  # of `requests`, those that were given up
