@@ -212,8 +212,8 @@ def twice(halves, bits):
     return jnp.concatenate([halves, ~(~halves >> jnp.uint16(bits))])
 
 
-def beside(left, right):
-    return jnp.concatenate([left, right], axis=1)
+def beside(*arrays):
+    return jnp.concatenate(arrays, axis=1)
 
 
 def install_words(monkeypatch, *modules, packed=packed):

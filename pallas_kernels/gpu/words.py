@@ -179,25 +179,25 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
     return rename(halves)
 
 
-def beside(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Put two arrays side by side, which renames registers and moves nothing.
+def beside(*arrays: jax.Array) -> jax.Array:
+    """Put arrays side by side, which renames registers and moves nothing.
 
     Args:
-        left: [M, N] in WGMMA's layout.
-        right: [M, N] in WGMMA's layout.
+        arrays: [M, N] each in WGMMA's layout, of one dtype.
 
     Returns:
-        [M, 2N] in WGMMA's layout."""
-    layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
+        [M, the sum of all N] in WGMMA's layout."""
+    layout = plgpu.Layout.WGMMA
+    shape = arrays[0].shape[0], sum(x.shape[1] for x in arrays)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), left.dtype, layout=layout),
+        arg_types=(layout,) * len(arrays),
+        return_type=plgpu.ShapeDtypeStruct(shape, arrays[0].dtype, layout=layout),
     )
-    def join(_, left, right):
-        registers = np.concatenate([left.registers, right.registers], axis=1)
+    def join(_, *parts):
+        registers = np.concatenate([x.registers for x in parts], axis=1)
         return mgpu.FragmentedArray(
-            _registers=registers, _layout=left.layout, _is_signed=left.is_signed
+            _registers=registers, _layout=parts[0].layout, _is_signed=parts[0].is_signed
         )
 
-    return join(left, right)
+    return join(*arrays)

@@ -8,6 +8,7 @@ import dataclasses
 import gpu_exact
 import jax
 import jax.numpy as jnp
+import klt_bodies
 import numpy as np
 import pytest
 from gpu_simulator import install
@@ -17,8 +18,10 @@ from kernel_forms import case_of, inputs, name, rope, within
 from kvqjax.pallas_kernels import dispatch, reference, support
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
+from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
+from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import packed as gpu
 from kvqjax.pallas_kernels.gpu import parts as gpu_parts
@@ -26,7 +29,18 @@ from kvqjax.pallas_kernels.gpu import rope as gpu_rope
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 from kvqjax.pallas_kernels.gpu import values as gpu_values
 
-BODIES = (gpu_exact, gpu_kernel, gpu_keys, gpu_lookup, gpu_parts, gpu_rope, gpu_unpack, gpu_values)
+BODIES = (
+    gpu_coefficients,
+    gpu_exact,
+    gpu_kernel,
+    gpu_keys,
+    gpu_klt,
+    gpu_lookup,
+    gpu_parts,
+    gpu_rope,
+    gpu_unpack,
+    gpu_values,
+)
 # Two query tokens and two splits; a tile in two quads; two tiles in a block of single bits.
 GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
 FOUR = Case(key_bits=4, value_bits=4, length=2, slots=512, **GROUPS)
@@ -70,6 +84,21 @@ def test_kernel_equals_the_oracle(simulated, case, place, splits):
     with jax.disable_jit():
         got = gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=splits)
     near(got, want, key, value, q, within(**place))
+
+
+@pytest.mark.parametrize(
+    ("bits", "length", "splits"),
+    [
+        (2.0, 1, 2),  # levels of 6, 4, 3, 2 and 1 bits, and coefficients without any
+        pytest.param(3.0, 2, 1, marks=pytest.mark.nightly),  # 8 bits too
+    ],
+)
+def test_coefficients_kernel_equals_the_oracle(simulated, bits, length, splits):
+    spec, q, body, key, value, start, stop = klt_bodies.make(bits, length, first=100_001)
+    want = oracle(q, key, value, start, stop)
+    with jax.disable_jit():
+        got = gpu_klt.packed_attention(q, body, 1, start, stop, spec, splits=splits)
+    near(got, want, key, value, q)
 
 
 @pytest.mark.parametrize(
