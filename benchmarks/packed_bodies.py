@@ -4,7 +4,9 @@ shapes."""
 import jax
 import jax.numpy as jnp
 
+from kvqjax.codecs.klt import KEY_SLOPE, SCALE_BITS, VALUE_SLOPE, Klt
 from kvqjax.ops.packing.base import slot_rows, split_bits
+from kvqjax.pallas_kernels.klt import KltBody, KltCoded, KltSpec, Levels, count
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
 HEAD_DIM = GROUP = 128
@@ -65,4 +67,42 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         body = body._replace(value_factor=key)
     return body._replace(
         key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots)
+    )
+
+
+def klt_spec_of(bits: float, kv_heads: int, target: str, head_dim: int = HEAD_DIM) -> KltSpec:
+    """Coefficients of every KV head, `bits` a channel."""
+    levels = []
+    for slope in (KEY_SLOPE, VALUE_SLOPE):
+        codec = Klt(bits=bits, slope=slope, heads=1).for_heads(kv_heads, head_dim)
+        levels.append(tuple((b, n) for b, _, n in codec.levels(kv_heads * head_dim)))
+    rope = Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
+    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "rope": rope, "target": target}
+    return KltSpec(key_levels=levels[0], value_levels=levels[1], **shape)
+
+
+def klt_shapes(spec: KltSpec, layers: int, batch: int, slots: int) -> KltBody:
+    """The arrays of such a body as `jax.ShapeDtypeStruct`."""
+    shaped, lead, heads = jax.ShapeDtypeStruct, (layers, batch), spec.kv_heads
+
+    def coded(levels: Levels) -> KltCoded:
+        codes = tuple(
+            tuple(
+                shaped((*lead, slots * part // 32, heads * n), jnp.uint32)
+                for part in split_bits(bits)
+            )
+            for bits, n in levels
+        )
+        return KltCoded(codes, shaped((*lead, slots * SCALE_BITS // 32, heads), jnp.uint32))
+
+    keys, values = count(spec.key_levels), count(spec.value_levels)
+    mean = shaped((heads * spec.head_dim,), jnp.float32)
+    return KltBody(
+        coded(spec.key_levels),
+        coded(spec.value_levels),
+        shaped((heads, keys, spec.head_dim), jnp.float32),
+        mean,
+        shaped((heads, keys + values, spec.head_dim), jnp.float32),
+        mean,
+        shaped((slots // STRETCH,), jnp.int32),
     )

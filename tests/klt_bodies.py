@@ -38,7 +38,7 @@ def _constants(wiring, rng) -> dict:
         sigma = 4.0 * (1 + 48 * np.arange(kept) / DIM) ** -fall
         basis = [np.linalg.qr(rng.normal(size=(DIM, DIM)))[0][:, :kept] for _ in range(HEADS)]
         constants[source] = {
-            "mean": rng.normal(size=HEADS * DIM),
+            "mean": rng.normal(size=HEADS * DIM, scale=1.0 if source == "k" else 0.2),
             "into": np.stack([x / sigma for x in basis]),
             "back": np.stack([(x * sigma).T for x in basis]),
         }
@@ -88,5 +88,6 @@ def make(bits: float, length: int = 1, seed: int = 0, first: int = 4, apart: int
     assert isinstance(body, KltBody)
     key, value = (decoded[x].reshape(BATCH, SLOTS, HEADS, DIM) for x in "kv")
     q, start, stop = make_query(dataclasses.replace(CASE, length=length))
-    q = q.astype(jnp.bfloat16).astype(jnp.float32)
+    # Long enough that scores differ by more than their rounding.
+    q = (4 * q).astype(jnp.bfloat16).astype(jnp.float32)
     return packed.spec, q, body, turned(key, CASE, positions), value, start, stop

@@ -75,10 +75,17 @@ class Tile(NamedTuple):
     turns: Any  # [1, 4, D] f32
     back: Any  # [1, D, N] bf16
     mean: Any  # [1, D] f32
-    offsets: Any  # [1, 128, D/2] bf16: cos, then sin, of the offsets in a step
     rotated: Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of both steps
     z: Any  # [1, 2, 64, N] bf16: a pair's coefficients, of keys or of values
-    weights: Any  # [1, 2, 2, R, 64] bf16: weights times scales, for keys and for values, of a step
+    weights: Any  # [1, 2, R, 64] bf16: softmax weights times scales, of keys or of values
+
+
+class Registers(NamedTuple):
+    """What stays in registers."""
+
+    queries: Any  # [D, R] f32
+    cos: Any  # [64, D/2] bf16: of the offsets in a step
+    sin: Any
 
 
 class Memory(NamedTuple):
@@ -120,15 +127,14 @@ def memory(plan: Plan) -> Memory:
         plgpu.SMEM((1, TILE // STEP, HEAD_DIM), jnp.float32),
         tiled((1, HEAD_DIM, NUMBERS), jnp.bfloat16),
         plgpu.SMEM((1, HEAD_DIM), jnp.float32),
-        tiled((1, 2 * STEP, PAIRS), jnp.bfloat16),
         tiled((1, PAIR, rows, HEAD_DIM), jnp.bfloat16),
         tiled((1, PAIR, STEP, NUMBERS), jnp.bfloat16),
-        tiled((1, 2, PAIR, rows, STEP), jnp.bfloat16),
+        tiled((1, PAIR, rows, STEP), jnp.bfloat16),
     )
     copies = (
         gpu_coefficients.copy_count(spec.key_levels) + 2,
         gpu_coefficients.copy_count(spec.value_levels) + 1,
-        3,
+        2,
     )
     return Memory(held, *(plgpu.Barrier(num_arrivals=n) for n in copies))
 
@@ -157,13 +163,18 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
 
     plgpu.copy_gmem_to_smem(data.back.at[head], smem.held.back.at[0], smem.shared_here)
     plgpu.copy_gmem_to_smem(data.mean.at[head], smem.held.mean.at[0], smem.shared_here)
-    plgpu.copy_gmem_to_smem(data.offsets, smem.held.offsets.at[0], smem.shared_here)
-    queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
+    registers = Registers(
+        load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False),
+        *(
+            load(data.offsets.at[pl.ds(first, STEP)], plgpu.Layout.WGMMA, optimized=False)
+            for first in (0, STEP)
+        ),
+    )
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
     plgpu.barrier_wait(smem.shared_here)
 
     def step(pair, state):
-        return _fold(smem, plan, (fetch_keys, fetch_values), (pair, end), queries, limits, state)
+        return _fold(smem, plan, (fetch_keys, fetch_values), (pair, end), registers, limits, state)
 
     state = gpu_parts.begin_state(STEP, 2 * NUMBERS, plan.rows, 0)
     state = lax.fori_loop(begin * PAIRS_OF_TILE, end * PAIRS_OF_TILE, step, state)
@@ -200,7 +211,7 @@ def _first(codes: tuple) -> tuple:
     return tuple(tuple(ref.at[0] for ref in words) for words in codes)
 
 
-def _fold(smem: Memory, plan: Plan, fetch, place, queries, limits, state):
+def _fold(smem: Memory, plan: Plan, fetch, place, registers: Registers, limits, state):
     """Fold a pair of steps into the online softmax.
 
     Args:
@@ -208,7 +219,6 @@ def _fold(smem: Memory, plan: Plan, fetch, place, queries, limits, state):
             a tile.
         place: The pair's number, counted through all tiles of a row, and one past the program's
             last tile.
-        queries: The queries in registers, [D, R] float32.
         limits: Which tokens the columns see, from `parts.load_limits`.
 
     Returns:
@@ -221,36 +231,35 @@ def _fold(smem: Memory, plan: Plan, fetch, place, queries, limits, state):
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     key_scales = _scales(held.key_scale, part)
     for step in range(PAIR):
-        gpu_rope.rotate_back(queries, held.turns.at[part * PAIR + step], held.rotated.at[step])
+        turn = held.turns.at[part * PAIR + step]
+        gpu_rope.rotate_back(registers.queries, turn, held.rotated.at[step])
     gpu_coefficients.put(held.key_codes, plan.spec.key_levels, pair, held.z)
     # Products read what all threads wrote, and the next copy overwrites what all must have read.
     plgpu.commit_smem()
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
-    scores = [_scores(held, step, key_scales[step]) for step in range(PAIR)]
+    scores = [_scores(held, registers, step, key_scales[step]) for step in range(PAIR)]
     first = pair * (PAIR * STEP)
     scores = gpu_parts.base2_scores(scores, HEAD_DIM, first, limits)
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
     value_scales = _scales(held.value_scale, part)
 
+    weights = []
+
     def write_weights(peak):
-        total = jnp.zeros_like(scores[0])
-        for step, score in enumerate(scores):
-            weight = jnp.exp2(score - along(peak, score))  # [64, R]
-            total = total + weight
-            for i, scale in enumerate((key_scales[step], value_scales[step])):
-                scaled = weight * lax.broadcast_in_dim(scale, weight.shape, [0])
-                put_transposed(held.weights.at[i, step], scaled.astype(jnp.bfloat16))
-        return total, ()
+        weights.extend(jnp.exp2(score - along(peak, score)) for score in scores)  # [64, R]
+        _put_weights(held, weights, key_scales)
+        return sum(weights[1:], weights[0]), ()
 
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
-        sums = _sums(held, 0)
-        plgpu.commit_smem()  # the keys' coefficients are overwritten, which all must have read
+        sums = _sums(held)
+        plgpu.commit_smem()  # coefficients and weights are overwritten, which all must have read
+        _put_weights(held, weights, value_scales)
         gpu_coefficients.put(held.value_codes, plan.spec.value_levels, pair, held.z)
         plgpu.commit_smem()  # as after the keys' coefficients
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
-        sums = sums + _sums(held, 1)
+        sums = sums + _sums(held)
         plgpu.commit_smem()  # coefficients, weights and queries are overwritten next
         return sums
 
@@ -262,7 +271,7 @@ def _scales(scale, part) -> list:
     return [load(scale.at[part * PAIR + step], ROWS, optimized=False) for step in range(PAIR)]
 
 
-def _scores(held: Tile, step: int, scale):
+def _scores(held: Tile, registers: Registers, step: int, scale):
     """Compute q . k of a step, before the factor D^-1/2, [64, R].
 
     Args:
@@ -271,9 +280,7 @@ def _scores(held: Tile, step: int, scale):
     mean = lax.broadcast_in_dim(load(held.mean, COLUMNS, optimized=False), keys.shape, [1])
     keys = keys * lax.broadcast_in_dim(scale, keys.shape, [0]) + mean
     first, second = (keys[:, x : x + PAIRS].astype(jnp.bfloat16) for x in (0, PAIRS))
-    cos, sin = (
-        load(held.offsets.at[pl.ds(row, STEP)], plgpu.Layout.WGMMA) for row in (0, STEP)
-    )
+    cos, sin = registers.cos, registers.sin
     queries = held.rotated.at[step]
     return product(
         (first * cos - second * sin, queries.at[:, pl.ds(0, PAIRS)]),
@@ -281,16 +288,20 @@ def _scores(held: Tile, step: int, scale):
     )
 
 
-def _sums(held: Tile, which: int) -> tuple:
-    """Sum the coefficients of a pair under its weights: [64, R] for every 64 coefficients.
+def _put_weights(held: Tile, weights: list, scales: list) -> None:
+    """Write softmax weights times the tokens' scales, [64, R] and [64] for each step."""
+    for step, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        scaled = weight * lax.broadcast_in_dim(scale, weight.shape, [0])
+        put_transposed(held.weights.at[step], scaled.astype(jnp.bfloat16))
 
-    Args:
-        which: Whose scales the weights have: 0 for keys, 1 for values."""
+
+def _sums(held: Tile) -> tuple:
+    """Sum the coefficients of a pair under its weights: [64, R] for every 64 coefficients."""
     sums = []
     for first in range(0, NUMBERS, CHANNELS):
         lanes = pl.ds(first, CHANNELS)
         pairs = (
-            (held.z.at[step, :, lanes].transpose((1, 0)), held.weights.at[which, step])
+            (held.z.at[step, :, lanes].transpose((1, 0)), held.weights.at[step])
             for step in range(PAIR)
         )
         sums.append(product(*pairs))
