@@ -69,6 +69,13 @@ class KltSpec:
     def __post_init__(self):
         family(self.target)  # refuses what is no target
 
+    @property
+    def levels_text(self) -> str:
+        """Name what a compiled kernel depends on beside shapes, such as "8x6 8x4 and 24x3": 8
+        coefficients of keys with 6 bits, 8 with 4, 24 of values with 3."""
+        both = (self.key_levels, self.value_levels)
+        return " and ".join(" ".join(f"{n}x{bits}" for bits, n in levels) for levels in both)
+
 
 def count(levels: Levels) -> int:
     """Count the coefficients of a head that have bits."""

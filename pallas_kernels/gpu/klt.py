@@ -362,7 +362,9 @@ def _attend(
     # Both parts without their padding.
     key, value = (count(levels) for levels in (spec.key_levels, spec.value_levels))
     means = jnp.concatenate([sums[..., :key], sums[..., NUMBERS : NUMBERS + value]], -1)
-    return Partial(finished(body, spec, means), lse)
+    values = finished(body, spec, means)
+    # A query that sees no token gets zeros, and not the mean of values.
+    return Partial(jnp.where(jnp.isneginf(lse)[..., None], 0.0, values), lse)
 
 
 def _operands(queries, body: KltBody, layer, spec: KltSpec) -> Operands:
