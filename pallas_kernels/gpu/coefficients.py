@@ -90,16 +90,15 @@ def to_numbers(permute, *words, bits: int, step: int):
     """Turn registers of both planes of a pair into the numbers 2^e + c of one step.
 
     Args:
-        words: A register of every plane set, two 16-bit numbers each. Then, for every plane set,
-            the bit at which the pair begins.
+        words: A register of every plane set, two 16-bit numbers each.
 
     Returns:
         A tuple of one register with two bfloat16 numbers."""
     del permute
     parts, bit = split_bits(bits), mantissa_bit(bits, step)
     mantissas, target = None, bit
-    for word, begin, part in zip(words[: len(parts)], words[len(parts) :], parts, strict=True):
-        shift, word = PAIR * part * step - target, word >> begin
+    for word, part in zip(words, parts, strict=True):
+        shift = PAIR * part * step - target
         if shift:
             word = word >> shift if shift > 0 else word << -shift
         # 0x10001 repeats a 16-bit number in both halves.
@@ -144,15 +143,15 @@ def _level(words, bits: int, pair) -> list:
     """Unpack one level: [64, n] bfloat16 for each step of a pair."""
     if bits == 8:
         return _eight_bits(words, pair)
-    halves, begins = [], []
+    halves = []
     for part, ref in zip(split_bits(bits), words, strict=True):
         first = lax.rem(PAIR * PAIR * part * pair, 32)  # the pair's first bit in a word
-        halves.append(twice(half(load(ref.at[0], TWICE), lax.div(first, 16), TWICE), part))
-        begins.append(lax.rem(first, 16).astype(jnp.uint32))
+        lower_or_upper = half(load(ref.at[0], TWICE), lax.div(first, 16), TWICE)
+        halves.append(twice(lower_or_upper, part, lax.rem(first, 16)))
     middle, steps = ((1 << bits) - 1) / 2, []
     for step in range(PAIR):
         change = functools.partial(to_numbers, bits=bits, step=step)
-        numbers = packed(change, jnp.bfloat16, *halves, scalars=tuple(begins))[0]
+        numbers = packed(change, jnp.bfloat16, *halves)[0]
         base = float(1 << 7 - mantissa_bit(bits, step)) + middle
         if bits in STEPS:
             steps.append(numbers - base)

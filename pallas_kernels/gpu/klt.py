@@ -39,6 +39,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     along,
     load,
     product,
+    products,
     put_transposed,
     tiled,
 )
@@ -299,13 +300,11 @@ def _sums(held: Tile) -> tuple:
     """Sum the coefficients of a pair under its weights: [64, R] for every 64 coefficients."""
     sums = []
     for first in range(0, NUMBERS, CHANNELS):
-        lanes = pl.ds(first, CHANNELS)
-        pairs = (
-            (held.z.at[step, :, lanes].transpose((1, 0)), held.weights.at[step])
-            for step in range(PAIR)
+        z = held.z.at[:, :, pl.ds(first, CHANNELS)]
+        sums.append(
+            [(z.at[step].transpose((1, 0)), held.weights.at[step]) for step in range(PAIR)]
         )
-        sums.append(product(*pairs))
-    return tuple(sums)
+    return products(*sums)
 
 
 def _check(body: KltBody, spec: KltSpec) -> None:

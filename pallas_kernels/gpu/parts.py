@@ -172,14 +172,26 @@ def product(*pairs):
 
     Returns:
         The sum, [M, R] float32."""
+    return products(pairs)[0]
 
-    def run(acc):
-        for left, right in pairs:
-            plgpu.wgmma(acc, left, right.transpose((1, 0)))
-        return acc[...]
 
-    left, right = pairs[0]
-    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+def products(*sums) -> tuple:
+    """Compute several sums of products, and wait for all of them together.
+
+    Args:
+        sums: The pairs of each sum, as `product` takes them.
+
+    Returns:
+        The sums."""
+
+    def run(*accs):
+        for acc, pairs in zip(accs, sums, strict=True):
+            for left, right in pairs:
+                plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        return tuple(acc[...] for acc in accs)
+
+    shapes = ((pairs[0][0].shape[0], pairs[0][1].shape[0]) for pairs in sums)
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def numbers(bits16):
