@@ -31,7 +31,7 @@ CASES |= {f"kivi-{bits}-short": ("kivi", bits, 128, True) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
 # Coefficients by KV head at these bits a channel, heads of 128 channels.
-KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.5, 3.0)}
+KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -96,9 +96,8 @@ def _shared_bytes(name: str) -> int:
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     if name in KLT:
-        memory = gpu_klt.memory(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
-    else:
-        memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
+        return gpu_klt.shared_bytes(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
+    memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
 

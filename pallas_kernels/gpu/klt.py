@@ -16,6 +16,7 @@ Shapes in comments: R query rows (a multiple of 8), D channels, N coefficients w
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +50,9 @@ from kvqjax.pallas_kernels.klt import LANE, KltBody, KltSpec, count, finished, s
 NUMBERS = 128  # coefficients of a head, padded
 PAIRS = HEAD_DIM // 2  # pairs of channels that RoPE turns together
 PAIRS_OF_TILE = TILE // (PAIR * STEP)
-RESIDENT = 2  # programs that a multiprocessor's shared memory holds
+# Bytes that two programs of a multiprocessor have each: of its 228 KiB the runtime keeps 1 a
+# program, and the compiler adds 2584 bytes for barriers, alignment and reductions.
+HALF_OF_MEMORY = (228 // 2 - 1) * 1024 - 2584
 
 
 class Operands(NamedTuple):
@@ -73,12 +76,12 @@ class Tile(NamedTuple):
     key_scale: Any  # [1, 4, 64] f32
     value_codes: tuple
     value_scale: Any
-    turns: Any  # [1, 4, D] f32
     back: Any  # [1, D, N] bf16
     mean: Any  # [1, D] f32
-    rotated: Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of both steps
     z: Any  # [1, 2, 64, N] bf16: a pair's coefficients, of keys or of values
-    weights: Any  # [1, 2, R, 64] bf16: softmax weights times scales, of keys or of values
+    # [1, 2, R, D] bf16: the queries rotated back to the first token of both steps; then, in the
+    # first 64 lanes, softmax weights times scales, of keys or of values
+    right: Any
 
 
 class Registers(NamedTuple):
@@ -125,19 +128,28 @@ def memory(plan: Plan) -> Memory:
         scale,
         gpu_coefficients.memory(spec.value_levels),
         scale,
-        plgpu.SMEM((1, TILE // STEP, HEAD_DIM), jnp.float32),
         tiled((1, HEAD_DIM, NUMBERS), jnp.bfloat16),
         plgpu.SMEM((1, HEAD_DIM), jnp.float32),
-        tiled((1, PAIR, rows, HEAD_DIM), jnp.bfloat16),
         tiled((1, PAIR, STEP, NUMBERS), jnp.bfloat16),
-        tiled((1, PAIR, rows, STEP), jnp.bfloat16),
+        tiled((1, PAIR, rows, HEAD_DIM), jnp.bfloat16),
     )
     copies = (
-        gpu_coefficients.copy_count(spec.key_levels) + 2,
+        gpu_coefficients.copy_count(spec.key_levels) + 1,
         gpu_coefficients.copy_count(spec.value_levels) + 1,
         2,
     )
     return Memory(held, *(plgpu.Barrier(num_arrivals=n) for n in copies))
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Count the bytes of a program's shared memory, without what the compiler adds."""
+    buffers = (x for x in jax.tree.leaves(memory(plan)) if hasattr(x, "dtype"))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+
+
+def resident(spec: KltSpec, rows: int) -> int:
+    """Count the programs that a multiprocessor holds at a time: its registers hold two."""
+    return 2 if shared_bytes(Plan(spec, rows, 1)) <= HALF_OF_MEMORY else 1
 
 
 def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
@@ -175,7 +187,11 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
     plgpu.barrier_wait(smem.shared_here)
 
     def step(pair, state):
-        return _fold(smem, plan, (fetch_keys, fetch_values), (pair, end), registers, limits, state)
+        # Not in shared memory, which would hold a program less. They arrive during unpacking.
+        places = (data.turns.at[pair * PAIR + step] for step in range(PAIR))
+        turns = [gpu_rope.load_turn(place) for place in places]
+        fetch, place = (fetch_keys, fetch_values), (pair, turns, end)
+        return _fold(smem, plan, fetch, place, registers, limits, state)
 
     state = gpu_parts.begin_state(STEP, 2 * NUMBERS, plan.rows, 0)
     state = lax.fori_loop(begin * PAIRS_OF_TILE, end * PAIRS_OF_TILE, step, state)
@@ -192,7 +208,6 @@ def _fetch_keys(data: Operands, smem: Memory, plan: Plan, indices, tile) -> None
         plgpu.copy_gmem_to_smem(source, target, smem.keys_here)
     scale = data.key_scale.at[row, head, tokens]
     plgpu.copy_gmem_to_smem(scale, held.key_scale.at[0], smem.keys_here)
-    plgpu.copy_gmem_to_smem(data.turns.at[tokens], held.turns.at[0], smem.keys_here)
 
 
 def _fetch_values(data: Operands, smem: Memory, plan: Plan, indices, tile) -> None:
@@ -218,29 +233,29 @@ def _fold(smem: Memory, plan: Plan, fetch, place, registers: Registers, limits, 
     Args:
         fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of
             a tile.
-        place: The pair's number, counted through all tiles of a row, and one past the program's
-            last tile.
+        place: The pair's number, counted through all tiles of a row, the rotations to the first
+            tokens of its steps, and one past the program's last tile.
         limits: Which tokens the columns see, from `parts.load_limits`.
 
     Returns:
         The online softmax with the pair's tokens."""
-    (fetch_keys, fetch_values), (pair, end) = fetch, place
+    (fetch_keys, fetch_values), (pair, turns, end) = fetch, place
     held = gpu_parts.hidden(smem.held, pair)
     tile, part = lax.div(pair, PAIRS_OF_TILE), lax.rem(pair, PAIRS_OF_TILE)
     has_next_tile = (part == PAIRS_OF_TILE - 1) & (tile + 1 < end)
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     key_scales = _scales(held.key_scale, part)
-    for step in range(PAIR):
-        turn = held.turns.at[part * PAIR + step]
-        gpu_rope.rotate_back(registers.queries, turn, held.rotated.at[step])
     gpu_coefficients.put(held.key_codes, plan.spec.key_levels, pair, held.z)
+    for step, turn in enumerate(turns):
+        gpu_rope.rotate_back(registers.queries, turn, held.right.at[step])
     # Products read what all threads wrote, and the next copy overwrites what all must have read.
     plgpu.commit_smem()
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
     scores = [_scores(held, registers, step, key_scales[step]) for step in range(PAIR)]
     first = pair * (PAIR * STEP)
     scores = gpu_parts.base2_scores(scores, HEAD_DIM, first, limits)
+    plgpu.commit_smem()  # weights overwrite the queries, which all products must have read
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
     value_scales = _scales(held.value_scale, part)
@@ -282,7 +297,7 @@ def _scores(held: Tile, registers: Registers, step: int, scale):
     keys = keys * lax.broadcast_in_dim(scale, keys.shape, [0]) + mean
     first, second = (keys[:, x : x + PAIRS].astype(jnp.bfloat16) for x in (0, PAIRS))
     cos, sin = registers.cos, registers.sin
-    queries = held.rotated.at[step]
+    queries = held.right.at[step]
     return product(
         (first * cos - second * sin, queries.at[:, pl.ds(0, PAIRS)]),
         (second * cos + first * sin, queries.at[:, pl.ds(PAIRS, PAIRS)]),
@@ -293,7 +308,12 @@ def _put_weights(held: Tile, weights: list, scales: list) -> None:
     """Write softmax weights times the tokens' scales, [64, R] and [64] for each step."""
     for step, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         scaled = weight * lax.broadcast_in_dim(scale, weight.shape, [0])
-        put_transposed(held.weights.at[step], scaled.astype(jnp.bfloat16))
+        put_transposed(_weights(held, step), scaled.astype(jnp.bfloat16))
+
+
+def _weights(held: Tile, step: int):
+    """Refer to the weights of a step, [R, 64]."""
+    return held.right.at[step, :, pl.ds(0, STEP)]
 
 
 def _sums(held: Tile) -> tuple:
@@ -302,7 +322,7 @@ def _sums(held: Tile) -> tuple:
     for first in range(0, NUMBERS, CHANNELS):
         z = held.z.at[:, :, pl.ds(first, CHANNELS)]
         sums.append(
-            [(z.at[step].transpose((1, 0)), held.weights.at[step]) for step in range(PAIR)]
+            [(z.at[step].transpose((1, 0)), _weights(held, step)) for step in range(PAIR)]
         )
     return products(*sums)
 
@@ -351,10 +371,11 @@ def _attend(
     """Call the kernel."""
     batch, length, heads, _ = q.shape
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
+    rows, pairs = queries.shape[-1], batch * spec.kv_heads
     split_count = splits or gpu_call.default_splits(
-        body.slots // TILE, batch * spec.kv_heads, RESIDENT
+        body.slots // TILE, pairs, resident(spec, rows)
     )
-    plan = Plan(spec, queries.shape[-1], split_count)
+    plan = Plan(spec, rows, split_count)
     operands = _operands(queries, body, layer, spec)
     shape = (batch, length, heads, 2 * NUMBERS)
     sums, lse = gpu_call.attend(plan, kernel, memory(plan), operands, shape, layer, start, stop)

@@ -125,22 +125,28 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
         keys: References to shared memory; `rotated` is written.
         queries: The queries in registers, [D, R] float32."""
     for i in range(GROUPS):
-        rotate_back(queries, keys.turns.at[quad.part * GROUPS + i], keys.rotated.at[i])
+        turn = load_turn(keys.turns.at[quad.part * GROUPS + i])
+        rotate_back(queries, turn, keys.rotated.at[i])
 
 
-def rotate_back(queries, turn, target) -> None:
+def load_turn(turn) -> list:
+    """Load cos and sin of a position, [D/2] each.
+
+    Args:
+        turn: A reference to them side by side, [D] float32."""
+    return [load(turn.at[pl.ds(first, PAIRS)], ROWS, optimized=False) for first in (0, PAIRS)]
+
+
+def rotate_back(queries, turn: list, target) -> None:
     """Write queries rotated back to a position.
 
     Args:
         queries: The queries in registers, [D, R] float32.
-        turn: A reference to cos, then sin, of the position, [D] float32.
+        turn: From `load_turn`.
         target: A reference to shared memory, [R, D] bfloat16."""
     # The two channels of every pair, [D/2, R] each.
     first, second = queries[:PAIRS], queries[PAIRS:]
-    cos, sin = (
-        load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS)
-    )
-    cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
+    cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in turn)
     rotated_back = ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin))
     for channel, part in rotated_back:
         put_transposed(target.at[:, pl.ds(channel, PAIRS)], part.astype(jnp.bfloat16))
