@@ -1,10 +1,14 @@
 """The forms of packed bodies that decode-attention kernels read, by name: descriptions and
 shapes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from kvqjax.codecs.klt import KEY_SLOPE, SCALE_BITS, VALUE_SLOPE, Klt
+from kvqjax.codecs.klt import SCALE_BITS
+from kvqjax.methods import parse
+from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.packing.base import slot_rows, split_bits
 from kvqjax.pallas_kernels.klt import KltBody, KltCoded, KltSpec, Levels, count
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
@@ -70,15 +74,17 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
     )
 
 
-def klt_spec_of(bits: float, kv_heads: int, target: str, head_dim: int = HEAD_DIM) -> KltSpec:
+def klt_spec_of(bits: float, kv_heads: int, target: str) -> KltSpec:
     """Coefficients of every KV head, `bits` a channel."""
-    levels = []
-    for slope in (KEY_SLOPE, VALUE_SLOPE):
-        codec = Klt(bits=bits, slope=slope, heads=1).for_heads(kv_heads, head_dim)
-        levels.append(tuple((b, n) for b, _, n in codec.levels(kv_heads * head_dim)))
-    rope = Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
-    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "rope": rope, "target": target}
-    return KltSpec(key_levels=levels[0], value_levels=levels[1], **shape)
+    shape = KVShape(
+        num_layers=1,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        rope=RopeConfig(theta=5e5),
+    )
+    packed = parse(f"klt:bits={bits},heads=own").layer.build(shape).fast.packed
+    return dataclasses.replace(packed.spec, target=target)
 
 
 def klt_shapes(spec: KltSpec, layers: int, batch: int, slots: int) -> KltBody:

@@ -275,7 +275,11 @@ def klt_form(key: Klt, value: Klt, shape: KVShape) -> Packed | None:
         The kernel's spec, and the function that names the stored fields as it wants them. None
         unless every KV head has a transform of its own, and levels that kernels can cut.
     """
-    by_head = (key.heads, value.heads, key.channels, value.channels) == (1, 1, *[shape.head_dim] * 2)
+    by_head = (key.heads, value.heads, key.channels, value.channels) == (
+        1,
+        1,
+        *[shape.head_dim] * 2,
+    )
     scaled = (key.scale, value.scale) == ("token", "token")
     if shape.rope is None or not turns_alike(shape) or not (by_head and scaled):
         return None

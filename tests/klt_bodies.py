@@ -1,6 +1,7 @@
 """Bodies of coefficients by KV head (`klt:heads=own`) for the kernel tests."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,13 @@ def _constants(wiring, rng) -> dict:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), constants)
 
 
+def packed_of(bits: float, heads: int = HEADS):
+    """How kernels read the bodies of `heads` KV heads."""
+    shape = dataclasses.replace(SHAPE, num_heads=4 * heads, num_kv_heads=heads)
+    return kvq.klt(bits=bits, heads="own").layer.build(shape).fast.packed
+
+
+@functools.cache
 def make(bits: float, length: int = 1, seed: int = 0, first: int = 4, apart: int = 0):
     """A body whose layer 1 holds random tokens, one of them the mean, and queries.
 

@@ -12,6 +12,7 @@ and 8 bits, of which there are few, become their points."""
 
 import functools
 import math
+import operator
 
 import jax.numpy as jnp
 from jax import lax
@@ -96,16 +97,15 @@ def to_numbers(permute, *words, bits: int, step: int):
         A tuple of one register with two bfloat16 numbers."""
     del permute
     parts, bit = split_bits(bits), mantissa_bit(bits, step)
-    mantissas, target = None, bit
+    target, mantissas = bit, []
     for word, part in zip(words, parts, strict=True):
         shift = PAIR * part * step - target
         if shift:
             word = word >> shift if shift > 0 else word << -shift
         # 0x10001 repeats a 16-bit number in both halves.
-        word = word & (((1 << part) - 1) << target) * 0x10001
-        mantissas = word if mantissas is None else mantissas | word
+        mantissas.append(word & (((1 << part) - 1) << target) * 0x10001)
         target += part
-    return (mantissas | _exponent(bit),)
+    return (functools.reduce(operator.or_, mantissas) | _exponent(bit),)
 
 
 def to_nibbles(permute, word):

@@ -163,4 +163,3 @@ def _fold(
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)
-

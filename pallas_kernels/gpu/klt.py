@@ -37,6 +37,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     CHANNELS,
     COLUMNS,
     ROWS,
+    State,
     along,
     load,
     product,
@@ -51,8 +52,8 @@ NUMBERS = 128  # coefficients of a head, padded
 PAIRS = HEAD_DIM // 2  # pairs of channels that RoPE turns together
 PAIRS_OF_TILE = TILE // (PAIR * STEP)
 # Bytes that two programs of a multiprocessor have each: of its 228 KiB the runtime keeps 1 a
-# program, and the compiler adds 2584 bytes for barriers, alignment and reductions.
-HALF_OF_MEMORY = (228 // 2 - 1) * 1024 - 2584
+# program, and the compiler adds 2072 bytes for barriers and reductions.
+HALF_OF_MEMORY = (228 // 2 - 1) * 1024 - 2072
 
 
 class Operands(NamedTuple):
@@ -73,23 +74,29 @@ class Tile(NamedTuple):
     """Shared memory."""
 
     key_codes: tuple  # of each level, of each plane set: [1, blocks, 32, n] u32
-    key_scale: Any  # [1, 4, 64] f32
     value_codes: tuple
-    value_scale: Any
     back: Any  # [1, D, N] bf16
-    mean: Any  # [1, D] f32
     z: Any  # [1, 2, 64, N] bf16: a pair's coefficients, of keys or of values
     # [1, 2, R, D] bf16: the queries rotated back to the first token of both steps; then, in the
     # first 64 lanes, softmax weights times scales, of keys or of values
     right: Any
 
 
-class Registers(NamedTuple):
-    """What stays in registers."""
+class Shared(NamedTuple):
+    """What all tiles share beside shared memory, in registers but for the mean."""
 
     queries: Any  # [D, R] f32
     cos: Any  # [64, D/2] bf16: of the offsets in a step
     sin: Any
+    mean: Any  # a reference to device memory, [D] f32: a cache keeps it near
+
+
+class Factors(NamedTuple):
+    """What each of a pair's steps has in registers."""
+
+    turns: list  # rotations to the first token, from `rope.load_turn`
+    key_scales: list  # [64] f32, of the tokens
+    value_scales: list
 
 
 class Memory(NamedTuple):
@@ -122,21 +129,17 @@ class Plan:
 def memory(plan: Plan) -> Memory:
     """Declare shared memory and barriers."""
     spec, rows = plan.spec, plan.rows
-    scale = plgpu.SMEM((1, TILE // STEP, STEP), jnp.float32)
     held = Tile(
         gpu_coefficients.memory(spec.key_levels),
-        scale,
         gpu_coefficients.memory(spec.value_levels),
-        scale,
         tiled((1, HEAD_DIM, NUMBERS), jnp.bfloat16),
-        plgpu.SMEM((1, HEAD_DIM), jnp.float32),
         tiled((1, PAIR, STEP, NUMBERS), jnp.bfloat16),
         tiled((1, PAIR, rows, HEAD_DIM), jnp.bfloat16),
     )
     copies = (
-        gpu_coefficients.copy_count(spec.key_levels) + 1,
-        gpu_coefficients.copy_count(spec.value_levels) + 1,
-        2,
+        gpu_coefficients.copy_count(spec.key_levels),
+        gpu_coefficients.copy_count(spec.value_levels),
+        1,
     )
     return Memory(held, *(plgpu.Barrier(num_arrivals=n) for n in copies))
 
@@ -164,10 +167,16 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
     indices = (ends[2, row], row, head)
 
     def fetch_keys(tile):
-        _fetch_keys(data, smem, plan, indices, tile)
+        levels, into = plan.spec.key_levels, _first(smem.held.key_codes)
+        copies = gpu_coefficients.copies(data.key_codes, into, levels, indices, tile)
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target, smem.keys_here)
 
     def fetch_values(tile):
-        _fetch_values(data, smem, plan, indices, tile)
+        levels, into = plan.spec.value_levels, _first(smem.held.value_codes)
+        copies = gpu_coefficients.copies(data.value_codes, into, levels, indices, tile)
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target, smem.values_here)
 
     @pl.when(begin < end)
     def _():
@@ -175,51 +184,30 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
         fetch_values(begin)
 
     plgpu.copy_gmem_to_smem(data.back.at[head], smem.held.back.at[0], smem.shared_here)
-    plgpu.copy_gmem_to_smem(data.mean.at[head], smem.held.mean.at[0], smem.shared_here)
-    registers = Registers(
-        load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False),
-        *(
-            load(data.offsets.at[pl.ds(first, STEP)], plgpu.Layout.WGMMA, optimized=False)
-            for first in (0, STEP)
-        ),
+    queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
+    cos, sin = (
+        load(data.offsets.at[pl.ds(first, STEP)], plgpu.Layout.WGMMA, optimized=False)
+        for first in (0, STEP)
     )
+    shared = Shared(queries, cos, sin, data.mean.at[head])
     limits = gpu_parts.load_limits(bounds, row, (STEP, plan.rows))
     plgpu.barrier_wait(smem.shared_here)
 
     def step(pair, state):
         # Not in shared memory, which would hold a program less. They arrive during unpacking.
-        places = (data.turns.at[pair * PAIR + step] for step in range(PAIR))
-        turns = [gpu_rope.load_turn(place) for place in places]
-        fetch, place = (fetch_keys, fetch_values), (pair, turns, end)
-        return _fold(smem, plan, fetch, place, registers, limits, state)
+        numbers = [pair * PAIR + step for step in range(PAIR)]
+        turns = [gpu_rope.load_turn(data.turns.at[x]) for x in numbers]
+        key_scales, value_scales = (
+            [load(scale.at[row, head, x], ROWS, optimized=False) for x in numbers]
+            for scale in (data.key_scale, data.value_scale)
+        )
+        factors = Factors(turns, key_scales, value_scales)
+        fetch = (fetch_keys, fetch_values)
+        return _fold(smem, plan, fetch, (pair, end), factors, shared, limits, state)
 
     state = gpu_parts.begin_state(STEP, 2 * NUMBERS, plan.rows, 0)
     state = lax.fori_loop(begin * PAIRS_OF_TILE, end * PAIRS_OF_TILE, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
-
-
-def _fetch_keys(data: Operands, smem: Memory, plan: Plan, indices, tile) -> None:
-    """Start the copies of a tile's keys into shared memory."""
-    held, levels, (_, row, head) = smem.held, plan.spec.key_levels, indices
-    tokens = pl.ds(tile * (TILE // STEP), TILE // STEP)
-    for source, target in gpu_coefficients.copies(
-        data.key_codes, _first(held.key_codes), levels, indices, tile
-    ):
-        plgpu.copy_gmem_to_smem(source, target, smem.keys_here)
-    scale = data.key_scale.at[row, head, tokens]
-    plgpu.copy_gmem_to_smem(scale, held.key_scale.at[0], smem.keys_here)
-
-
-def _fetch_values(data: Operands, smem: Memory, plan: Plan, indices, tile) -> None:
-    """Start the copies of a tile's values into shared memory."""
-    held, levels, (_, row, head) = smem.held, plan.spec.value_levels, indices
-    tokens = pl.ds(tile * (TILE // STEP), TILE // STEP)
-    for source, target in gpu_coefficients.copies(
-        data.value_codes, _first(held.value_codes), levels, indices, tile
-    ):
-        plgpu.copy_gmem_to_smem(source, target, smem.values_here)
-    scale = data.value_scale.at[row, head, tokens]
-    plgpu.copy_gmem_to_smem(scale, held.value_scale.at[0], smem.values_here)
 
 
 def _first(codes: tuple) -> tuple:
@@ -227,51 +215,58 @@ def _first(codes: tuple) -> tuple:
     return tuple(tuple(ref.at[0] for ref in words) for words in codes)
 
 
-def _fold(smem: Memory, plan: Plan, fetch, place, registers: Registers, limits, state):
+def _fold(
+    smem: Memory,
+    plan: Plan,
+    fetch,
+    place,
+    factors: Factors,
+    shared: Shared,
+    limits,
+    state: State,
+) -> State:
     """Fold a pair of steps into the online softmax.
 
     Args:
         fetch: Two functions, `fetch_keys(tile)` and `fetch_values(tile)`, which start the copies of
             a tile.
-        place: The pair's number, counted through all tiles of a row, the rotations to the first
-            tokens of its steps, and one past the program's last tile.
+        place: The pair's number, counted through all tiles of a row, and one past the program's
+            last tile.
         limits: Which tokens the columns see, from `parts.load_limits`.
 
     Returns:
         The online softmax with the pair's tokens."""
-    (fetch_keys, fetch_values), (pair, turns, end) = fetch, place
+    (fetch_keys, fetch_values), (pair, end) = fetch, place
     held = gpu_parts.hidden(smem.held, pair)
     tile, part = lax.div(pair, PAIRS_OF_TILE), lax.rem(pair, PAIRS_OF_TILE)
     has_next_tile = (part == PAIRS_OF_TILE - 1) & (tile + 1 < end)
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
-    key_scales = _scales(held.key_scale, part)
     gpu_coefficients.put(held.key_codes, plan.spec.key_levels, pair, held.z)
-    for step, turn in enumerate(turns):
-        gpu_rope.rotate_back(registers.queries, turn, held.right.at[step])
+    for step, turn in enumerate(factors.turns):
+        gpu_rope.rotate_back(shared.queries, turn, held.right.at[step])
     # Products read what all threads wrote, and the next copy overwrites what all must have read.
     plgpu.commit_smem()
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
-    scores = [_scores(held, registers, step, key_scales[step]) for step in range(PAIR)]
+    scores = [_scores(held, shared, step, factors.key_scales[step]) for step in range(PAIR)]
     first = pair * (PAIR * STEP)
     scores = gpu_parts.base2_scores(scores, HEAD_DIM, first, limits)
     plgpu.commit_smem()  # weights overwrite the queries, which all products must have read
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.values_here))
-    value_scales = _scales(held.value_scale, part)
 
     weights = []
 
     def write_weights(peak):
         weights.extend(jnp.exp2(score - along(peak, score)) for score in scores)  # [64, R]
-        _put_weights(held, weights, key_scales)
+        _put_weights(held, weights, factors.key_scales)
         return sum(weights[1:], weights[0]), ()
 
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
         sums = _sums(held)
         plgpu.commit_smem()  # coefficients and weights are overwritten, which all must have read
-        _put_weights(held, weights, value_scales)
+        _put_weights(held, weights, factors.value_scales)
         gpu_coefficients.put(held.value_codes, plan.spec.value_levels, pair, held.z)
         plgpu.commit_smem()  # as after the keys' coefficients
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
@@ -282,21 +277,16 @@ def _fold(smem: Memory, plan: Plan, fetch, place, registers: Registers, limits, 
     return gpu_parts.fold(state, scores, write_weights, weigh)
 
 
-def _scales(scale, part) -> list:
-    """Load the scales of the tokens of both steps of a tile's pair, [64] each."""
-    return [load(scale.at[part * PAIR + step], ROWS, optimized=False) for step in range(PAIR)]
-
-
-def _scores(held: Tile, registers: Registers, step: int, scale):
+def _scores(held: Tile, shared: Shared, step: int, scale):
     """Compute q . k of a step, before the factor D^-1/2, [64, R].
 
     Args:
         scale: Of the step's tokens, [64]."""
     keys = product((held.z.at[step], held.back))  # [64, D]
-    mean = lax.broadcast_in_dim(load(held.mean, COLUMNS, optimized=False), keys.shape, [1])
+    mean = lax.broadcast_in_dim(load(shared.mean, COLUMNS, optimized=False), keys.shape, [1])
     keys = keys * lax.broadcast_in_dim(scale, keys.shape, [0]) + mean
     first, second = (keys[:, x : x + PAIRS].astype(jnp.bfloat16) for x in (0, PAIRS))
-    cos, sin = registers.cos, registers.sin
+    cos, sin = shared.cos, shared.sin
     queries = held.right.at[step]
     return product(
         (first * cos - second * sin, queries.at[:, pl.ds(0, PAIRS)]),
@@ -321,9 +311,7 @@ def _sums(held: Tile) -> tuple:
     sums = []
     for first in range(0, NUMBERS, CHANNELS):
         z = held.z.at[:, :, pl.ds(first, CHANNELS)]
-        sums.append(
-            [(z.at[step].transpose((1, 0)), _weights(held, step)) for step in range(PAIR)]
-        )
+        sums.append([(z.at[step].transpose((1, 0)), _weights(held, step)) for step in range(PAIR)])
     return products(*sums)
 
 
@@ -365,16 +353,12 @@ def packed_attention(
 
 # Jitted by itself, so that a program lowers the kernel once and not for every layer that calls it.
 @functools.partial(jax.jit, static_argnames=("spec", "splits"))
-def _attend(
-    q, body: KltBody, layer, start, stop, spec: KltSpec, splits: int | None
-) -> Partial:
+def _attend(q, body: KltBody, layer, start, stop, spec: KltSpec, splits: int | None) -> Partial:
     """Call the kernel."""
     batch, length, heads, _ = q.shape
     queries = gpu_call.columns(q.astype(jnp.bfloat16).astype(jnp.float32), spec.kv_heads)
     rows, pairs = queries.shape[-1], batch * spec.kv_heads
-    split_count = splits or gpu_call.default_splits(
-        body.slots // TILE, pairs, resident(spec, rows)
-    )
+    split_count = splits or gpu_call.default_splits(body.slots // TILE, pairs, resident(spec, rows))
     plan = Plan(spec, rows, split_count)
     operands = _operands(queries, body, layer, spec)
     shape = (batch, length, heads, 2 * NUMBERS)

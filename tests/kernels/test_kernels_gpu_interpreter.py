@@ -121,7 +121,5 @@ def test_coefficients_kernel_equals_the_oracle(monkeypatch):
     monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
     install_words(monkeypatch, gpu_coefficients, packed=traced_packed)
     spec, q, body, key, value, start, stop = klt_bodies.make(2.0)
-    got = interpreted(
-        lambda: gpu_klt.packed_attention(q, body, 1, start, stop, spec, splits=1)
-    )
+    got = interpreted(lambda: gpu_klt.packed_attention(q, body, 1, start, stop, spec, splits=1))
     near(got, oracle(q, key, value, start, stop), key, value, q)
