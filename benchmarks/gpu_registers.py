@@ -30,6 +30,8 @@ CASES = {
 CASES |= {f"kivi-{bits}-short": ("kivi", bits, 128, True) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
+# Coefficients by KV head at these bits a channel, heads of 128 channels.
+KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -55,22 +57,31 @@ def _spec(name: str):
     return spec_of(form, bits, KV_HEADS, "sm90", head_dim, short)
 
 
+def _klt_spec(name: str):
+    from packed_bodies import klt_spec_of
+
+    return klt_spec_of(KLT[name], KV_HEADS, "sm90")
+
+
 def _call(name: str):
     """The function of one case, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
-    from packed_bodies import shapes
+    from packed_bodies import klt_shapes, shapes
 
+    from kvqjax.pallas_kernels.gpu import klt as gpu_klt
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     shaped = jax.ShapeDtypeStruct
-    spec = _spec(name)
+    spec, made, module = (
+        (_klt_spec(name), klt_shapes, gpu_klt) if name in KLT else (_spec(name), shapes, gpu)
+    )
     q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, spec.head_dim), jnp.bfloat16)
     bounds = shaped((BATCH, 1), jnp.int32)
     last = (shaped((), jnp.int32), bounds, bounds)
-    return lambda *args: gpu.packed_attention(*args, spec), (
+    return lambda *args: module.packed_attention(*args, spec), (
         q,
-        shapes(spec, LAYERS, BATCH, SLOTS),
+        made(spec, LAYERS, BATCH, SLOTS),
         *last,
     )
 
@@ -81,8 +92,11 @@ def _shared_bytes(name: str) -> int:
     import numpy as np
 
     from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
+    from kvqjax.pallas_kernels.gpu import klt as gpu_klt
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
+    if name in KLT:
+        return gpu_klt.shared_bytes(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
     memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
@@ -123,7 +137,7 @@ def measure(name: str, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join([*CASES, *KLT]))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}

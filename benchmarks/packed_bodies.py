@@ -1,10 +1,16 @@
 """The forms of packed bodies that decode-attention kernels read, by name: descriptions and
 shapes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from kvqjax.codecs.klt import SCALE_BITS
+from kvqjax.methods import parse
+from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.packing.base import slot_rows, split_bits
+from kvqjax.pallas_kernels.klt import KltBody, KltCoded, KltSpec, Levels, count
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
 HEAD_DIM = GROUP = 128
@@ -65,4 +71,44 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
         body = body._replace(value_factor=key)
     return body._replace(
         key_outliers=outliers(spec.key_slots), value_outliers=outliers(spec.value_slots)
+    )
+
+
+def klt_spec_of(bits: float, kv_heads: int, target: str) -> KltSpec:
+    """Coefficients of every KV head, `bits` a channel."""
+    shape = KVShape(
+        num_layers=1,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        rope=RopeConfig(theta=5e5),
+    )
+    packed = parse(f"klt:bits={bits},heads=own").layer.build(shape).fast.packed
+    return dataclasses.replace(packed.spec, target=target)
+
+
+def klt_shapes(spec: KltSpec, layers: int, batch: int, slots: int) -> KltBody:
+    """The arrays of such a body as `jax.ShapeDtypeStruct`."""
+    shaped, lead, heads = jax.ShapeDtypeStruct, (layers, batch), spec.kv_heads
+
+    def coded(levels: Levels) -> KltCoded:
+        codes = tuple(
+            tuple(
+                shaped((*lead, slots * part // 32, heads * n), jnp.uint32)
+                for part in split_bits(bits)
+            )
+            for bits, n in levels
+        )
+        return KltCoded(codes, shaped((*lead, slots * SCALE_BITS // 32, heads), jnp.uint32))
+
+    keys, values = count(spec.key_levels), count(spec.value_levels)
+    mean = shaped((heads * spec.head_dim,), jnp.float32)
+    return KltBody(
+        coded(spec.key_levels),
+        coded(spec.value_levels),
+        shaped((heads, keys, spec.head_dim), jnp.float32),
+        mean,
+        shaped((heads, keys + values, spec.head_dim), jnp.float32),
+        mean,
+        shaped((slots // STRETCH,), jnp.int32),
     )

@@ -21,6 +21,7 @@ from kvqjax.codecs.clipped import Clipped
 from kvqjax.codecs.exact import Exact
 from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.higgs_grid import shipped_grid
+from kvqjax.codecs.klt import Klt
 from kvqjax.codecs.nuq import Nuq, read_signposts
 from kvqjax.codecs.nuq_range import channel_range
 from kvqjax.codecs.scaled import Scaled
@@ -30,6 +31,7 @@ from kvqjax.model.rope import inverse_frequencies, pair_factors
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec, HiggsStored
+from kvqjax.pallas_kernels.klt import LANE, KltBody, KltCoded, KltSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts, uniform_body
 
 
@@ -256,6 +258,61 @@ def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | 
         return HiggsBody(fields, key_grid, value_grid, positions)
 
     return Packed(HiggsSpec(group=group, scales=key.dtype, **heads, **bits), body)
+
+
+# ---- Transform coding, values as what keys do not say ----
+
+
+def klt_form(key: Klt, value: Klt, shape: KVShape) -> Packed | None:
+    """Say how kernels read coefficients of keys before RoPE, and of what they do not say of values.
+
+    Args:
+        key: the codec of keys, with its channels filled in.
+        value: the codec of values, likewise.
+        shape: the model's.
+
+    Returns:
+        The kernel's spec, and the function that names the stored fields as it wants them. None
+        unless every KV head has a transform of its own, and levels that kernels can cut.
+    """
+    by_head = (key.heads, value.heads, key.channels, value.channels) == (
+        1,
+        1,
+        *[shape.head_dim] * 2,
+    )
+    scaled = (key.scale, value.scale) == ("token", "token")
+    if shape.rope is None or not turns_alike(shape) or not (by_head and scaled):
+        return None
+    key_levels, value_levels = (
+        tuple((bits, n) for bits, _, n in spec.levels(shape.kv_width)) for spec in (key, value)
+    )
+    if any(n % LANE for _, n in key_levels + value_levels):
+        return None
+
+    def coded(fields, levels) -> KltCoded:
+        (scale,) = fields["scale"]
+        return KltCoded(tuple(fields[f"codes{bits}"] for bits, _ in levels), scale)
+
+    def body(constants, stored, positions) -> KltBody:
+        keys, values = constants["k"], constants["v"]
+        return KltBody(
+            coded(stored["k"], key_levels),
+            coded(stored["v"], value_levels),
+            keys["back"],
+            keys["mean"],
+            jnp.concatenate([values["from_keys"], values["back"]], 1),
+            values["mean"],
+            positions,
+        )
+
+    spec = KltSpec(
+        key_levels=key_levels,
+        value_levels=value_levels,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rope=rope_of(shape),
+    )
+    return Packed(spec, body)
 
 
 _ADAPTERS: dict[type, Callable[[Any, CodecSpec, str, KVShape], Packed | None]] = {

@@ -20,6 +20,7 @@ from kvqjax.pallas_kernels.chips import TILE, family
 from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.forms import Spec, form_of
 from kvqjax.pallas_kernels.higgs import HiggsBody, HiggsSpec
+from kvqjax.pallas_kernels.klt import KltBody, KltSpec
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec
 from kvqjax.pallas_kernels.support import COMPILED, lookup
 
@@ -29,6 +30,7 @@ PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 MODULES: dict[type, str] = {
     PackedSpec: "packed",
     HiggsSpec: "higgs",
+    KltSpec: "klt",
     ExactSpec: "exact",
 }
 
@@ -105,7 +107,7 @@ def _shared_out(kernel: Callable[..., Partial], count: int, spec: Spec) -> Calla
 
 def packed_attention(
     q: Float[Array, "B T H D"],
-    body: PackedBody | HiggsBody | ExactBody,
+    body: PackedBody | HiggsBody | KltBody | ExactBody,
     layer: Int[Array, ""] | int,
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],

@@ -16,13 +16,15 @@ from kvqjax._errors import UserError
 from kvqjax.pallas_kernels.chips import LANES
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.higgs import HiggsSpec
+from kvqjax.pallas_kernels.klt import KltSpec
 from kvqjax.pallas_kernels.packed import PackedSpec
 
-Spec = PackedSpec | HiggsSpec | ExactSpec
+Spec = PackedSpec | HiggsSpec | KltSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
 EXACT_HEAD_DIMS = 64, 128  # of exact bodies
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
+KLT_HEAD_DIM = 128
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale
 
 
@@ -111,9 +113,15 @@ def _exact_form(spec: ExactSpec) -> KernelForm | None:
     return KernelForm("exact", head_dim=spec.head_dim) if fits else None
 
 
+def _klt_form(spec: KltSpec) -> KernelForm | None:
+    # One kernel for all numbers of bits: which levels there are is part of a verdict's name.
+    return KernelForm("klt", head_dim=spec.head_dim) if spec.head_dim == KLT_HEAD_DIM else None
+
+
 MAKERS: dict[type, Callable[[Any], KernelForm | None]] = {
     PackedSpec: _packed_form,
     HiggsSpec: _higgs_form,
+    KltSpec: _klt_form,
     ExactSpec: _exact_form,
 }
 

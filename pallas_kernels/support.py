@@ -134,6 +134,7 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("kvquant", 2, 2, 64): _tpu(WHOLE, WHOLE, WHOLE, FEW),
     KernelForm("kvquant", 3, 3, 64): _tpu(HALVES_IN_TURN, HALVES_IN_TURN, HALVES_IN_TURN, FEW),
     KernelForm("kvquant", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES, FEW),
+    KernelForm("klt"): HOPPER,
     KernelForm("exact"): _fixed(64),
     KernelForm("exact", head_dim=64): _fixed(16),
     KernelForm("higgs", 2, 2): _fixed(8),

@@ -130,8 +130,8 @@ class Machine:
         right.owner.read = True
         acc.array[...] += left.astype(np.float32) @ right.array.astype(np.float32)
 
-    def scoped(self, function, kind):
-        return function(Ref(np.zeros(kind.shape, kind.dtype)))
+    def scoped(self, function, *kinds):
+        return function(*(Ref(np.zeros(kind.shape, kind.dtype)) for kind in kinds))
 
     def kernel(self, body, *, out_type, scratch_types, grid, grid_names, compiler_params):
         del compiler_params
@@ -206,14 +206,15 @@ def half(words, upper, layout):
     return (words >> (16 * jnp.asarray(upper)).astype(jnp.uint32)).astype(jnp.uint16)
 
 
-def twice(halves, bits):
+def twice(halves, bits, first=0):
     """Shifted in pairs, as registers are, but for what a neighbour's bits would be: ones, the most
     harm they can do."""
-    return jnp.concatenate([halves, ~(~halves >> jnp.uint16(bits))])
+    shifts = (jnp.asarray(first + further, jnp.uint16) for further in (0, bits))
+    return jnp.concatenate([~(~halves >> shift) for shift in shifts])
 
 
-def beside(left, right):
-    return jnp.concatenate([left, right], axis=1)
+def beside(*arrays):
+    return jnp.concatenate(arrays, axis=1)
 
 
 def install_words(monkeypatch, *modules, packed=packed):

@@ -20,6 +20,7 @@ from kvqjax.methods import parse
 from kvqjax.pallas_kernels.forms import CUDNN
 
 METHODS = (
+    "klt:bits=2,heads=own",
     "kivi:bits=2",
     "kivi:bits=4",
     "kivi:bits=2,group=128",

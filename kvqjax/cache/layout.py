@@ -382,10 +382,14 @@ def shared_values(ask: Ask) -> SharedValues | None:
     run, fast = ask.run, ask.run.wiring.fast
     few_queries = is_linear(ask) and ask.length <= FEW_QUERIES
     decoded_at_once = run.static_loops and few_queries and not run.wiring.chain.carry
-    shared = fast.shared
     if fast.summed is not None and (decoded_at_once or run.lanes > 1):
-        shared = fast.summed
-    # For more queries than `most` it is cheaper to map each token's values.
+        return None if _by_kernel(ask) else _for_few(fast.summed, ask)
+    return _for_few(fast.shared, ask)
+
+
+def _for_few(shared: SharedValues | None, ask: Ask) -> SharedValues | None:
+    """Give `shared` where the queries are few: for more than `most` it is cheaper to map each
+    token's values."""
     return shared if shared is not None and ask.length <= shared.most else None
 
 
@@ -398,7 +402,7 @@ def _kernel_chip(ask: Ask) -> str | None:
         return None
     if not is_linear(ask) or ask.softcap is not None:
         return None
-    if shared_values(ask) is not None:  # kernels sum the heads' own values
+    if _for_few(ask.run.wiring.fast.shared, ask) is not None:  # kernels sum the heads' own values
         return None
     chip = path(packed.spec, ask.group, ask.run.slots_here, ask.length, packed.trusted)
     return None if chip == "reference" else chip

@@ -185,7 +185,7 @@ def _striped(wiring: Wiring, shape: KVShape) -> Wiring:
     codecs = wiring.storage.codecs
     if wiring.fast.coefficients is not None:
         codecs = {source: _in_stripes(codec) for source, codec in codecs.items()}
-        return wiring.having(storage={"codecs": codecs})
+        return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
     packed = wiring.fast.packed
     if packed is None or not (isinstance(packed.spec, PackedSpec) and packed.spec.plain):
         return wiring

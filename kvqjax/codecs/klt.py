@@ -62,6 +62,9 @@ MOST_BITS = 6  # per channel on average: with 8 everywhere there would be nothin
 # Slopes of the spectra of keys, and of values or what keys do not predict of them. Of .5 to 1.5 and
 # .25 to .8 these lose least, within heads and across them (SmolLM2-135M, 2026-11-29).
 KEY_SLOPE, VALUE_SLOPE = 1.0, 0.4
+# Transforms of a single head of so many channels give bits to so many neighbouring ranks together:
+# a GPU's kernel reads registers of 8 neighbours (kvqjax.pallas_kernels.gpu.coefficients).
+KERNEL_HEAD, TOGETHER = 128, 8
 BEND = 48  # where a spectrum bends, as ranks are counted from 1 to 49: fitted to SmolLM2-135M's
 # A scale is 2^((code - 128) / 16): from 2^-8 to 2^8 of a typical token's, in steps of 4.4 %. Codes
 # are found against the scale as it is stored, so that its rounding costs next to nothing.
@@ -114,7 +117,14 @@ class Klt:
 
     def ranks(self, width: int) -> tuple[int, ...]:
         """List the bits of a group's coefficients by rank, for vectors of `width` channels."""
-        return bits_of_ranks(self.groups(width)[1], self.bits, self.slope)
+        size = self.groups(width)[1]
+        together = TOGETHER if self.heads == 1 and size == KERNEL_HEAD else 1
+        return bits_of_ranks(size, self.bits, self.slope, together)
+
+    def levels(self, width: int) -> list[tuple[int, int, int]]:
+        """List a group's coefficients of equal bits: (bits, rank of the first, how many), most bits
+        first."""
+        return _levels(self.ranks(width))
 
     def build(self, width: int) -> Codec:
         return _codec(self, width)
@@ -123,12 +133,12 @@ class Klt:
         """Make the function that reads a tile's coefficients, times their scales, in the order of
         ranks."""
         groups, _ = self.groups(width)
-        return functools.partial(_coefficients, self, groups, _levels(self.ranks(width)))
+        return functools.partial(_coefficients, self, groups, self.levels(width))
 
     def coefficients_last(self, width: int) -> Callable[[dict], Float[Array, "B G R S"]]:
         """Make the function that does the same for codes [B, channels, S], tokens last."""
         groups, _ = self.groups(width)
-        return functools.partial(_coefficients_last, self, groups, _levels(self.ranks(width)))
+        return functools.partial(_coefficients_last, self, groups, self.levels(width))
 
     def summed_form(self, width: int) -> tuple[int, Callable, Callable]:
         """Describe how values are summed as coefficients, as `Linear` of kvqjax.codecs.base says.
@@ -157,7 +167,7 @@ def kept_of(ranks: tuple[int, ...]) -> int:
 
 
 @functools.cache
-def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
+def bits_of_ranks(width: int, bits: float, slope: float, together: int = 1) -> tuple[int, ...]:
     """Choose the bits of each coefficient.
 
     The choice is greedy. In each step that coefficient goes to the next level of bits where the
@@ -167,18 +177,20 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
         width: w, how many coefficients there are.
         bits: the mean over all coefficients. Together they get at most w times that.
         slope: of the spectrum, in bits for each doubling of 1 + 48 i / w.
+        together: neighbouring coefficients that have the same bits; divides w.
 
     Returns:
         The bits of the coefficients 0 to w - 1; they never rise.
     """
     # 4^x is the square of a deviation 2^x.
     variance = 4.0 ** (-slope * np.log2(1 + BEND * np.arange(width) / width))
+    variance = variance.reshape(-1, together).sum(1)
     # A level of infinitely many bits ends the list. No budget pays for it, so that no index runs
     # past the end.
     levels, errors = np.array([*ERRORS, np.inf]), np.array([*ERRORS.values(), 0.0])
     gains = -np.diff(errors)  # by how much the error falls from each level to the next one
-    steps = np.diff(levels)  # how many bits this takes
-    level = np.zeros(width, int)  # an index into `levels` for each coefficient
+    steps = together * np.diff(levels)  # how many bits this takes
+    level = np.zeros(len(variance), int)  # an index into `levels` for each
     budget = round(bits * width)
     while True:
         affordable = steps[level] <= budget
@@ -186,7 +198,7 @@ def bits_of_ranks(width: int, bits: float, slope: float) -> tuple[int, ...]:
         # The first of equal ones, so that bits never rise with the rank.
         chosen = int(np.argmax(worth))
         if worth[chosen] <= 0:
-            return tuple(int(levels[number]) for number in level)
+            return tuple(int(levels[number]) for number in np.repeat(level, together))
         budget -= int(steps[level[chosen]])
         level[chosen] += 1
 
@@ -219,7 +231,7 @@ def _scale_codes(scale: Float[Array, "*S"]) -> UInt[Array, "*S"]:
     return jnp.clip(jnp.round(steps) + SCALE_MIDDLE, 0, 2**SCALE_BITS - 1).astype(jnp.uint32)
 
 
-def _scales(codes: UInt[Array, "*S"]) -> Float[Array, "*S"]:
+def scales_of(codes: UInt[Array, "*S"]) -> Float[Array, "*S"]:
     """Give the scales that codes stand for, float32. Code 0 stands for 0: such a token is the
     mean."""
     steps = codes.astype(jnp.int32) - SCALE_MIDDLE
@@ -283,7 +295,7 @@ def _coefficients(
     z = jnp.concatenate(numbers, -1)
     if spec.scale == "none":
         return z
-    return z * _scales(tile["scale"].astype(jnp.uint32))[..., None]
+    return z * scales_of(tile["scale"].astype(jnp.uint32))[..., None]
 
 
 def _coefficients_last(
@@ -292,7 +304,7 @@ def _coefficients_last(
     """Read coefficients as `_coefficients` does, of codes with tokens on the last axis."""
     scale: Array | None = None
     if spec.scale == "token":
-        scale = _scales(codes["scale"])
+        scale = scales_of(codes["scale"])
         # In rows, so that the product by which a CPU makes them once is small.
         in_rows = made_once(scale.reshape(*scale.shape[:2], -1, PLANE))
         scale = in_rows.reshape(len(scale), groups, 1, -1)
@@ -312,7 +324,7 @@ def _codec(spec: Klt, width: int) -> Codec:
     (A) and `back` [G, R, w] (B)."""
     groups, size = spec.groups(width)
     ranks = spec.ranks(width)
-    kept, levels = kept_of(ranks), _levels(ranks)
+    kept, levels = kept_of(ranks), spec.levels(width)
     fields = {}
     for bits, _, count in levels:
         fields[f"codes{bits}"] = Field(
@@ -332,7 +344,7 @@ def _codec(spec: Klt, width: int) -> Codec:
             scale = jnp.sqrt(jnp.square(z).mean(-1))
             payload["scale"] = _scale_codes(scale)
             # Codes are found against the scale as it is stored. Code 0 leaves them as they are.
-            divisor = _scales(payload["scale"])
+            divisor = scales_of(payload["scale"])
             z = z / jnp.where(divisor > 0, divisor, 1.0)[..., None]
         for bits, first, count in levels:
             numbers = z[..., first : first + count]

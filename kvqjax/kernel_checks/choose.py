@@ -207,7 +207,8 @@ def choose(
         and layout.form == "heads"
         and all(candidate in usable for candidate in readers)
     )
-    kernels = Kernels(
-        "auto", _forms(candidate for candidate in tried if candidate in usable), "checked"
-    )
+    # A form runs where all its bodies passed: bodies of one form may differ in their levels.
+    refused = {candidate.form for candidate in tried if candidate not in usable}
+    right = [candidate for candidate in tried if candidate.form not in refused]
+    kernels = Kernels("auto", _forms(right), "checked")
     return dataclasses.replace(layout, form="planes" if planes else layout.form, kernels=kernels)

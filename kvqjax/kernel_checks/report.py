@@ -36,6 +36,7 @@ METHODS = (
     *(f"oscar:bits={bits},rotate=hadamard" for bits in (2, 4)),
     *(f"kvquant:bits={bits},outliers={share}" for share in (0, 0.01) for bits in (2, 3, 4)),
     *(f"higgs:bits={bits}" for bits in (2, 3, 4)),
+    "klt:bits=2,heads=own",
     "exact",
 )
 FEW_PLAIN = ("exact", "kivi:bits=2", "kvquant:bits=3,outliers=0.01", "higgs:bits=2")

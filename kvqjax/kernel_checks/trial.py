@@ -32,6 +32,7 @@ from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.dispatch import at_once
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import BY_TABLE, OFF, KernelForm, Kernels, form_of
+from kvqjax.pallas_kernels.klt import KltSpec
 
 ROWS = 4  # full, ragged, nearly empty and empty
 SINKS = 4  # so that a body token's number is not its position
@@ -66,6 +67,8 @@ class Candidate(NamedTuple):
         shape = self.shape
         heads = f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"  # noqa: E501
         packed = single_layer(self, 1, "cpu", BY_TABLE).packed
+        if isinstance(packed.spec, KltSpec):
+            return f"{self.form}, {heads}, levels {packed.spec.levels_text}"
         slots = [getattr(packed.spec, name, 0) for name in ("key_slots", "value_slots")]
         return f"{self.form}, {heads}" + (
             f", {slots[0]} and {slots[1]} outliers" if any(slots) else ""

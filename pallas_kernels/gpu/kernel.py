@@ -13,10 +13,8 @@ summed. Its values are copied while its first scores are computed. With one quad
 
 Shapes in comments: R query rows (a multiple of 8), D channels."""
 
-import math
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +23,7 @@ from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import parts as gpu_parts
 from kvqjax.pallas_kernels.gpu import rope as gpu_rope
 from kvqjax.pallas_kernels.gpu import values as gpu_values
-from kvqjax.pallas_kernels.gpu.parts import NEVER, State, load, row_index
+from kvqjax.pallas_kernels.gpu.parts import State, load
 from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS, Quad
 
 
@@ -146,7 +144,9 @@ def _fold(
     pl.when(quad.part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
     _keys(plan).prepare(keys, plan, quad, queries)
     plgpu.commit_smem()  # products read the queries that all threads wrote in `prepare`
-    scores = _base2_scores(_keys(plan).scores(keys, plan, quad, tables[0]), plan, quad, limits)
+    first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
+    scores = _keys(plan).scores(keys, plan, quad, tables[0])
+    scores = gpu_parts.base2_scores(scores, plan.spec.head_dim, first, limits)
     plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
     pl.when(has_next_tile)(lambda: fetch_keys(quad.tile + 1))
 
@@ -163,15 +163,3 @@ def _fold(
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)
-
-
-def _base2_scores(scores, plan, quad: Quad, limits) -> list:
-    """Turn the scores of a quad into base-2 logarithms, NEVER where a query does not see the
-    token."""
-    factor = plan.spec.head_dim**-0.5 * math.log2(math.e)
-    first = (quad.tile * plan.quads + quad.part) * (STEPS * STEP)
-    base2_scores = []
-    for step, score in enumerate(scores):
-        slot = row_index(score.shape) + (first + step * STEP)
-        base2_scores.append(jnp.where(gpu_parts.visible(slot, limits), score * factor, NEVER))
-    return base2_scores

@@ -112,6 +112,22 @@ def visible(slot, limits):
     return (slot >= limits[0]) & (slot < limits[1])
 
 
+def base2_scores(scores, dim: int, first, limits) -> list:
+    """Turn scores into base-2 logarithms, NEVER where a query does not see the token.
+
+    Args:
+        scores: q . k of consecutive steps of tokens, [M, R] each.
+        dim: Channels of a head.
+        first: The first token.
+        limits: From `load_limits`."""
+    factor = dim**-0.5 * math.log2(math.e)
+    masked = []
+    for step, score in enumerate(scores):
+        slot = row_index(score.shape) + (first + step * score.shape[0])
+        masked.append(jnp.where(visible(slot, limits), score * factor, NEVER))
+    return masked
+
+
 def begin_state(tokens: int, dim: int, rows: int, slices: int = 1) -> State:
     """Make the online softmax of no tokens.
 
@@ -119,7 +135,7 @@ def begin_state(tokens: int, dim: int, rows: int, slices: int = 1) -> State:
         tokens: The rows M of a product of scores.
         dim: Channels of a head.
         rows: Query rows R of a KV head.
-        slices: Parts of a head's channels with scales of their own."""
+        slices: Parts of a head's channels that share something; 0 where nothing is shared."""
     spread = plgpu.layout_cast(jnp.zeros((tokens, rows), jnp.float32), plgpu.Layout.WGMMA)
     acc = plgpu.layout_cast(jnp.zeros((CHANNELS, rows), jnp.float32), plgpu.Layout.WGMMA)
     peak = plgpu.layout_cast(jnp.full((rows,), NEVER, jnp.float32), COLUMNS)
@@ -156,14 +172,26 @@ def product(*pairs):
 
     Returns:
         The sum, [M, R] float32."""
+    return products(pairs)[0]
 
-    def run(acc):
-        for left, right in pairs:
-            plgpu.wgmma(acc, left, right.transpose((1, 0)))
-        return acc[...]
 
-    left, right = pairs[0]
-    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+def products(*sums) -> tuple:
+    """Compute several sums of products, and wait for all of them together.
+
+    Args:
+        sums: The pairs of each sum, as `product` takes them.
+
+    Returns:
+        The sums."""
+
+    def run(*accs):
+        for acc, pairs in zip(accs, sums, strict=True):
+            for left, right in pairs:
+                plgpu.wgmma(acc, left, right.transpose((1, 0)))
+        return tuple(acc[...] for acc in accs)
+
+    shapes = ((pairs[0][0].shape[0], pairs[0][1].shape[0]) for pairs in sums)
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def numbers(bits16):
@@ -251,10 +279,13 @@ def finish(state: State, out, lse):
     seen = state.peak > NEVER / 2
     divisor = jnp.where(seen, total, jnp.ones_like(total))
     for i, acc in enumerate(state.acc):
-        shared = along(low[int(i * slices)], acc)
-        if slices == 2:
-            shared = by_half(shared, along(low[2 * i + 1], acc))
-        mean = (acc + shared) / along(divisor, acc)
+        total_acc = acc
+        if low:
+            shared = along(low[int(i * slices)], acc)
+            if slices == 2:
+                shared = by_half(shared, along(low[2 * i + 1], acc))
+            total_acc = acc + shared
+        mean = total_acc / along(divisor, acc)
         part = out.at[pl.ds(i * CHANNELS, CHANNELS)]
         _store(part, jnp.where(along(seen, acc), mean, jnp.zeros_like(acc)))
     _store(

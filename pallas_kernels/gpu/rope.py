@@ -50,29 +50,30 @@ def _angles(positions, spec) -> Float[Array, "N D"]:
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
 
 
-def turns(body, spec) -> Float[Array, "_ D"]:
-    """Make the rotations by which `prepare` rotates queries back.
+def turns(body, spec, group: int = GROUP) -> Float[Array, "_ D"]:
+    """Make the rotations by which queries are rotated back.
 
     Args:
         body: The packed body. Its `positions` are those of the first tokens of equal stretches of
             slots.
+        group: Tokens that a rotated query serves.
 
     Returns:
         cos, then sin, of the position of the first token of every group of the body, times the
         factor of the rope."""
-    slots, count = body.value_scale.shape[-1], body.positions.shape[0]
-    first = body.positions[:, None] + jnp.arange(0, slots // count, GROUP, dtype=jnp.int32)[None]
+    stretch = body.slots // body.positions.shape[0]
+    first = body.positions[:, None] + jnp.arange(0, stretch, group, dtype=jnp.int32)[None]
     return _angles(first.reshape(-1), spec) * spec.rope.factor
 
 
-def offsets(spec) -> BFloat16[Array, "256 _"]:
+def offsets(spec, group: int = GROUP) -> BFloat16[Array, "_ _"]:
     """Make the rotations of keys by their offsets within a group.
 
     Returns:
-        64 rows of cos and 64 of sin for the first half of a group, then the same for its second
-        half."""
-    table = _angles(jnp.arange(GROUP), spec).reshape(2, STEP, 2, -1)
-    return table.transpose(0, 2, 1, 3).reshape(2 * GROUP, -1).astype(jnp.bfloat16)
+        64 rows of cos and 64 of sin for the first 64 tokens of a group, then the same for the
+        next."""
+    table = _angles(jnp.arange(group), spec).reshape(group // STEP, STEP, 2, -1)
+    return table.transpose(0, 2, 1, 3).reshape(2 * group, -1).astype(jnp.bfloat16)
 
 
 def memory(plan) -> Keys:
@@ -123,20 +124,32 @@ def prepare(keys: Keys, plan, quad: Quad, queries) -> None:
     Args:
         keys: References to shared memory; `rotated` is written.
         queries: The queries in registers, [D, R] float32."""
-    # The two channels of every pair, [D/2, R] each.
-    first, second = (
-        queries[:PAIRS],
-        queries[PAIRS:],
-    )
     for i in range(GROUPS):
-        turn = keys.turns.at[quad.part * GROUPS + i]
-        cos, sin = (
-            load(turn.at[pl.ds(channel, PAIRS)], ROWS, optimized=False) for channel in (0, PAIRS)
-        )
-        cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in (cos, sin))
-        rotated_back = ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin))
-        for channel, part in rotated_back:
-            put_transposed(keys.rotated.at[i, :, pl.ds(channel, PAIRS)], part.astype(jnp.bfloat16))
+        turn = load_turn(keys.turns.at[quad.part * GROUPS + i])
+        rotate_back(queries, turn, keys.rotated.at[i])
+
+
+def load_turn(turn) -> list:
+    """Load cos and sin of a position, [D/2] each.
+
+    Args:
+        turn: A reference to them side by side, [D] float32."""
+    return [load(turn.at[pl.ds(first, PAIRS)], ROWS, optimized=False) for first in (0, PAIRS)]
+
+
+def rotate_back(queries, turn: list, target) -> None:
+    """Write queries rotated back to a position.
+
+    Args:
+        queries: The queries in registers, [D, R] float32.
+        turn: From `load_turn`.
+        target: A reference to shared memory, [R, D] bfloat16."""
+    # The two channels of every pair, [D/2, R] each.
+    first, second = queries[:PAIRS], queries[PAIRS:]
+    cos, sin = (lax.broadcast_in_dim(x, first.shape, [0]) for x in turn)
+    rotated_back = ((0, first * cos + second * sin), (PAIRS, second * cos - first * sin))
+    for channel, part in rotated_back:
+        put_transposed(target.at[:, pl.ds(channel, PAIRS)], part.astype(jnp.bfloat16))
 
 
 def _decode(keys: Keys, plan, quad: Quad, table, lane: int) -> list:

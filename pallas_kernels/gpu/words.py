@@ -144,30 +144,32 @@ def half(words: jax.Array, upper, layout) -> jax.Array:
     return narrow(words, (0x5410 + 0x2222 * jnp.asarray(upper)).astype(jnp.uint32))
 
 
-def twice(halves: jax.Array, bits: int) -> jax.Array:
-    """Put numbers and the same numbers shifted one below the other. No number moves between
+def twice(halves: jax.Array, bits: int, first=0) -> jax.Array:
+    """Put numbers and the same numbers shifted further one below the other. No number moves between
     threads.
 
     Args:
         halves: 16-bit numbers [32, N] in the layout TWICE.
-        bits: By how many bits the second ones are shifted to the right.
+        bits: By how many bits the second ones are shifted to the right, more than the first ones.
+        first: By how many bits the first ones are shifted; may be a number in a register.
 
     Returns:
-        The numbers, then the shifted numbers, [64, N] uint16 in WGMMA's layout. The shift moves
+        The first numbers, then the second ones, [64, N] uint16 in WGMMA's layout. A shift moves
         bits of the neighbour in the register to the upper bits of a number."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(TWICE,),
+        arg_types=(TWICE, plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((2 * HALF, halves.shape[1]), jnp.uint16, layout=layout),
     )
-    def rename(_, halves):
+    def rename(_, halves, first):
         # 1 in the threads of the last two of a warpgroup's four warps, which hold the last 32 of 64
         # rows.
         in_second_half = arith.divui(
             arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, _i32())), mgpu.c(64, _i32())
         )
-        shift = _Word(arith.muli(in_second_half, mgpu.c(bits, _i32())))
+        further = arith.muli(in_second_half, mgpu.c(bits, _i32()))
+        shift = _Word(arith.addi(first.registers.item(), further))
         registers = np.empty_like(halves.registers)
         for index, register in np.ndenumerate(halves.registers):
             shifted_word = _Word(mgpu.utils.bitcast(register, _i32())) >> shift
@@ -176,28 +178,28 @@ def twice(halves: jax.Array, bits: int) -> jax.Array:
             _registers=registers, _layout=layout.to_mgpu(), _is_signed=False
         )
 
-    return rename(halves)
+    return rename(halves, jnp.asarray(first).astype(jnp.uint32))
 
 
-def beside(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Put two arrays side by side, which renames registers and moves nothing.
+def beside(*arrays: jax.Array) -> jax.Array:
+    """Put arrays side by side, which renames registers and moves nothing.
 
     Args:
-        left: [M, N] in WGMMA's layout.
-        right: [M, N] in WGMMA's layout.
+        arrays: [M, N] each in WGMMA's layout, of one dtype.
 
     Returns:
-        [M, 2N] in WGMMA's layout."""
-    layout, (rows, columns) = plgpu.Layout.WGMMA, left.shape
+        [M, the sum of all N] in WGMMA's layout."""
+    layout = plgpu.Layout.WGMMA
+    shape = arrays[0].shape[0], sum(x.shape[1] for x in arrays)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), left.dtype, layout=layout),
+        arg_types=(layout,) * len(arrays),
+        return_type=plgpu.ShapeDtypeStruct(shape, arrays[0].dtype, layout=layout),
     )
-    def join(_, left, right):
-        registers = np.concatenate([left.registers, right.registers], axis=1)
+    def join(_, *parts):
+        registers = np.concatenate([x.registers for x in parts], axis=1)
         return mgpu.FragmentedArray(
-            _registers=registers, _layout=left.layout, _is_signed=left.is_signed
+            _registers=registers, _layout=parts[0].layout, _is_signed=parts[0].is_signed
         )
 
-    return join(left, right)
+    return join(*arrays)

@@ -18,11 +18,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
 FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
 FORMS += [f"kivi-{bits}-{kind}" for bits in (2, 4) for kind in ("short", "64", "64-short")]
+# Coefficients by KV head, two programs up to 2.5 bits
+FORMS += [f"klt-{bits}" for bits in (2.0, 2.25, 2.375, 2.5)]
 # Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a
 # program costs 1 more
 RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(
     ("kivi-2", "kivi-4", "kivi-2-64", "kivi-4-64"), 3
 )
+RESIDENT["klt-3.0"] = 1
 
 
 def _has_plugin() -> bool:
@@ -60,5 +63,7 @@ def test_compiles_for_hopper_without_spills_or_copies():
         assert (row["shared_bytes"] + 1024) * RESIDENT[name] <= 228 * 1024, name
         # The results of all splits before they are merged; one field of a body's layer is 8 MB and
         # more.
-        assert row["temp_bytes"] < 2e6, name
+        # A body of coefficients has 16 MB and more; its scales are copied as float32, 2 MB, and a
+        # head has 256 sums instead of 128 channels.
+        assert row["temp_bytes"] < (5e6 if name.startswith("klt") else 2e6), name
         assert row["argument_bytes"] == record[name]["argument_bytes"], name

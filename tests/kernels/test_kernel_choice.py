@@ -15,7 +15,7 @@ from commands import run
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.cache.layout import CacheLayout
+from kvqjax.cache.layout import Ask, CacheLayout, reader_of
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.kernel_checks import check as check_module
 from kvqjax.kernel_checks import choose
@@ -23,6 +23,7 @@ from kvqjax.kernel_checks.check import check, verdict_folder
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.kernel_checks.store import Verdict
 from kvqjax.kernel_checks.trial import by_kernel, by_plain_path, candidates, full, make, queries
+from kvqjax.model.config import RopeConfig
 from kvqjax.pallas_kernels import dispatch
 from kvqjax.pallas_kernels.forms import OFF, KernelForm, Kernels
 from kvqjax.pallas_kernels.tpu import packed as tpu
@@ -90,6 +91,29 @@ def test_auto_checks_once_and_keeps_the_verdict(chip):
     chosen()
     assert len(checked) == 1
     assert len(list(verdict_folder().glob("*.json"))) == 1
+
+
+def test_coefficients_run_where_all_their_levels_passed(chip, monkeypatch):
+    """The kernels of several numbers of bits share a form, and have verdicts of their own."""
+    chip("sm90")
+    shape = dataclasses.replace(SHAPE, rope=RopeConfig())
+    two, three = (kvq.parse(f"klt:bits={bits},heads=own") for bits in (2, 3))
+    both = dataclasses.replace(two, overrides=((1, three.layer),))
+    checked = []
+
+    def judged(candidate, target, stored):
+        checked.append(candidate.name)
+        return Verdict(outcome="wrong" if "8x8" in candidate.name else "faster", error=0.0)
+
+    monkeypatch.setattr(check_module, "check", judged)
+    cache = kvq.init_cache(shape, two, 1, 2048)
+    assert cache.layout.kernels == Kernels("auto", (KernelForm("klt"),), "checked")
+    assert reader_of(Ask(runs_of(cache.layout)[0], 1)) == "kernel"
+    with pytest.warns(UserWarning, match="levels 8x8 .* is not used"):
+        cache = kvq.init_cache(shape, both, 1, 2048)
+    assert cache.layout.kernels.forms == ()
+    assert {reader_of(Ask(run, 1)) for run in runs_of(cache.layout)} == {"decoded"}
+    assert len(checked) == 2
 
 
 @pytest.mark.parametrize("outcome", ["slower", "wrong", "failed"])

@@ -8,17 +8,26 @@ import dataclasses
 import gpu_exact
 import jax
 import jax.numpy as jnp
+import klt_bodies
 import numpy as np
 import pytest
 from gpu_simulator import install
-from kernel_cases import Case, agree, make_body, near, oracle
+from kernel_cases import LLAMA31_8B, Case, agree, make_body, near, oracle
 from kernel_forms import case_of, inputs, name, rope, within
 
+from kvqjax.cache.layout import CacheLayout
+from kvqjax.cache.readers import kernel as kernel_reader
+from kvqjax.kernel_checks import trial as trial_module
+from kvqjax.kernel_checks.check import check
+from kvqjax.kernel_checks.compare import Speed
+from kvqjax.methods import parse
 from kvqjax.pallas_kernels import dispatch, reference, support
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
+from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
+from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import packed as gpu
 from kvqjax.pallas_kernels.gpu import parts as gpu_parts
@@ -26,7 +35,18 @@ from kvqjax.pallas_kernels.gpu import rope as gpu_rope
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 from kvqjax.pallas_kernels.gpu import values as gpu_values
 
-BODIES = (gpu_exact, gpu_kernel, gpu_keys, gpu_lookup, gpu_parts, gpu_rope, gpu_unpack, gpu_values)
+BODIES = (
+    gpu_coefficients,
+    gpu_exact,
+    gpu_kernel,
+    gpu_keys,
+    gpu_klt,
+    gpu_lookup,
+    gpu_parts,
+    gpu_rope,
+    gpu_unpack,
+    gpu_values,
+)
 # Two query tokens and two splits; a tile in two quads; two tiles in a block of single bits.
 GROUPS = {"key_group": 128, "value_group": 128, "kv_heads": 1, "head_dim": 128, "group": 4}
 FOUR = Case(key_bits=4, value_bits=4, length=2, slots=512, **GROUPS)
@@ -70,6 +90,21 @@ def test_kernel_equals_the_oracle(simulated, case, place, splits):
     with jax.disable_jit():
         got = gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=splits)
     near(got, want, key, value, q, within(**place))
+
+
+@pytest.mark.parametrize(
+    ("bits", "length", "splits"),
+    [
+        (2.0, 1, 2),  # levels of 6, 4, 3, 2 and 1 bits, and coefficients without any
+        pytest.param(3.0, 2, 1, marks=pytest.mark.nightly),  # 8 bits too
+    ],
+)
+def test_coefficients_kernel_equals_the_oracle(simulated, bits, length, splits):
+    spec, q, body, key, value, start, stop = klt_bodies.make(bits, length)
+    want = oracle(q, key, value, start, stop)
+    with jax.disable_jit():
+        got = gpu_klt.packed_attention(q, body, 1, start, stop, spec, splits=splits)
+    near(got, want, key, value, q)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +182,22 @@ def test_refuses_what_it_does_not_read():
         gpu.packed_attention(q, body, 1, start, stop, case.spec)
 
 
+def test_coefficients_kernel_refuses_what_it_does_not_read():
+    spec, q, body, _, _, start, stop = klt_bodies.make(2.0)
+    odd = dataclasses.replace(spec, key_levels=((2, 12),))
+    with pytest.raises(ValueError, match="multiples of 8 coefficients"):
+        gpu_klt.packed_attention(q, body, 0, start, stop, odd)
+    stretches = body._replace(positions=jnp.zeros(8, jnp.int32))
+    with pytest.raises(ValueError, match="stretches of 128 tokens"):
+        gpu_klt.packed_attention(q, stretches, 0, start, stop, spec)
+
+
+def test_two_programs_of_coefficients_fit_a_multiprocessor_up_to_two_and_a_half_bits():
+    bits = (2.0, 2.25, 2.375, 2.5, 3.0)
+    specs = [klt_bodies.packed_of(number).spec for number in bits]
+    assert [gpu_klt.resident(spec, 8) for spec in specs] == [2, 2, 2, 2, 1]
+
+
 def test_dispatch_waits_for_results_and_guards_by_platform(monkeypatch):
     """A kernel that has not run is not taken; one that has is, behind a guard that gives a CPU the
     reference. Lowering for CUDA needs no GPU, plugin or ptxas, and checks layouts, swizzles and the
@@ -196,3 +247,46 @@ def test_lowers_for_cuda(case):
     call = jax.jit(lambda *args: gpu.packed_attention(*args, case.spec))
     lowered = call.trace(q, body, jnp.int32(1), start, stop).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_coefficients_lower_for_cuda():
+    spec, q, body, _, _, start, stop = klt_bodies.make(2.0)
+    call = jax.jit(lambda *args: gpu_klt.packed_attention(*args, spec))
+    lowered = call.trace(q, body, 1, start, stop).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.nightly
+def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatch):
+    """The cache's own encoder fills the body, and its own attention reads it."""
+    shape = dataclasses.replace(LLAMA31_8B, num_heads=4, num_kv_heads=1)
+    layout = CacheLayout(
+        shape=shape,
+        method=parse("klt:bits=2,heads=own"),
+        capacity=2048,
+        dtype="bfloat16",
+        target="sm90",
+        form="heads",
+    )
+    calls = []
+
+    def kernel(q, body, layer, start, stop, spec, without_kernel, trusted):
+        calls.append(spec)
+        with jax.disable_jit():
+            return gpu_klt.packed_attention(q, body, layer, start, stop, spec)
+
+    def by_kernel(trial):
+        def attend(q):
+            with monkeypatch.context() as patched:
+                patched.setattr(kernel_reader, "packed_attention", kernel)
+                return trial_module._attend(trial, q)
+
+        return attend
+
+    candidate = trial_module.candidates(layout)[0]
+    verdict = check(
+        candidate, "sm90", "heads", kernel=by_kernel, timed=lambda *_: Speed(1, 2), sizes=(700,)
+    )
+    assert verdict.outcome == "faster", verdict
+    assert verdict.error < 0.005
+    assert {spec.levels_text for spec in calls} == {"8x6 8x4 24x3 32x2 40x1 and 24x3 80x2 24x1"}

@@ -11,12 +11,15 @@ import dataclasses
 import gpu_exact
 import jax
 import jax.numpy as jnp
+import klt_bodies
 import numpy as np
 import pytest
 from gpu_simulator import install_words, traced_packed
 from kernel_cases import Case, near, oracle
 from kernel_forms import case_of, inputs, name
 
+from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
+from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import packed as gpu
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
@@ -111,4 +114,12 @@ def test_packed_kernel_equals_the_oracle(monkeypatch, case):
     install_words(monkeypatch, gpu_unpack, gpu_lookup, packed=traced_packed)
     q, body, key, value, start, stop = inputs(case)
     got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=1))
+    near(got, oracle(q, key, value, start, stop), key, value, q)
+
+
+def test_coefficients_kernel_equals_the_oracle(monkeypatch):
+    monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
+    install_words(monkeypatch, gpu_coefficients, packed=traced_packed)
+    spec, q, body, key, value, start, stop = klt_bodies.make(2.0)
+    got = interpreted(lambda: gpu_klt.packed_attention(q, body, 1, start, stop, spec, splits=1))
     near(got, oracle(q, key, value, start, stop), key, value, q)

@@ -129,14 +129,18 @@ def test_twice_gives_the_upper_warps_the_second_plane(columns):
     assert np.prod(shapes[0]) == np.prod(shapes[1])
 
 
-def test_beside_joins_registers_along_columns():
+@pytest.mark.parametrize("widths", [(64, 64), (8, 24, 96)])
+def test_beside_joins_registers_along_columns(widths):
     """[64, 64] and [64, 64] as [64, 128]: registers of the left, then of the right, at axis 1."""
-    one, both = held(WGMMA, (64, 64)), held(WGMMA, (64, 128))
-    row, column = np.divmod(one, 64)
-    left, right = 128 * row + column, 128 * row + column + 64
-    np.testing.assert_array_equal(np.concatenate([left, right], axis=2), both)
-    shapes = [WGMMA.to_mgpu().registers_shape((64, columns)) for columns in (64, 128)]
-    assert shapes[1] == (shapes[0][0], 2 * shapes[0][1], *shapes[0][2:])
+    total, first, parts = sum(widths), 0, []
+    for width in widths:
+        row, column = np.divmod(held(WGMMA, (64, width)), width)
+        parts.append(total * row + first + column)
+        first += width
+    np.testing.assert_array_equal(np.concatenate(parts, axis=2), held(WGMMA, (64, total)))
+    shapes = [WGMMA.to_mgpu().registers_shape((64, columns)) for columns in (*widths, total)]
+    assert shapes[-1][1] == sum(shape[1] for shape in shapes[:-1])
+    assert len({(shape[0], *shape[2:]) for shape in shapes}) == 1
 
 
 def test_numbers_of_16_bits_share_a_register():

@@ -37,6 +37,7 @@ from kvqjax.methods.layer_cache import (
 )
 from kvqjax.methods.spec import Method, method_factory, value_or
 from kvqjax.model.config import KVShape
+from kvqjax.pallas_kernels.adapters import klt_form
 
 VALUES = ("keys", "alone")
 HEADS = {"own": 1, "all": 0}  # of `heads` -> that of kvqjax.codecs.klt
@@ -190,6 +191,7 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
         base.storage,
         base.maps._replace(encode=encode, decode=decode),
         fast=Fast(
+            packed=klt_form(key, value, config),
             before_rope=True,
             reading=READING,
             summed=SharedValues(numbers, FEW_QUERIES, read, finish),
