@@ -364,7 +364,7 @@ def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
     def constants(wiring: Wiring, times: int) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shapes of calibrated constants, with the first axis `times` as long. A single
         number is an axis of one: all heads share it."""
-        longer = {}
+        longer: dict[tuple[str, str], tuple[int, ...]] = {}
         for group, shapes in wiring.wanted().items():
             for name, shape in shapes.items():
                 longer[group, name] = (times * math.prod(shape[:1]), *shape[1:])
