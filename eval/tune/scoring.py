@@ -158,7 +158,7 @@ def _divergences(
         return decoder.unembed(params, row, config)
 
     exact_logits = logits(reference)
-    targets = jnp.zeros((1, h.shape[1]), jnp.int32)  # any: the divergence asks for none
+    targets = jnp.zeros((1, h.shape[1]), jnp.int32)  # any: the divergence does not depend on them
 
     def divergence(row):
         return token_scores(logits(row), exact_logits, targets).kld.mean()
