@@ -44,9 +44,14 @@ def _heading(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _words(row: Row, names: Iterable[str]) -> str:
-    """Write the cells of several columns into one line."""
-    return ", ".join(cell(name, row[name]) for name in names)
+def _cells(row: Row, names: list[str]) -> list[str]:
+    """Write some columns of a row."""
+    return [cell(name, row[name]) for name in names]
+
+
+def _has_kind(rows: list[Row], name: str, kind: Any) -> bool:
+    """Say whether all values of a column are of a type."""
+    return all(isinstance(row[name], kind) for row in rows)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -61,26 +66,26 @@ def _paragraph(text: str, width: int) -> list[str]:
     return _wrapped(text, width) if text else []
 
 
-def _longest_word(cells: list[str]) -> int:
-    words = " ".join(cells).split(" ")
-    return max(len(word) for word in words)
+def _longest(texts: list[str]) -> int:
+    return max(len(text) for text in texts)
 
 
 def _widths(columns: list[list[str]], room: int) -> list[int] | None:
     """Find a width for every column, so that all fit `room` and no word is broken. Return None
     where there is not so much room."""
     room -= GAP * (len(columns) - 1)
-    wanted = [max(len(text) for text in column) for column in columns]
+    wanted = [_longest(column) for column in columns]
     if sum(wanted) <= room:
         return wanted
-    widths = [_longest_word(column) for column in columns]
+    widths = [_longest(" ".join(column).split(" ")) for column in columns]  # of single words
     if sum(widths) > room:
         return None
     # Every column has its longest word. Each character that is left goes to the column whose
     # longest cell takes the most lines.
     for _ in range(room - sum(widths)):
         lines = [full / max(1, width) for full, width in zip(wanted, widths, strict=True)]
-        widths[lines.index(max(lines))] += 1
+        fullest = lines.index(max(lines))
+        widths[fullest] += 1
     return widths
 
 
@@ -100,13 +105,13 @@ def _grid(rows: list[Row], names: list[str], room: int) -> list[list[str]] | Non
     """Set the header and every row, each as a list of lines. Return None where the columns do not
     fit `room`."""
     headings = [_heading(name) for name in names]
-    cells = [[cell(name, row[name]) for name in names] for row in rows]
+    cells = [_cells(row, names) for row in rows]
     columns = [list(column) for column in zip(headings, *cells, strict=True)]
     widths = _widths(columns, room)
     if widths is None:
         return None
     # Numbers stand at the right of their column, so that their digits lie below each other.
-    right = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
+    right = [_has_kind(rows, name, int | float | None) for name in names]
     rule = (" " * GAP).join("-" * width for width in widths)
     header = [*_line(headings, widths, right), rule]
     return [header, *(_line(texts, widths, right) for texts in cells)]
@@ -115,16 +120,14 @@ def _grid(rows: list[Row], names: list[str], room: int) -> list[list[str]] | Non
 def _named(rows: list[Row], names: list[str], width: int) -> list[list[str]] | None:
     """Set the rows in two parts: a row's words on a line of their own, and its numbers below, as a
     grid. Return None where the numbers do not fit either."""
-    words = [
-        name
-        for name in names
-        if name == names[0] or all(isinstance(row[name], str) for row in rows)
-    ]
+    # The first column names the row, whatever it holds.
+    words = [name for name in names if name == names[0] or _has_kind(rows, name, str)]
     numbers = [name for name in names if name not in words]
     grid = _grid(rows, numbers, width - GAP)
     if grid is None:
         return None
-    above = [_heading(", ".join(words)), *(_words(row, words) for row in rows)]
+    above = [", ".join(_heading(name) for name in words)]
+    above += [", ".join(_cells(row, words)) for row in rows]
     named = []
     for text, lines in zip(above, grid, strict=True):
         indented = [" " * GAP + line for line in lines]
@@ -159,8 +162,12 @@ def _repeated(rows: list[Row]) -> list[str]:
     """List the columns, beside the first, that have one value in all of several rows."""
     if len(rows) < 2:
         return []
-    first = rows[0]
-    return [name for name in list(first)[1:] if all(row[name] == first[name] for row in rows)]
+    repeated = []
+    for name in list(rows[0])[1:]:
+        values = [row[name] for row in rows]
+        if all(value == values[0] for value in values):
+            repeated.append(name)
+    return repeated
 
 
 def table(
@@ -175,6 +182,7 @@ def table(
         return [*head, "(nothing)", *_paragraph(caption, width)]
     repeated = _repeated(rows) if alike else []
     names = [name for name in rows[0] if name not in repeated]
+    # From the closest form to the longest: a grid, words above numbers, a line for every figure.
     grid = _grid(rows, names, width)
     if grid is None and len(rows) > 1:
         grid = _named(rows, names, width)

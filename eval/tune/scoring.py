@@ -1,4 +1,4 @@
-"""What every layer loses by every candidate, in one pass over the layers.
+"""The loss of every candidate in every layer, in one pass over the layers.
 
 A candidate codes the keys and values of one layer, all else exact. Its error is that of the layer's
 output: |h' - h|^2 over the tokens of the sequences that are scored. How much of the model's output
@@ -8,8 +8,8 @@ estimated as
 
     loss = divergence of the yardstick in this layer * error of the candidate / error of the yardstick
 
-A query sees sinks, its window and the tokens of its own unit exactly, and all others coded. What a candidate
-learns from text is fitted to the other sequences, layer by layer.
+A query sees sinks, its window and the tokens of its own unit exactly, and all others coded. The
+constants that a candidate learns from text are fitted to the other sequences, layer by layer.
 
 The state between two layers is the hidden states of one layer and the outputs that go on, so that a
 stopped pass continues. No keys or values are kept.
@@ -99,7 +99,7 @@ def _coded(method: Method, place: int, config: ModelConfig) -> Callable:
         weights = decoder.layer(params, index)
 
         def coded(sources: dict) -> dict:
-            """Code all tokens behind the sinks that fill whole units."""
+            """Encode and decode all tokens behind the sinks that fill whole units."""
 
             def decoded(tile: dict) -> dict:
                 _, recon, _ = wiring.maps.encode(constants, tile, {})
@@ -151,7 +151,8 @@ def _squared(a: Rows, b: Rows) -> Float[Array, ""]:
 def _divergences(
     params, h: Float[Array, "L T E"], reference: Float[Array, "T E"], config: ModelConfig
 ) -> Float[Array, " L"]:
-    """Compute the mean KL divergence of what outputs of the last layer predict, one at a time."""
+    """Compute the mean KL divergence of the predictions from outputs of the last layer, one output at
+    a time."""
 
     def logits(row):
         row = decoder.up_to(params, config.num_layers, row[None], config)

@@ -63,12 +63,12 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses."""
+        """The number of pages without a user."""
         return len(self._free)
 
     @property
     def shared(self) -> int:
-        """Pages that more than one row uses."""
+        """The number of pages with more than one user."""
         return sum(users > 1 for users in self._users)
 
     def users(self, page: int) -> int:
@@ -76,7 +76,7 @@ class PagePool:
         return self._users[check_integer("page", page, 0, len(self) - 1)]
 
     def take(self, count: int) -> list[int]:
-        """Give `count` free pages to one user.
+        """Take `count` free pages for one user.
 
         Raises:
             UserError: `count` is no whole number of at least 0.
@@ -93,7 +93,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> list[int]:
-        """Give pages that are in use to one more user.
+        """Count one more user of pages that are in use.
 
         Raises:
             UserError: a page that nobody uses. None is shared then.
@@ -105,7 +105,7 @@ class PagePool:
         return pages
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Take pages back from one user. Those that nobody uses any more are free.
+        """Count one user fewer of pages. Those without a user are free.
 
         Raises:
             UserError: a page that nobody uses. None is taken back then.
@@ -249,7 +249,7 @@ def joined_pages(
 @jax.jit
 @jax.enable_x64(False)
 def without_pages(cache: Cache) -> Cache:
-    """Give every row a body of its own, as `init_cache` makes it without `pages=`.
+    """Copy pages into bodies of single rows, as `init_cache` makes them without `pages=`.
 
     Args:
         cache: any; one without pages is given back.
@@ -307,7 +307,7 @@ def without_bodies(cache: Cache) -> Cache:
 
 
 def with_bodies_of(cache: Cache, other: Cache) -> Cache:
-    """Give a cache's rows the pages of another cache of the same layout. The other one must not be
+    """Take the pages of another cache of the same layout. The other one must not be
     used further where a program is given the result to change in place."""
     return _with_bodies(cache, (state.body for state in other.runs))
 

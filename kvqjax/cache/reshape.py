@@ -154,7 +154,7 @@ def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile
 
 
 def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
-    """Give a body more or fewer slots.
+    """Change the number of a body's slots.
 
     Args:
         old: The plan of the body, which keeps all tokens in their order.
@@ -209,7 +209,7 @@ def moved_window(
     if isinstance(shift, int) and old == new and shift % old == 0:
         return array
     slots = jnp.mod(ring_tokens(new, jnp.maximum(end - new, 0)) + shift, old)
-    # [B, new] -> axes of one around them, as many as `array` has.
+    # [B, new] gets axes of one around it, until it has as many as `array`.
     index = slots.reshape((1,) * (axis - 1) + slots.shape + (1,) * (array.ndim - axis - 1))
     return jnp.take_along_axis(array, index, axis)
 
@@ -507,7 +507,7 @@ def _moved(
     count = old.slots // old.block
     new_count = new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
-    # [L, B, blocks, what one block takes along the axis, W]
+    # [L, B, blocks, entries of a block along the axis, W]
     blocks = blocks.reshape(*blocks.shape[:2], count, -1, *blocks.shape[3:])
     moved = np.zeros((*blocks.shape[:2], new_count, *blocks.shape[3:]), array.dtype)
     source = _places(old)

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is asked of a generation, checked: `ends` are the tokens that end a row, `stride` is the
+    """Checked settings of a generation: `ends` are the tokens that end a row, `stride` is the
     most tokens between two looks at the text, `chunk` how prompts enter the cache (None: by an
     exact prefill where the cache is empty)."""
 
@@ -179,7 +179,7 @@ class Generation:
         self._bound = [options.bound_row(model, settings.ends) for _ in prompts]
         self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
-        self._unread = False  # nobody has looked at the latest call's tokens yet
+        self._unread = False  # the latest call's tokens have not been looked at
         # Rows whose cache lacks a token, or has too many.
         self._owed = self._surplus = np.zeros((cache.batch,), bool)
         # New tokens and seconds of every call after the first tokens.

@@ -61,7 +61,7 @@ from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import init_cache, planned_layout
 from kvqjax.step.persist import load_cache, save_cache
 
-# Tokens; a session without a capacity of its own begins with so many, and doubles them.
+# Tokens. The cache of a session without a capacity begins with this one, and doubles it.
 LEAST_CAPACITY = 512
 
 SHIFT = "context_shift"
@@ -317,7 +317,7 @@ class Session:
         return 0 if self._cache is None else self._cache.layout.capacity
 
     def _settle(self) -> None:
-        """End an answer that nobody took to its end."""
+        """End an answer whose iterator was left before its end."""
         if self._open is not None:
             self._open.close()
 
@@ -569,7 +569,7 @@ class Answer(Iterator[str]):
         return row.cache, last - first
 
     def _end(self, cache: Cache | None, ids: list[int]) -> None:
-        """Give the session its cache back, or none: the next turn then feeds everything anew."""
+        """Return the cache to the session. Without one, the next turn feeds everything anew."""
         self._over = True
         session = self._session
         session._cache = cache

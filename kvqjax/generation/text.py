@@ -16,10 +16,10 @@ from kvqjax._errors import UserError
 from kvqjax.model.tokenizer_calls import decoded
 
 _BROKEN = "\ufffd"  # a decoder's answer to bytes that are no character, or not yet
-# A UTF-8 character has four bytes at most, so that so many may wait for its last one.
+# A UTF-8 character has four bytes at most, so that three may wait for the last one.
 _MOST_BROKEN = 3
 _CONTEXT = 8  # ids of the prompt that are decoded before its answer: some words, so that clean-up sees them
-# Ids decoded at a step before their window moves on; so many take 19 us, and one 13 us.
+# Ids decoded at a step before their window moves on. Sixteen take 19 us, and one takes 13 us.
 _LONGEST = 16
 # Ids that a window of broken characters keeps: three broken ones may stand for nine bytes.
 _KEPT = 12

@@ -616,7 +616,7 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
     def fill_once(spans: tuple[tuple[int, int], ...]) -> np.ndarray:
         return fill(tuple(slice(*span) for span in spans))
 
-    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+    def of_device(index):
         # Slices cannot be keys of a cache (before Python 3.12), so pairs of numbers are.
         spans = []
         for span, size in zip(index, shape, strict=True):

@@ -383,7 +383,7 @@ def _changed_calls(message: dict[str, Any], change: Callable[[dict], dict]) -> d
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Give ids of other servers the length that Mistral's templates want."""
+    """Replace ids of other servers by ids of the length that Mistral's templates want."""
 
     def short(given: str) -> str:
         if len(given) == ID_LENGTH and given.isalnum():

@@ -296,11 +296,11 @@ class Spans(NamedTuple):
 
 
 def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
-    """Cut a body into spans of what its rows hold. None where that is no less than the same slots
-    of every row.
+    """Cut the tokens that rows hold into spans. None where that is no less than the same slots of
+    every row.
 
-    How many spans there are is static: as many as rows that keep the promise (`LengthBound`) can
-    have."""
+    The number of spans is static: the most that rows can have which keep the promise
+    (`LengthBound`)."""
     run = view.run
     if view.bound is None or view.bound.total is None:
         return None
