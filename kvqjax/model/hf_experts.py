@@ -24,6 +24,7 @@ def experts_from_hf(raw: dict, names: ExpertFields | None, num_layers: int) -> E
     """
     if names is None:
         return None
+    # Transformers 5 writes the count under one name for all families.
     count_field = SHARED_COUNT if raw.get(SHARED_COUNT) is not None else names.count
     if not names.in_every_layer and raw.get(count_field) == 0:
         return None

@@ -53,12 +53,16 @@ def text_places(text: str, tokens: Iterable[tuple[bytes, bool]]) -> list[int]:
         if raw.startswith(piece, place):
             place += len(piece)
         elif piece[:1] == b" " and raw.startswith(piece[1:], place):
+            # The text lacks the blank before its first word.
             place += len(piece) - 1
         elif not special:
+            # The tokenizer has changed the text. Without a place to be seen, the token counts as
+            # long as it is.
             hit = raw.find(piece, place, place + len(piece) + FAR)
             if hit >= 0:
                 places[-1] = hit
             place = min(places[-1] + len(piece), len(raw))
+    # Bytes to characters. A token that begins within a character has that character's place.
     return [len(raw[:place].decode(errors="ignore")) for place in places]
 
 
