@@ -443,12 +443,12 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) ->
                     )
                 key = f"{prefix}.{index}.{name}"
                 # PyTorch's weight is [O, I], ours [I, O].
-                wanted = shape[::-1]
+                stored_shape = shape[::-1]
                 if key not in arrays:
-                    raise UserError(f"{key}: wanted an array {wanted}, got nothing")
+                    raise UserError(f"{key}: wanted an array {stored_shape}, got nothing")
                 array = np.asarray(arrays[key], np.float32)
-                if array.shape != wanted:
-                    raise UserError(f"{key}: wanted an array {wanted}, got {array.shape}")
+                if array.shape != stored_shape:
+                    raise UserError(f"{key}: wanted an array {stored_shape}, got {array.shape}")
                 constants[index][source][name] = array.T
     stacked = _stacked(config, method, constants, model.params["embed"].dtype)
     return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})

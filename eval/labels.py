@@ -261,13 +261,13 @@ def label_curves(
     while before < in_columns:
         before = in_columns
         figure.draw_without_rendering()
-        beside = []
+        texts = []
         for (axes, curves), column in zip(panels, columns, strict=True):
-            beside += _place(axes, curves, column, options)
+            texts += _place(axes, curves, column, options)
         in_columns = sum(len(column) for column in columns)
         if before < in_columns:
             # The names beside curves are placed anew.
-            for text in beside:
+            for text in texts:
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)

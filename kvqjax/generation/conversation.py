@@ -197,9 +197,9 @@ def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
             head = written()
     if plain:
         return Template(head, "\n")
-    both = written("user", "assistant")
-    behind_answer = both.rindex(PROBE) + len(PROBE)
-    return Template(head, both[behind_answer:])
+    exchange = written("user", "assistant")
+    behind_answer = exchange.rindex(PROBE) + len(PROBE)
+    return Template(head, exchange[behind_answer:])
 
 
 def head_of(model: Model, template: Template, ids: Sequence[int], special: bool) -> int:
@@ -225,9 +225,9 @@ def places_of(model: Model, parts: Sequence[Part], template: Template, special: 
     place = 0  # ids of the parts before
     for number, part in enumerate(parts):
         # A part that begins by closing an answer has the next turn behind that.
-        closes = part.text.startswith(template.close) and part.ids[: len(close)] == close
+        closes_turn = part.text.startswith(template.close) and part.ids[: len(close)] == close
         turn = place + len(close)
-        if number and template.close and closes and turn > head:
+        if number and template.close and closes_turn and turn > head:
             turns.append(turn)
         place += len(part.ids)
     return Places(head, turns)

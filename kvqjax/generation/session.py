@@ -409,7 +409,7 @@ class Session:
         if row is not None and answer._gap is not None:
             closed, with_seam, count = closed_up(self.model, row, parts, answer._gap)
             length = len(ids_of(with_seam)) + answer._new
-            # The seam may need more tokens than were left out.
+            # Tokens that have to stay at the seam take room as well.
             if shifts or self._most is None or length <= self._most:
                 row = closed
                 parts = with_seam

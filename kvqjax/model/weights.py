@@ -345,11 +345,11 @@ def _expert_matrices(
     axis = 1 if is_bias or not inward else 2  # of outputs
     axes = {"_bias": 2, "_blocks": 4}.get(part, 3)
     if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
-        wanted = f"[experts, {len(names)} x outputs, inputs]"
+        layout = f"[experts, {len(names)} x outputs, inputs]"
         if axis == 2:
-            wanted = f"[experts, inputs, {len(names)} x outputs]"
+            layout = f"[experts, inputs, {len(names)} x outputs]"
         raise UserError(
-            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {wanted}"
+            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout}"
         )
     size = tensor.shape[axis] // len(names)
     tensors = {}

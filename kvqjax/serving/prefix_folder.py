@@ -115,9 +115,11 @@ def read_prefixes(
         jax.tree.map(of_all_prefixes, row),
         jax.tree.map(of_all_pages, page) if count else (),
     )
-    wanted = flatten(shapes)
-    arrays = read_arrays(path, text, wanted=wanted)
-    rows, pages = jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+    shapes_by_name = flatten(shapes)
+    arrays = read_arrays(path, text, wanted=shapes_by_name)
+    rows, pages = jax.tree.unflatten(
+        jax.tree.structure(shapes), [arrays[name] for name in shapes_by_name]
+    )
     contents = {}
     for place in range(count):
         contents[place] = jax.tree.map(operator.itemgetter(np.s_[:, place : place + 1]), pages)

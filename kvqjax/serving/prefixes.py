@@ -24,8 +24,8 @@ Contents = dict[int, tuple[dict, ...]]  # a page's number -> its body of every r
 TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
 REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
 # A prefix that several prompts began with is worth more than the end of the newest prompt, until
-# this number of prompts have come without it. Otherwise, where there is room for one prefix, every request in
-# between would displace a system prompt of half of all requests.
+# this number of prompts have come without it. Otherwise, where there is room for one prefix, every
+# request in between would displace a system prompt of half of all requests.
 PROVEN = 16
 
 

@@ -502,10 +502,10 @@ def answer_options(
     """
     grammar = options.get("grammar")
     ways = _ways_of(model, use, grammar is not None, ids)
-    chosen: dict[str, Any] = {"shown_tokens": sorted(ways.special.values())}
+    engine_options: dict[str, Any] = {"shown_tokens": sorted(ways.special.values())}
     is_bound = use.must_call or use.strict_tools or grammar is not None
     if ways.form is None or not is_bound:
-        return chosen
+        return engine_options
     schemas = use.schemas
     alternative = None  # to calls, as `calls_grammar` takes it
     if use.named_tool is not None:
@@ -523,7 +523,7 @@ def answer_options(
         except UserError as error:
             raise _refused(f"tool {name!r}: {error.cause}") from None
     has_one_call = use.named_tool is not None or not use.parallel
-    chosen["grammar"] = calls_grammar(
+    engine_options["grammar"] = calls_grammar(
         ways.form,
         schemas,
         ways.special,
@@ -532,7 +532,7 @@ def answer_options(
         in_thought=ways.in_thought,
         alternative=alternative,
     )
-    return chosen
+    return engine_options
 
 
 def answer_reader(
